@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
-from grpo_replay.lab.dry_run.estimates import DEFAULT_GPU, Known
+from grpo_replay.lab.dry_run.estimates import Known
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
@@ -45,8 +44,6 @@ def run(
     gpu_memory_gib: float | None = None,
     output_dir: str | None = None,
     from_run: str | None = None,
-    generated_tokens_per_second: float | None = None,
-    trained_tokens_per_second: float | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
     resume: bool = False,
@@ -55,9 +52,7 @@ def run(
     the exit code that it would end with, 2 or 3. With an `output_dir`, whether the run may begin
     there, or go on, is checked too."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
-    known = Known(generated_tokens_per_second, trained_tokens_per_second)
-    if from_run is not None:
-        known = replace(known, **_measured(from_run))
+    known = None if from_run is None else _measured(from_run)
     of_folder = resume if output_dir else None
     report = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample, of_folder)
     code: int = report["exit_code"]
@@ -118,24 +113,20 @@ def _example(example: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _hints(report: Mapping[str, Any]) -> Iterable[str]:
-    speed = report["time"]["speed_is"]
-    if speed is None or speed.startswith("assumed"):
-        yield (
-            "better hours with --from-run DIR, --trained-tokens-per-second or "
-            "--generated-tokens-per-second"
-        )
+    if report["time"]["hours"] is None:
+        yield "hours come with --from-run DIR, a finished run, or --sample N, a first look"
     if report["hardware"]["assumed"]:
         yield "other machines with --gpu-memory-gib, --num-processes (on each node) and --nodes"
 
 
-def _measured(run: str) -> dict[str, Any]:
-    """What a finished run tells: fields of `Known`."""
+def _measured(run: str) -> Known:
+    """What a finished run tells."""
     source = open_source(run)
     estimates = estimate_from_run(source)
-    names = ("survival", "mu", "completion_tokens", "prompt_tokens")
+    names = ("survival", "completion_tokens", "prompt_tokens")
     found = {name: getattr(estimates, name) for name in names}
     measured = {name: value for name, value in found.items() if value is not None}
-    return {"measured": measured, "speed": measured_speed(source)}
+    return Known(measured, measured_speed(source))
 
 
 def _headline(report: Mapping[str, Any]) -> Iterable[str]:
@@ -221,7 +212,7 @@ def _step_table(report: Mapping[str, Any]) -> Table:
     if storage["checkpoint_gib"] is not None:
         sizes = f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"
         table.add_row("one checkpoint / all kept, GiB", sizes)
-    for label, value in _time_rows(report["time"], report["hardware"]):
+    for label, value in _time_rows(report["time"]):
         table.add_row(label, value)
     for key, label in (
         ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
@@ -234,7 +225,7 @@ def _step_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def _time_rows(time: Mapping[str, Any], hardware: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if time["hours"] is None:
         return
     parts = ("generation", "training", "other")
@@ -242,9 +233,7 @@ def _time_rows(time: Mapping[str, Any], hardware: Mapping[str, Any]) -> Iterable
     yield "seconds: generation / training / other, expected", seconds
     gpu_hours = "" if time["gpu_hours"] is None else f" / {time['gpu_hours']:,g}"
     what = "hours" if time["gpu_hours"] is None else "hours / GPU-hours"
-    guessed = hardware["gpu"] is None and time["speed_is"].startswith("assumed")
-    which = f"if {DEFAULT_GPU}s" if guessed else "expected"
-    yield f"{what} for all {time['steps']:,} steps, {which}", f"{time['hours']:,g}{gpu_hours}"
+    yield f"{what} for all {time['steps']:,} steps, expected", f"{time['hours']:,g}{gpu_hours}"
 
 
 def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

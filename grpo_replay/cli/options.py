@@ -120,22 +120,17 @@ class TrainOptions:
         "--smoke",
     )
     dry_run: bool = flag(
-        "Would it start? Memory, disk, tokens and hours; starts nothing.", "--dry-run"
+        "Would it start? Memory, disk, tokens; hours with --from-run or --sample. Starts nothing.",
+        "--dry-run",
     )
     sample: int | None = option(
         "With --dry-run: a first look at this many groups of the first step: success, signal, "
-        "lengths, seconds. Loads the model.",
+        "lengths, hours. Loads the model.",
         min=1,
     )
     gpu_memory_gib: float | None = option("With --dry-run: memory of each GPU, in GiB.", min=1)
     from_run: str | None = option(
-        "With --dry-run: lengths, survival, μ and speed of this run.", metavar="DIR"
-    )
-    generated_tokens_per_second: float | None = option(
-        "With --dry-run: completion tokens that a GPU generates in a second.", min=0.001
-    )
-    trained_tokens_per_second: float | None = option(
-        "With --dry-run: completion tokens that a GPU trains on in a second.", min=0.001
+        "With --dry-run: lengths, survival and speed of this run, for hours.", metavar="DIR"
     )
     nodes: int | None = option("With --dry-run: number of such nodes.", min=1)
     as_json: bool = json_wanted()

@@ -184,8 +184,6 @@ def _cell(entry: Entry, report: dict[str, Any]) -> dict[str, Any]:
         "steps_left": left,
         "generated_tokens": left * report["step"]["generated_tokens_expected"],
         "trained_tokens": left * report["step"]["trained_tokens_expected"],
-        "hours": _share(report["time"]["hours"], left / entry.steps),
-        "gpu_hours": _share(report["time"]["gpu_hours"], left / entry.steps),
         "processes": report["hardware"]["processes"],
         "peak_gib": None if report["memory"] is None else report["memory"]["peak_gib"],
         "checkpoints_gib": report["storage"]["checkpoints_gib_most"],
@@ -200,14 +198,8 @@ def _totals(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unfinished": sum(cell["state"] != "done" for cell in cells),
         "generated_tokens": sum(cell["generated_tokens"] for cell in cells),
         "trained_tokens": sum(cell["trained_tokens"] for cell in cells),
-        "hours": _sum([cell["hours"] for cell in cells]),
-        "gpu_hours": _sum([cell["gpu_hours"] for cell in cells]),
         "checkpoints_gib": _sum([cell["checkpoints_gib"] for cell in cells]),
     }
-
-
-def _share(value: float | None, part: float) -> float | None:
-    return None if value is None else round(value * part, 4)
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -220,19 +212,14 @@ def _unique(lists: Any) -> list[str]:
 
 
 def _describe_totals(totals: dict[str, Any]) -> str:
-    parts = [
+    return (
         f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
-        f"{totals['generated_tokens']:,} tokens generated",
-        f"{totals['trained_tokens']:,} trained",
-    ]
-    if totals["hours"] is not None:
-        parts.append(f"{totals['hours']:,.2f} hours one after the other")
-    if totals["gpu_hours"] is not None:
-        parts.append(f"{totals['gpu_hours']:,.0f} GPU hours")
-    return f"{', '.join(parts)}; checkpoints {_number(totals['checkpoints_gib'])} GiB"
+        f"{totals['generated_tokens']:,} tokens generated, {totals['trained_tokens']:,} trained; "
+        f"checkpoints {_number(totals['checkpoints_gib'])} GiB"
+    )
 
 
-_NUMBERS = ("generated", "trained", "hours", "GiB ×\nranks", "fits")
+_NUMBERS = ("generated", "trained", "GiB ×\nranks", "fits")
 
 
 def estimate_table(document: dict[str, Any]) -> Table:
@@ -251,7 +238,6 @@ def _group(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ", ".join(f"{count} {state}" for state, count in states.items()) + mark
     for name in ("generated_tokens", "trained_tokens"):
         yield f"{sum(cell[name] for cell in cells) / 1e6:,.1f} M"
-    yield _number(_sum([cell["hours"] for cell in cells]))
     yield f"{_number(cells[0]['peak_gib'])} × {cells[0]['processes']}"
     yield {True: "yes", False: "no", None: "?"}[cells[0]["fits"]]
 

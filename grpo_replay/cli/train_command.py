@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from grpo_replay.training.run import RunResult
 
 
-_OF_DRY_RUNS = (
-    *("sample", "gpu_memory_gib", "from_run"),
-    *("generated_tokens_per_second", "trained_tokens_per_second", "nodes", "as_json"),
-)
+_OF_DRY_RUNS = ("sample", "gpu_memory_gib", "from_run", "nodes", "as_json")
 
 
 def run(options: TrainOptions) -> int:
@@ -86,7 +83,6 @@ def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
 
     return report(
         recipe, options.as_json, options.gpu_memory_gib, options.output_dir, options.from_run,
-        options.generated_tokens_per_second, options.trained_tokens_per_second,
         _ranks_of_nodes(recipe.engine.num_processes, options), options.sample, options.resume,
     )  # fmt: skip
 

@@ -13,23 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
-    DecodeFloor,
     Expected,
     Known,
     Speed,
-    assumed_speed,
-    busiest,
     describe_replay,
     describe_step,
     describe_storage,
     describe_time,
-    expected_longest,
     expected_of,
-    known_gpu,
 )
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, no_look_at
 from grpo_replay.lab.dry_run.planner import (
-    DTYPE_BYTES,
     Advice,
     Findings,
     Generation,
@@ -42,14 +36,12 @@ from grpo_replay.lab.dry_run.planner import (
     with_known_model,
 )
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
-from grpo_replay.storage.checkpoint import GIB, to_gib
+from grpo_replay.storage.checkpoint import to_gib
 
 if TYPE_CHECKING:
     from grpo_replay.prompts.prompt_set import PromptSet
 
 DEFAULT_OUTPUT = Path("runs")
-SMALLEST_DEFAULT_GIB = 75
-"""From this size on, a GPU whose name is not known is taken for an H100."""
 
 
 def dry_run(
@@ -147,7 +139,7 @@ def _advice(
 def _try_look(
     recipe: Recipe, sample: int | None, plan: MemoryPlan | None, known: Known, findings: Findings
 ) -> tuple[FirstLook | None, Known]:
-    """The first look, and what is known with it: what the user states goes before."""
+    """The first look, and what is known with it: what a finished run measured goes before."""
     if sample is None:
         return None, known
     if findings.exit_code or (plan is not None and not plan.fits):
@@ -178,17 +170,13 @@ def _figures(
     stored = describe_replay(recipe, expected)
     storage = describe_storage(recipe, stored, expected)
     storage |= _checkpoint_sizes(plan, recipe.checkpoint.keep, bool(recipe.eval.benchmarks))
-    speed = _choose_speed(known, expected, plan, recipe.model.dtype, machines)
     findings.assumptions += _assumptions(expected, recipe.sampling, machines)
-    findings.assumptions.append(_describe_speed(speed, machines, recipe.sampling))
-    floor, ranks = _decode_floor(recipe, expected, plan, speed, machines), machines.total_ranks
+    if known.speed is not None:
+        findings.assumptions.append(_describe_speed(known.speed, machines, recipe.sampling))
     time = describe_time(
-        recipe, step, stored["first_replay_step"], expected, speed, ranks, machines.on_cuda, floor
-    )
-    seconds = [time.get(f"generation_seconds_{which}") for which in ("per_step", "at_least")]
-    if floor is not None and seconds[0] == seconds[1]:  # the longest completion decides the hours
-        share = busiest(recipe, step["generated_rollouts"], ranks)
-        findings.assumptions.append(floor.describe(share))
+        recipe, step, stored["first_replay_step"], expected, known.speed, machines.total_ranks,
+        machines.on_cuda,
+    )  # fmt: skip
     return {"step": step, "replay": stored, "storage": storage, "time": time}
 
 
@@ -225,49 +213,6 @@ def _checkpoint_sizes(plan: MemoryPlan | None, keep: int, evaluates: bool) -> di
     host = plan.sampler.host if evaluates else 0
     sizes = (one, round(one * (keep + 1), 3), to_gib(plan.engine.host), to_gib(host))
     return dict(zip(names, sizes, strict=True))
-
-
-def _choose_speed(
-    known: Known, expected: Expected, plan: MemoryPlan | None, dtype: str, machines: Machines
-) -> Speed | None:
-    """Stated, else measured, else assumed for a GPU. None if nothing is known: an unnamed GPU with
-    less memory than an H100 is a slower one."""
-    speed = known.stated_speed(expected.mu) or known.speed
-    if speed is not None or plan is None or not _is_known_gpu(machines):
-        return speed
-    return assumed_speed(plan.shape, expected, dtype, machines.gpu)
-
-
-def _is_known_gpu(machines: Machines) -> bool:
-    """Whether there is a GPU that has a name, or may be taken for an H100."""
-    large = machines.capacity >= SMALLEST_DEFAULT_GIB * GIB
-    return machines.on_cuda and (machines.gpu is not None or large)
-
-
-def _decode_floor(
-    recipe: Recipe, expected: Expected, plan: MemoryPlan | None, speed: Speed | None,
-    machines: Machines,
-) -> DecodeFloor | None:  # fmt: skip
-    """The least time of a step's generation; None where the speed is stated or measured on as many
-    GPUs, where the GPU is not known, and where no step waits for its own completions."""
-    sampling = recipe.sampling
-    gpus = sampling.server_gpus or machines.total_ranks
-    waits = not recipe.run.is_async and sampling.collection.replay_journal is None
-    if plan is None or speed is None or speed.holds_for(gpus) or not waits:
-        return None
-    if not _is_known_gpu(machines):
-        return None
-    shape, each = plan.shape, DTYPE_BYTES[recipe.sampled_dtype]
-    return DecodeFloor(
-        longest=expected_longest(
-            expected.completion_tokens, sampling.max_completion_length, sampling.rollouts_per_step
-        ),
-        weight_bytes=(1 if sampling.is_quantized else each)
-        * (shape.active_parameters or shape.parameters)
-        / sampling.gpus_per_model,
-        gpu=known_gpu(machines.gpu),
-        rounds=1 + sampling.max_refills,
-    )
 
 
 def _describe_model(model: ModelSection, plan: MemoryPlan) -> dict[str, Any]:
@@ -312,19 +257,12 @@ def _assumptions(
         yield f"1 GiB for CUDA's context and NCCL{vllm}"
 
 
-def _describe_speed(speed: Speed | None, machines: Machines, sampling: SamplingSection) -> str:
-    if speed is None:
-        of = "this machine"
-        if machines.elsewhere:
-            of = (
-                f"GPUs of {to_gib(machines.capacity):g} GiB (from 75 GiB, that of an H100 is taken)"
-            )
-        return f"no hours: the speed of {of} is not known"
+def _describe_speed(speed: Speed, machines: Machines, sampling: SamplingSection) -> str:
     what = "GPU" if machines.on_cuda else "process"
     gpus = sampling.server_gpus
     servers = f", {gpus} more for servers" if gpus else ""
-    number = gpus or machines.total_ranks
-    linear = "" if speed.holds_for(number) else f", however many {what}s there are"
+    same = speed.measured_on in (None, gpus or machines.total_ranks)
+    linear = "" if same else f", however many {what}s there are"
     return (
         f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
         f"by each {what}{linear} ({speed.source}){servers}; evaluations and checkpoints are not "

@@ -5,19 +5,17 @@ out of 256 rollouts, and lengths. Paper B: μ, the cost of generating one rollou
 of training on it once. The dry run and `plan` make the same assumptions, and both take what a
 finished run measured instead.
 
-Hours are the tokens of all steps over the speed of one GPU: stated, measured or assumed. Counted
-are generation, by the rank or server that samples most, the updates and the pass that recomputes
-log-probs; not evaluation, weight pushes and checkpoints. More GPUs do not make one completion
-faster: a step lasts at least as long as its longest one, token by token (`DecodeFloor`).
+Hours are the tokens of all steps over a speed that a finished run or a first look measured. Counted
+are generation, by the rank or server that samples most, the updates and the rest of a step; not
+evaluation and checkpoints.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
-from grpo_replay.lab.dry_run.memory import ModelShape
 from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection
 from grpo_replay.storage.checkpoint import logged_bytes, stored_bytes, to_gib
 
@@ -42,34 +40,6 @@ _TINY = {
 }  # fmt: skip
 """Measured in runs of the tiny recipes (docs/planning.md, docs/tiny.md), by `model.path`."""
 _UNKNOWN_MODEL_USES = "Qwen3-1.7B"
-
-UTILISATION = 0.3
-"""Assumed share of the peak that updates reach (MFU): 0.3 to 0.5 is usual for dense models."""
-
-
-class Gpu(NamedTuple):
-    """Of NVIDIA's data sheets: dense floating-point operations per second in bfloat16 and float32,
-    and bytes per second of the memory (of the SXM form, and of the A100 with 80 GB)."""
-
-    bfloat16: float
-    float32: float
-    bandwidth: float
-
-
-GPUS = {
-    "B200": Gpu(2250e12, 80e12, 8.0e12),
-    "H100": Gpu(989e12, 67e12, 3.35e12),
-    "H200": Gpu(989e12, 67e12, 4.8e12),
-    "H800": Gpu(989e12, 67e12, 3.35e12),
-    "A100": Gpu(312e12, 19.5e12, 2.04e12),
-    "L40S": Gpu(362e12, 91.6e12, 0.864e12),
-    "RTX 4090": Gpu(165e12, 82.6e12, 1.01e12),
-    "A10": Gpu(125e12, 31.2e12, 0.6e12),
-    "L4": Gpu(121e12, 30.3e12, 0.3e12),
-    "RTX 3090": Gpu(71e12, 35.6e12, 0.936e12),
-}
-"""By a part of the GPU's name; the first that fits."""
-DEFAULT_GPU = "H100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,121 +225,25 @@ def _mib(size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Completion tokens per second of one GPU (on a CPU, of one rank or server), and where they
-    come from. `other_seconds` is the rest of a step; None: only the log-prob pass, a third of an
-    update. `measured_on` is the number of GPUs that generated where it was measured, if known."""
+    """Completion tokens per second of one GPU (on a CPU, of one rank or server), the seconds of the
+    rest of a step, and where they were measured. `measured_on` is the number of GPUs that generated
+    there, if known."""
 
     generated: float
     trained: float
+    other_seconds: float
     source: str
-    other_seconds: float | None = None
-    assumed: bool = False
     measured_on: int | None = None
-
-    def holds_for(self, samplers: int) -> bool:
-        """Whether so many GPUs generate as fast as this says: it is stated, or measured on them."""
-        return not self.assumed and self.measured_on in (None, samplers)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the user states or a finished run measured; the rest is assumed.
+    """What a finished run or a first look measured: fields of `Expected`, and a speed.
+    `prompt_tokens` is the mean of the prompts, if they were read."""
 
-    `measured` holds fields of `Expected`, `speed` that of the run; the stated speeds are completion
-    tokens per second of one GPU. `prompt_tokens` is the mean of the prompts, if they were read.
-    """
-
-    generated_tokens_per_second: float | None = None
-    trained_tokens_per_second: float | None = None
     measured: Mapping[str, float] | None = None
     speed: Speed | None = None
     prompt_tokens: float | None = None
-
-    def stated_speed(self, mu: float) -> Speed | None:
-        """The stated speed: μ gives the one of the two that is not stated. None if neither is."""
-        generated, trained = self.generated_tokens_per_second, self.trained_tokens_per_second
-        other = None if self.speed is None else self.speed.other_seconds
-        if generated is not None and trained is not None:
-            return Speed(generated, trained, "stated", other)
-        if generated is not None:
-            return Speed(generated, generated * mu, f"stated, and μ {mu:.3g}", other)
-        if trained is not None:
-            return Speed(trained / mu, trained, f"stated, and μ {mu:.3g}", other)
-        return None
-
-
-def assumed_speed(
-    shape: ModelShape, expected: Expected, dtype: str, gpu: str | None = None
-) -> Speed:
-    """The speed of a GPU of which the name is known, or of `DEFAULT_GPU`."""
-    known = known_gpu(gpu)
-    peak = GPUS[known].float32 if dtype == "float32" else GPUS[known].bfloat16
-    trained = expected.completion_tokens * UTILISATION * peak / update_flops(shape, expected)
-    return Speed(
-        trained / expected.mu,
-        trained,
-        f"assumed: {UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s ({known}) in updates, and μ "
-        f"{expected.mu:.3g}",
-        assumed=True,
-    )
-
-
-def known_gpu(gpu: str | None) -> str:
-    """The key of `GPUS` for the name of a GPU; `DEFAULT_GPU` for others."""
-    return next((name for name in GPUS if gpu is not None and name in gpu), DEFAULT_GPU)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFloor:
-    """The least time that a step's generation can take: its longest completion is decoded token by
-    token, and every token reads all weights that it goes through from the memory of the GPU.
-
-    `longest` is the expected length of that completion, in tokens. `weight_bytes` are those of one
-    GPU. A refill is another round.
-    """
-
-    longest: float
-    weight_bytes: float
-    gpu: str  # key of `GPUS`
-    rounds: int = 1
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self.weight_bytes / GPUS[self.gpu].bandwidth
-
-    @property
-    def seconds(self) -> float:
-        return self.rounds * self.longest * self.seconds_per_token
-
-    def describe(self, rollouts: float) -> str:
-        """A sentence for where it decides the hours, with `rollouts` on each GPU."""
-        return (
-            f"generation lasts at least {self.seconds:.3g} s a step: the longest completion, about "
-            f"{self.longest:,.0f} tokens, takes {1e3 * self.seconds_per_token:.3g} ms a token on "
-            f"one {self.gpu} ({self.weight_bytes / 1e9:.3g} GB of weights at "
-            f"{GPUS[self.gpu].bandwidth / 1e12:.3g} TB/s). Each GPU has {rollouts:,.3g} of the "
-            "rollouts: more GPUs do not generate faster"
-        )
-
-
-def expected_longest(mean: float, limit: int, rollouts: float) -> float:
-    """Expected tokens of the longest of some completions, at most `limit`. Lengths are taken for
-    exponentially distributed: the mean times 1 + 1/2 + … + 1/rollouts.
-
-    >>> expected_longest(100, 1000, 4)  # 1 + 1/2 + 1/3 + 1/4 = 2.083
-    208.33333333333331
-    """
-    return min(limit, mean * sum(1 / each for each in range(1, max(1, round(rollouts)) + 1)))
-
-
-def update_flops(shape: ModelShape, expected: Expected) -> float:
-    """Floating-point operations of an update per rollout of mean length: 6 per active parameter and
-    token, 4 if LoRA freezes it (it has no gradient), and causal attention. What gradient
-    checkpointing repeats is not counted."""
-    tokens = expected.prompt_tokens + expected.completion_tokens
-    active = shape.parameters if shape.active_parameters is None else shape.active_parameters
-    per_token = (4 if shape.adapters else 6) * active + 6 * shape.adapters
-    return per_token * tokens + 6 * shape.layers * shape.attention_width * tokens**2
 
 
 def describe_time(
@@ -380,23 +254,19 @@ def describe_time(
     speed: Speed | None,
     ranks: int,
     on_gpus: bool,
-    floor: DecodeFloor | None = None,
 ) -> dict[str, Any]:
-    """Seconds of a step and hours of the run; None where no speed is known. `floor`: generation
-    takes at least so long."""
+    """Seconds of a step and hours of the run; None where no speed is known."""
     steps, sampling = recipe.run.steps, recipe.sampling
     if speed is None:
         return {"steps": steps, "hours": None, "gpu_hours": None, "speed_is": None}
-    rollouts = busiest(recipe, step["generated_rollouts"], ranks)
-    at_least = None if floor is None else floor.seconds
-    generation = max(rollouts * (expected.completion_tokens / speed.generated), at_least or 0.0)
+    rollouts = _busiest(recipe, step["generated_rollouts"], ranks)
+    generation = rollouts * (expected.completion_tokens / speed.generated)
     per_trained = expected.completion_tokens / speed.trained / ranks
     survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
-    other = _other_seconds(recipe, speed, survivors * per_trained)
     early = steps if first_replay_step is None else min(steps, first_replay_step - 1)
     both = max if recipe.run.is_async else sum  # sampling goes on while the trainer works
     seconds = sum(
-        count * (both((generation, rollouts * per_trained)) + other)
+        count * (both((generation, rollouts * per_trained)) + speed.other_seconds)
         for count, rollouts in ((early, survivors), (steps - early, trained))
     )
     hours, gpus = seconds / 3600, ranks + sampling.server_gpus
@@ -405,24 +275,15 @@ def describe_time(
         "hours": _significant(hours),
         "gpu_hours": _significant(hours * gpus) if on_gpus else None,
         "generation_seconds_per_step": _significant(generation),
-        "generation_seconds_at_least": None if at_least is None else _significant(at_least),
         "training_seconds_per_step": _significant(trained * per_trained),
-        "other_seconds_per_step": _significant(other),
+        "other_seconds_per_step": _significant(speed.other_seconds),
         "generated_tokens_per_second": _significant(speed.generated),
         "trained_tokens_per_second": _significant(speed.trained),
         "speed_is": speed.source,
     }
 
 
-def _other_seconds(recipe: Recipe, speed: Speed, training_seconds: float) -> float:
-    """What a step takes beside generation and updates: as measured, or a forward pass over the
-    survivors, a third of their training, if log-probs are recomputed."""
-    if speed.other_seconds is not None:
-        return speed.other_seconds
-    return training_seconds / 3 if recipe.loss.behavior_logprobs == "trainer" else 0.0
-
-
-def busiest(recipe: Recipe, generated: float, ranks: int) -> float:
+def _busiest(recipe: Recipe, generated: float, ranks: int) -> float:
     """Rollouts of a step per GPU of the rank or server that samples most: each takes whole ones.
     Servers of an asynchronous run do not wait for a step, so they share evenly."""
     sampling = recipe.sampling

@@ -49,7 +49,7 @@ class FirstLook:
 
 def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     """Sample `groups` groups, train on them once, and forget it; what was seen, and what it says
-    about the run's lengths, survival, μ and speed.
+    about the run's lengths, survival and speed.
 
     The time includes what only a first step does, so that later steps are rather faster. Needs the
     memory of the run. Only for what `no_look_at` has nothing against. Raises what a run raises.
@@ -61,8 +61,6 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     known = {"completion_tokens": look.completion_tokens, "prompt_tokens": look.prompt_tokens}
     if survivors:
         known["survival"] = survivors / len(rollouts)
-    if mu := metrics["cost/mu"]:
-        known["mu"] = mu
     return look, Known(measured=known, speed=_speed(metrics, share))
 
 
@@ -135,8 +133,8 @@ def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
     return Speed(
         metrics["cost/generated_tokens"] / generating,
         metrics["cost/trained_tokens"] / training,
-        "measured in the first look",
         (metrics["step_time"] - generating - training) / share,
+        "measured in the first look",
     )
 
 

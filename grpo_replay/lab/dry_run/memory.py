@@ -54,9 +54,8 @@ class ForwardMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a model, in elements. `parameters` counts tied weights once; `kv_elements_per_token`
-    is over all layers; `attention_width` is heads · head_dim and `active_parameters` those that one
-    token goes through (None: all), for counts of floating-point operations. `adapters` are the
-    parameters of LoRA, which are in none of these; 0 if all parameters train."""
+    is over all layers; `attention_width` is heads · head_dim. `adapters` are the parameters of
+    LoRA, which are in none of these; 0 if all parameters train."""
 
     parameters: int
     largest_parameter: int
@@ -69,7 +68,6 @@ class ModelShape:
     max_positions: int | None
     adapters: int = 0
     largest_adapter: int = 0
-    active_parameters: int | None = None
 
     @property
     def trained(self) -> int:

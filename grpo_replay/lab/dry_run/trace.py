@@ -30,8 +30,6 @@ _FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
 _TRACED_LAYERS = (2, 4)
 _OWN_ERRORS = (RuntimeError, ValueError, LookupError, AttributeError, TypeError)
 """What transformers and torch raise for a model that the meta device cannot run."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of routed experts in transformers' configurations."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -133,7 +131,6 @@ def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelSha
     head = find_head(model)
     total = sum(each.numel() for each in model.parameters())
     largest = max(p.numel() for p in model.parameters())
-    active = sum(_active(name, each, config) for name, each in model.named_parameters())
     adapters = _attach(model, lora)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -151,18 +148,7 @@ def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelSha
         max_positions=getattr(config, "max_position_embeddings", None),
         adapters=sum(adapters),
         largest_adapter=max(adapters, default=0),
-        active_parameters=active,
     )
-
-
-def _active(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> int:
-    """Elements of a parameter that one token goes through: of the weights of routed experts, the
-    share of the experts that are chosen for it."""
-    experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if experts is None or chosen is None or ".experts." not in name:
-        return parameter.numel()
-    return parameter.numel() * chosen // experts
 
 
 class _AdaptedLinear(nn.Module):

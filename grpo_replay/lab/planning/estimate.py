@@ -91,8 +91,8 @@ def measured_speed(source: Source) -> Speed | None:
             generating *= ranks / samplers
             seconds = max(generating, training)
     return Speed(
-        generated / generating / samplers, trained / training / ranks, f"measured in {source.path}",
-        max(0.0, whole - seconds) / len(lines), measured_on=samplers,
+        generated / generating / samplers, trained / training / ranks,
+        max(0.0, whole - seconds) / len(lines), f"measured in {source.path}", samplers,
     )  # fmt: skip
 
 

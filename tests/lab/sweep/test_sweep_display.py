@@ -76,7 +76,7 @@ def test_elsewhere_than_on_a_terminal_each_change_and_each_evaluation_is_a_line(
 def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
     def cell(name: str, state: str, tokens: int) -> dict:
         return {"name": name, "state": state, "awaits_tuning": name.startswith("a/"),
-                "generated_tokens": tokens, "trained_tokens": 2 * tokens, "hours": 0.5,
+                "generated_tokens": tokens, "trained_tokens": 2 * tokens,
                 "peak_gib": 0.75, "processes": 2, "fits": True}  # fmt: skip
 
     cells = [
@@ -86,8 +86,8 @@ def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
     ]
     rows = [" ".join(line.split()) for line in shown(estimate_table({"cells": cells}))[-3:-1]]
     assert rows == [
-        "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 1.00 0.75 × 2 yes",
-        "a 1 new* 1.5 M 3.0 M 0.50 0.75 × 2 yes",
+        "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 0.75 × 2 yes",
+        "a 1 new* 1.5 M 3.0 M 0.75 × 2 yes",
     ]
 
 
@@ -96,7 +96,7 @@ def test_the_dry_run_loses_no_name_and_no_digit_on_a_narrow_terminal(width):
     counts = {"done": 12, "started": 3, "new": 10, "running": 2}
     cells = [
         {"name": f"prioritised-r1/seed-{state}{seed}", "state": state, "awaits_tuning": True,
-         "generated_tokens": 45_678_900, "trained_tokens": 91_357_800, "hours": 123.456,
+         "generated_tokens": 45_678_900, "trained_tokens": 91_357_800,
          "peak_gib": 120.55, "processes": 16, "fits": None}
         for state, count in counts.items() for seed in range(count)
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def test_the_dry_run_loses_no_name_and_no_digit_on_a_narrow_terminal(width):
     text = console.file.getvalue()
     words = set(text.split())
     assert "…" not in text and "prioritised-" in text and "r1" in text
-    assert {"1,233.3", "2,466.7", "3,333.31", "120.55", "16"} < words
+    assert {"1,233.3", "2,466.7", "120.55", "16"} < words
     assert {"12", "done,", "3", "started,", "10", "new,", "2", "running*"} < words
 
 
@@ -116,8 +116,7 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
         asked.append(recipe.run.steps)
         found = Findings(exit_code=3 if recipe.run.steps == 40 else 0)
         return {
-            "step": {"generated_tokens_expected": 1, "trained_tokens_expected": 1},
-            "time": {"hours": recipe.run.steps / 10, "gpu_hours": None},
+            "step": {"generated_tokens_expected": recipe.run.steps, "trained_tokens_expected": 1},
             "storage": {"checkpoints_gib_most": 0}, "hardware": {"processes": 1},
             "memory": None, "fits": None, **asdict(found),
         }  # fmt: skip
@@ -130,7 +129,7 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
         entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
     cells = sweep_command.estimate(entries)["cells"]
     assert asked == [30, 40]
-    assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]
+    assert [cell["generated_tokens"] for cell in cells] == [900, 900, 1600, 1600]
     # what would stop a cell is the exit code, unless the cell is done
     assert sweep_command.print_estimate(entries, as_json=True) == 3
     assert sweep_command.print_estimate(entries, as_json=False) == 3
