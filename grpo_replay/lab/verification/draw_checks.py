@@ -1,18 +1,6 @@
-"""Checks of draws/: candidates, number of draws, ages and probabilities; and a statistical test
-that the draws follow the stated distribution.
-
-Order the candidates of a step in any way that does not depend on the draw. If draw j is from the
-remaining candidates with weights w, then `u_j = (W_j + v w_j) / Σ w` is uniform on (0, 1) and
-independent of earlier draws. W_j is the remaining weight below the drawn candidate, w_j its own
-weight, and v an independent uniform number. This is Rosenblatt's transform, randomised for a
-discrete distribution; without replacement, earlier draws are removed. A Kolmogorov-Smirnov test
-compares all u of a run with the uniform distribution.
-"""
-
-import math
+"""Checks of draws/: candidates, number of draws, ages and first-draw probabilities."""
 
 import numpy as np
-from scipy.special import kolmogorov
 
 from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, Tally, queries
 from grpo_replay.recipe import ReplaySection
@@ -34,7 +22,6 @@ class DrawChecks:
         self.run = run
         self.settings = run.recipes.first.replay  # those of the step being checked
         self.row_of = {int(i): row for row, i in enumerate(run.rollouts["rollout_id"])}
-        self.draw_test = DrawTest()
         self.effective_sample_size: float | None = None  # of the step checked last
         self.entropy: float | None = None  # likewise, nats
         youngest, limit = _youngest(self.settings), self.settings.max_age_steps
@@ -123,7 +110,7 @@ class DrawChecks:
 
     def results(self) -> list[Check]:
         tallies = (self.stored, self.counts, self.units, self.ages, self.probabilities)
-        return [*(tally.result() for tally in tallies), self._distribution_test()]
+        return [tally.result() for tally in tallies]
 
     def _asked(self, step: int, survivors: int) -> int:
         """Number of units to draw according to the recipe."""
@@ -241,11 +228,10 @@ class DrawChecks:
         members: list[int],
         drawn: list[int],
     ) -> None:
-        """Check probabilities and draws against the distribution over the units `members`."""
+        """Check probabilities against the distribution over the units `members`."""
         if not drawn:
             return
-        log_weight_M = log_weight_U[members] - log_weight_U[members].max()
-        weight_M = np.exp(log_weight_M)
+        weight_M = np.exp(log_weight_U[members] - log_weight_U[members].max())
         probability_M = weight_M / weight_M.sum()
         if self.effective_sample_size is None:
             self.effective_sample_size = float(1 / (probability_M**2).sum())
@@ -263,9 +249,6 @@ class DrawChecks:
                 f"step {step}, rollout {rollout_id}: probability {found!r}, recomputed "
                 f"{float(expected)!r}",
             )
-        self.draw_test.add(
-            log_weight_M, np.array([place[unit] for unit in drawn]), self.settings.with_replacement
-        )
 
     def _log_weights(self, units: list[list[int]]) -> np.ndarray:
         """ln p^α of each unit, p the mean over its rollouts; -inf where p is 0 and α is not."""
@@ -301,17 +284,6 @@ class DrawChecks:
             p_N[rows] = np.asarray(values, dtype=np.float64) + adds
         return p_N
 
-    def _distribution_test(self) -> Check:
-        tally = Tally("draw law", "")
-        parts = []
-        for order, (count, p_value) in self.draw_test.p_values().items():
-            words = f"Kolmogorov-Smirnov by {order}: p = {p_value:.3g} over {count:,} draws"
-            parts.append(words)
-            tally.expect(p_value >= FALSE_ALARM / len(DrawTest.ORDERS), words)
-            tally.checked = count
-        tally.statement = f"{'; '.join(parts)} (a correct run fails once in {1 / FALSE_ALARM:,.0f})"
-        return tally.result()
-
 
 def _column(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float64) if values.dtype.kind == "f" else values
@@ -326,101 +298,3 @@ _NO_DRAWS: Columns = {
     **dict.fromkeys(("probability", "clip_fraction", "ratio_mean"), np.zeros(0)),
     **dict.fromkeys(("ratio_max", "approx_kl", "entropy"), np.zeros(0)),
 }
-
-
-FALSE_ALARM = 1e-6
-"""Probability that a correct run fails, over both orders together."""
-
-_SEED = 20260604
-_BLOCK = 512  # draws compared with all earlier ones at once: limits memory
-_RESOLVED = 1e-6  # share of the weight left below which differences of sums have lost their digits
-
-
-class DrawTest:
-    """Collects a run's draws under two orders of the candidates. The order by priority detects a
-    wrong exponent or priority; the order by age detects a preference for old or new rollouts."""
-
-    ORDERS = ("priority", "age")
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(_SEED)
-        self._uniforms: dict[str, list[np.ndarray]] = {order: [] for order in self.ORDERS}
-
-    def add(self, log_weight_U: np.ndarray, drawn: np.ndarray, with_replacement: bool) -> None:
-        """Add a step: logarithms of the weights of all units, oldest first, and indices of the
-        draws in order."""
-        orders = {
-            "priority": np.argsort(log_weight_U, kind="stable"),
-            "age": np.arange(len(log_weight_U)),
-        }
-        for name, order in orders.items():
-            rank = np.empty(len(order), dtype=np.int64)
-            rank[order] = np.arange(len(order))
-            v = self._rng.random(len(drawn))
-            self._uniforms[name].append(
-                rosenblatt(log_weight_U[order], rank[drawn], v, with_replacement)
-            )
-
-    def p_values(self) -> dict[str, tuple[int, float]]:
-        """Number of draws and Kolmogorov-Smirnov p-value by order."""
-        pooled = {
-            order: np.concatenate([np.zeros(0), *self._uniforms[order]]) for order in self.ORDERS
-        }
-        return {order: (u.size, uniform_p_value(u)) for order, u in pooled.items()}
-
-
-def rosenblatt(
-    log_weight_U: np.ndarray, ranks_K: np.ndarray, v_K: np.ndarray, with_replacement: bool
-) -> np.ndarray:
-    """u_j in [0, 1] of K draws, given their ranks in the order of `log_weight_U`. K² operations.
-
-    Without replacement, draws from a remainder of little weight (a large exponent) are computed
-    from the remaining weights alone, K·U operations at most.
-    """
-    weight_U = np.exp(log_weight_U - log_weight_U.max())
-    own_K = weight_U[ranks_K]
-    below_K = (np.cumsum(weight_U) - weight_U)[ranks_K]
-    left_K = np.full(len(ranks_K), weight_U.sum())
-    if not with_replacement:
-        below_K = below_K - _taken_below(ranks_K, own_K)
-        left_K = left_K - np.concatenate([[0.0], np.cumsum(own_K)[:-1]])
-        for j in np.flatnonzero(left_K < _RESOLVED * weight_U.sum()):
-            below_K[j], own_K[j], left_K[j] = _among_remaining(log_weight_U, ranks_K, int(j))
-    # By rounding, the last of many draws can have slightly less than its own weight left.
-    left_K = np.maximum(left_K, np.maximum(below_K, 0.0) + own_K)
-    return np.clip((below_K + v_K * own_K) / left_K, 0.0, 1.0)
-
-
-def _among_remaining(
-    log_weight_U: np.ndarray, ranks_K: np.ndarray, draw: int
-) -> tuple[float, float, float]:
-    """Weight below the drawn unit, its own, and all, of the units that earlier draws have left.
-    Relative to the largest of them, which may be as small as it likes."""
-    log_left_U = log_weight_U.copy()
-    log_left_U[ranks_K[:draw]] = -np.inf
-    left_U = np.exp(log_left_U - log_left_U.max())
-    rank = ranks_K[draw]
-    return float(left_U[:rank].sum()), float(left_U[rank]), float(left_U.sum())
-
-
-def _taken_below(ranks_K: np.ndarray, own_K: np.ndarray) -> np.ndarray:
-    """For each draw, the total weight of earlier draws with a lower rank."""
-    taken = np.zeros(len(ranks_K))
-    for start in range(0, len(ranks_K), _BLOCK):
-        rows = np.arange(start, min(start + _BLOCK, len(ranks_K)))
-        earlier = np.arange(rows[-1] + 1)
-        lower = ranks_K[earlier][None, :] < ranks_K[rows][:, None]
-        taken[rows] = (lower & (earlier[None, :] < rows[:, None])) @ own_K[earlier]
-    return taken
-
-
-def uniform_p_value(u_N: np.ndarray) -> float:
-    """Kolmogorov-Smirnov p-value of u against the uniform distribution on (0, 1), with Stephens'
-    correction for finite N. 1 if N is 0."""
-    if u_N.size == 0:
-        return 1.0
-    ordered, n = np.sort(u_N), u_N.size
-    above = (np.arange(1, n + 1) / n - ordered).max()
-    below = (ordered - np.arange(n) / n).max()
-    distance = max(above, below) * (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n))
-    return float(kolmogorov(distance))

@@ -2,8 +2,7 @@
 
 Reads every file (`file_checks`), and recomputes combined rewards, advantages, kept flags, the
 buffer at each step, ages, draw counts, first-draw probabilities, uses and metrics from the
-run's files, without the code that wrote them. A statistical test compares the draws with the stated
-distribution; a correct run fails it once in a million (`draw_checks`).
+run's files, without the code that wrote them.
 """
 
 from collections.abc import Callable, Mapping
