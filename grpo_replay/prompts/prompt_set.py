@@ -274,7 +274,7 @@ def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
     rows, id_field = _open_source(section, seed, whole_rows)
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {_shown(section)} has no rows")
-    known = with_known_fields(section, rows.names)
+    known = _with_known_fields(section, rows.names)
     try:
         problems = checked_column(rows, known.problem_field, problem_statement)
         answers = checked_column(rows, known.answer_field, answer_after(ANSWER_MARKER))
@@ -292,7 +292,7 @@ def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
     return _Read(rows, problems, answers, unique_ids(rows, id_field), notices)
 
 
-def with_known_fields(section: PromptsSection, names: Sequence[str]) -> PromptsSection:
+def _with_known_fields(section: PromptsSection, names: Sequence[str]) -> PromptsSection:
     """The section with the fields by which other trainers call problem and answer, where the fields
     are the defaults and the columns `names` do not have them."""
     found = {}
@@ -332,7 +332,7 @@ def _open_source(
     def of_fields(names: Iterable[str]) -> Collection[str]:
         """The columns with our fields; all if one is missing, for the error."""
         listed = list(names)
-        known = with_known_fields(section, listed)
+        known = _with_known_fields(section, listed)
         fields = (known.problem_field, known.answer_field, known.id_field)
         wanted = {column_of(field, listed) for field in fields if field is not None}
         return wanted if wanted <= set(listed) else listed

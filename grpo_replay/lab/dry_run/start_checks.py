@@ -4,28 +4,22 @@ rewards, disk. Each adds sentences to the findings.
 
 import contextlib
 import importlib.util
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.errors import GrpoReplayError, OutputDirectoryError
 from grpo_replay.lab.dry_run.planner import Findings, Machines
-from grpo_replay.prompts.sources import column_of
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
-    BatchSection,
     EngineSection,
-    EvalSection,
     ModelSection,
     PromptsSection,
     Recipe,
     RewardSection,
     SamplingSection,
 )
-from grpo_replay.recipe.input_sections import PromptSource
 from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
@@ -38,7 +32,7 @@ from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.terminal.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from grpo_replay.evaluation.benchmarks import Benchmark, EvaluationPlan
+    from grpo_replay.evaluation.benchmarks import EvaluationPlan
     from grpo_replay.prompts.prompt_set import PromptSet
 
 _ATTENTION_PACKAGES = {
@@ -64,7 +58,6 @@ def check_parts(
     _check_engine(recipe.engine, recipe.model, recipe.sampling, machines, findings)
     for sentence in missing_trackers(recipe.tracking):
         _missing(sentence, machines, findings)
-    _check_packing(recipe.batch, recipe.model.attn_implementation, findings)
     _check_named_functions(recipe, findings)
     with quiet_libraries():
         _attempt(lambda: check_passed_settings(recipe, stage, machines.on_cuda), findings)
@@ -78,8 +71,9 @@ def check_parts(
     prompts = _check_prompts(
         recipe.prompts, recipe.run.seed, recipe.reward.reads_rows, tokenizer, findings
     )
-    evaluation, held_out = _plan_evaluation(recipe, tokenizer, findings)
+    evaluation = _plan_evaluation(recipe, tokenizer, findings)
     if prompts is not None:
+        held_out = set() if evaluation is None else evaluation.problem_texts
         notices = prompts.notices_of_use(recipe.sampling.prompts_per_step, held_out)
         findings.assumptions += notices
     known = recipe.model_copy(update={"model": known_model})
@@ -232,17 +226,6 @@ def _check_engine(
         findings.refuse(f"model.attn_implementation {attention} needs a GPU; use sdpa")
 
 
-def _check_packing(batch: BatchSection, attention: str, findings: Findings) -> None:
-    tokens = batch.max_tokens_per_microbatch
-    if batch.packing and attention not in PACKING_ATTENTION:
-        findings.assumptions.append(
-            f"batch.packing true with {attention} computes and masks every pair of tokens in a "
-            f"pack of up to {tokens:,}; the mask, {tokens**2 / 2**30:.3g} G elements, and what "
-            "attention keeps of so many pairs are not counted here. Use one of "
-            f"{', '.join(PACKING_ATTENTION)}, or padding"
-        )
-
-
 def _check_tokenizer(model: ModelSection, findings: Findings) -> Any:
     """The tokenizer, or None."""
     from grpo_replay.engine.models import load_tokenizer
@@ -259,7 +242,7 @@ def _check_model(
     machines: Machines,
     findings: Findings,
 ) -> None:
-    """Attention, weights, and whole copies of the model in host memory."""
+    """Attention, weights and precision."""
     from grpo_replay.engine.models import check_attention, float32_warning, load_config
 
     _attempt(lambda: check_attention(model), findings, model.path, "attention")
@@ -268,24 +251,6 @@ def _check_model(
         config = load_config(known_model)
         warning = float32_warning(known_model, config, longest, machines.on_cuda)
         findings.assumptions += [] if warning is None else [warning]
-        stored = str(config.dtype or "").removeprefix("torch.")
-        findings.assumptions += describe_host_copies(model, stored, machines)
-
-
-def describe_host_copies(model: ModelSection, stored: str, machines: Machines) -> list[str]:
-    """A sentence if every rank of a GPU node holds a whole copy of the model in host memory at the
-    start; otherwise empty. Weights `stored` in `model.dtype` are mapped from their file, which all
-    ranks share."""
-    if not machines.on_cuda:
-        return []  # on a CPU the copy is counted as memory of the rank
-    if model.random_init:
-        why = "a random initialisation is made there"
-    elif stored not in ("", model.dtype):
-        why = f"the weights are stored in {stored}, not in model.dtype {model.dtype}"
-    else:
-        return []
-    ranks = max(machines.ranks)
-    return [f"one whole model for each of {ranks} ranks in host memory at the start: {why}"]
 
 
 def _check_weights(model: ModelSection, findings: Findings) -> None:
@@ -324,18 +289,13 @@ def _weights_are_cached(path: str, revision: str | None) -> bool:
 def _check_prompts(
     section: PromptsSection, seed: int, whole_rows: bool, tokenizer: Any, findings: Findings
 ) -> "PromptSet | None":
-    """Read local prompts in full, as the run would; None if they cannot be read. Of a hub dataset,
-    check only the columns; if other sources are local, their rows are read too."""
-    from grpo_replay.prompts.prompt_set import load_prompts, read_problems
+    """Read local prompts in full, as the run would; None if they cannot be read. Those of a hub
+    dataset are not read."""
+    from grpo_replay.prompts.prompt_set import load_prompts
 
     names = ", ".join(section.source_names)
-    on_hub = [each for each in section.sources if is_on_hub(str(each.source))]
-    for each in on_hub:
-        _check_hub_columns(each, findings)
-    if on_hub:
-        if local := _local_sources(section):
-            rows_of = section.model_copy(update={"source": local})
-            _attempt(lambda: read_problems(rows_of, seed), findings)
+    if any(is_on_hub(str(each.source)) for each in section.sources):
+        findings.unchecked.append(f"prompts of {names}: the run reads a hub dataset at its start")
         return None
     if tokenizer is None:
         findings.unchecked.append(f"prompts of {names}: reading them needs the tokenizer")
@@ -352,17 +312,8 @@ def _check_prompts(
     return prompts
 
 
-def _local_sources(section: PromptsSection) -> list[PromptSource]:
-    """Those of a list of sources that are not on the hub."""
-    listed = section.source if isinstance(section.source, list) else []
-    return [each for each in listed if not is_on_hub(each.source)]
-
-
-def _plan_evaluation(
-    recipe: Recipe, tokenizer: Any, findings: Findings
-) -> "tuple[EvaluationPlan | None, set[tuple[str, str]]]":
-    """The plan of the run's evaluations, None if a benchmark or the tokenizer is not here; and
-    (benchmark, text) of the problems that are."""
+def _plan_evaluation(recipe: Recipe, tokenizer: Any, findings: Findings) -> "EvaluationPlan | None":
+    """The plan of the run's evaluations, None if a benchmark or the tokenizer is not here."""
     from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file, plan_evaluation
 
     settings, prompts, sampling = recipe.eval, recipe.prompts, recipe.sampling
@@ -372,55 +323,10 @@ def _plan_evaluation(
         for each in benchmarks
         if each.source == "builtin" or _attempt(partial(local_file, each, settings), findings)
     ]
-    plan = None
-    if local and len(local) == len(benchmarks) and tokenizer is not None:
-        whole = tokenizer, settings, prompts, sampling, recipe.reward.correct
-        plan = _attempt(lambda: plan_evaluation(*whole), findings)
-    if plan is None:
-        return None, _local_problems(local, settings, findings)
-    return plan, plan.problem_texts
-
-
-def _local_problems(
-    benchmarks: "Sequence[Benchmark]", settings: EvalSection, findings: Findings
-) -> set[tuple[str, str]]:
-    """(benchmark, text) of their problems, which are read alone."""
-    from grpo_replay.evaluation.benchmarks import load_problems
-
-    found: set[tuple[str, str]] = set()
-    for each in benchmarks:
-        problems = _attempt(partial(load_problems, each, settings), findings)
-        found |= {(each.name, problem.text) for problem in problems or ()}
-    return found
-
-
-def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
-    use_cache_without_hub()
-    import datasets
-
-    from grpo_replay.prompts.prompt_set import with_known_fields
-
-    source, options = str(section.source), section.dataset_options
-    try:
-        info = datasets.load_dataset_builder(source, options.name, revision=options.revision).info
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = re.split(r"[\n(]", str(error))[0].strip()
-        findings.unchecked.append(f"prompts of {source}: {type(error).__name__}: {reason}")
-        return
-    if info.features is None:
-        findings.unchecked.append(f"columns of {source}: the dataset does not list them")
-        return
-    known = with_known_fields(section, list(info.features))
-    for name in ("problem_field", "answer_field", "id_field"):
-        key = getattr(known, name)
-        if key is not None and column_of(key, info.features) not in info.features:
-            findings.refuse(f"prompts.{name} {key!r}: {source} has {', '.join(info.features)}", 3)
-    if info.splits and options.split.partition("[")[0] not in info.splits:
-        findings.refuse(
-            f"prompts.dataset_options.split {options.split!r}: {source} has "
-            f"{', '.join(info.splits)}",
-            3,
-        )
+    if not local or len(local) < len(benchmarks) or tokenizer is None:
+        return None
+    whole = tokenizer, settings, prompts, sampling, recipe.reward.correct
+    return _attempt(lambda: plan_evaluation(*whole), findings)
 
 
 def _check_room(
