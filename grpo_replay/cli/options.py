@@ -294,4 +294,3 @@ class SweepOptions:
     output_dir: str | None = option("Folder of the sweep. Default: runs/NAME.")
     dry_run: bool = flag("Estimate cells, tokens and memory without starting any.", "--dry-run")
     print_commands: bool = flag("Print one shell command per unfinished cell.", "--print")
-    as_json: bool = json_wanted()

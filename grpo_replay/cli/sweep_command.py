@@ -26,8 +26,7 @@ from grpo_replay.lab.sweep.cells import shell_command
 from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, expand, open_folder
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.lab.sweep.sweep_run import Entry, Status, StopRequests, SweepRun, run_sweep
-from grpo_replay.recipe import Recipe
-from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
+from grpo_replay.terminal.console import open_console, plain_table, print_table
 
 _STYLES = {
     Status.RUNNING: "cyan",
@@ -132,114 +131,76 @@ def _row(entry: Entry) -> Iterable[str | Text]:
     yield "" if entry.accuracy is None else f"{100 * entry.accuracy:.1f}"
 
 
-def print_estimate(entries: Sequence[Entry], as_json: bool) -> int:
-    """Print the estimate as tables or as one JSON document; returns 0 if nothing was found that
-    would stop a cell, else the exit code that the first such cell would end with."""
-    document = estimate(entries)
-    codes = (cell["exit_code"] for cell in document["cells"] if cell["state"] != "done")
-    code = next((each for each in codes if each), 0)
-    if as_json:
-        print_json(document)
-        return code
+def print_estimate(entries: Sequence[Entry]) -> int:
+    """Print what the cells take, those with equal costs in one row, and what was found; returns 0
+    if nothing was found that would stop a cell, else the exit code that the first such cell would
+    end with. Tuning runs of an arm are `tune/ARM`."""
+    estimated = _estimates(entries)
+    reports = list({id(report): report for _, report in estimated}.values())
+    rows = [
+        tuple(_estimate_row(report, [cell for cell, found in estimated if found is report]))
+        for report in reports
+    ]
     console = open_console()
-    print_table(console, estimate_table(document))
-    console.print(_describe_totals(document["totals"]), soft_wrap=True)
-    for title, style in _KINDS.items():
-        for sentence in document[title]:
-            console.print(f"{title.rstrip('s')}: {sentence}", style=style)
-    return code
+    print_table(console, plain_table("tokens still to do; * after tuning", _COLUMNS, rows))
+    console.print(_describe_totals(estimated), soft_wrap=True)
+    for kind, style in _KINDS.items():
+        for sentence in dict.fromkeys(each for report in reports for each in report[kind]):
+            console.print(f"{kind.rstrip('s')}: {sentence}", style=style)
+    codes = (report["exit_code"] for cell, report in estimated if cell.status is not Status.DONE)
+    return next((code for code in codes if code), 0)
 
 
-def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The cells with state, tokens and memory; totals count what is left to do.
+_COLUMNS = ("cells", "states", "steps", "generated", "trained", "GiB ×\nranks", "fits")
 
-    Runs that differ in seed, name or optimizer share an estimate. Tokens are expected ones of the
-    training steps; evaluations come on top.
-    """
+
+def _estimates(entries: Sequence[Entry]) -> list[tuple[Entry, dict[str, Any]]]:
+    """The dry run of each cell. Runs that differ in seed or optimizer share one. Its tokens are
+    expected ones of training steps; evaluations come on top."""
     reports: dict[str, dict[str, Any]] = {}
-    cells = []
+    found = []
     for entry in entries:
         recipe = entry.cell.resolved_recipe()
-        same = _without_what_costs_nothing(recipe).model_dump_json()
+        run = recipe.run.model_copy(update={"seed": 0})
+        same = recipe.model_copy(update={"run": run, "optimizer": None}).model_dump_json()
         if same not in reports:
             reports[same] = dry_run(recipe, output_dir=entry.cell.root)
-        cells.append(_cell(entry, reports[same]))
-    sentences = {kind: _unique(each[kind] for each in reports.values()) for kind in _KINDS}
-    return {"cells": cells, "totals": _totals(cells), **sentences}
+        found.append((entry, reports[same]))
+    return found
 
 
-def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
-    run = recipe.run.model_copy(update={"seed": 0})
-    return recipe.model_copy(update={"run": run, "optimizer": None})
-
-
-def _cell(entry: Entry, report: dict[str, Any]) -> dict[str, Any]:
-    left = 0 if entry.status is Status.DONE else entry.steps - entry.progress.step
-    return {
-        "name": entry.cell.name,
-        "folder": str(entry.cell.folder),
-        "state": entry.disk.value if entry.status is Status.WAITING else entry.status.value,
-        "awaits_tuning": entry.cell.awaits_choice,
-        "steps": entry.steps,
-        "steps_left": left,
-        "generated_tokens": left * report["step"]["generated_tokens_expected"],
-        "trained_tokens": left * report["step"]["trained_tokens_expected"],
-        "processes": report["hardware"]["processes"],
-        "peak_gib": None if report["memory"] is None else report["memory"]["peak_gib"],
-        "checkpoints_gib": report["storage"]["checkpoints_gib_most"],
-        "fits": report["fits"],
-        "exit_code": report["exit_code"],
-    }
-
-
-def _totals(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "cells": len(cells),
-        "unfinished": sum(cell["state"] != "done" for cell in cells),
-        "generated_tokens": sum(cell["generated_tokens"] for cell in cells),
-        "trained_tokens": sum(cell["trained_tokens"] for cell in cells),
-        "checkpoints_gib": _sum([cell["checkpoints_gib"] for cell in cells]),
-    }
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(sum(known), 3) if len(known) == len(values) else None
-
-
-def _unique(lists: Any) -> list[str]:
-    return list(dict.fromkeys(sentence for each in lists for sentence in each))
-
-
-def _describe_totals(totals: dict[str, Any]) -> str:
-    return (
-        f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
-        f"{totals['generated_tokens']:,} tokens generated, {totals['trained_tokens']:,} trained; "
-        f"checkpoints {_number(totals['checkpoints_gib'])} GiB"
+def _estimate_row(report: dict[str, Any], cells: Sequence[Entry]) -> Iterator[str]:
+    folders = (
+        PurePath(each.cell.name).parents[0 if each.cell.value is None else 1] for each in cells
     )
-
-
-_NUMBERS = ("generated", "trained", "GiB ×\nranks", "fits")
-
-
-def estimate_table(document: dict[str, Any]) -> Table:
-    """One row for the seeds of an arm or of a tuned value."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for cell in document["cells"]:
-        groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
-    rows = [(name, *_group(cells)) for name, cells in groups.items()]
-    title = "runs by seed, and their tokens still to do; * after tuning"
-    return plain_table(title, ("cells", "seeds", *_NUMBERS), rows)
-
-
-def _group(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
-    states = Counter(cell["state"] for cell in cells)
-    mark = "*" if cells[0]["awaits_tuning"] else ""
+    yield "\n".join(dict.fromkeys(map(str, folders)))
+    states = Counter((c.disk if c.status is Status.WAITING else c.status).value for c in cells)
+    mark = "*" if any(cell.cell.awaits_choice for cell in cells) else ""
     yield ", ".join(f"{count} {state}" for state, count in states.items()) + mark
-    for name in ("generated_tokens", "trained_tokens"):
-        yield f"{sum(cell[name] for cell in cells) / 1e6:,.1f} M"
-    yield f"{_number(cells[0]['peak_gib'])} × {cells[0]['processes']}"
-    yield {True: "yes", False: "no", None: "?"}[cells[0]["fits"]]
+    yield f"{cells[0].steps:,}"
+    for kind in ("generated", "trained"):
+        yield f"{sum(_tokens_left(cell, report, kind) for cell in cells) / 1e6:,.1f} M"
+    peak = None if report["memory"] is None else report["memory"]["peak_gib"]
+    yield f"{_number(peak)} × {report['hardware']['processes']}"
+    yield {True: "yes", False: "no", None: "?"}[report["fits"]]
+
+
+def _tokens_left(entry: Entry, report: dict[str, Any], kind: str) -> int:
+    left = 0 if entry.status is Status.DONE else entry.steps - entry.progress.step
+    tokens: int = left * report["step"][f"{kind}_tokens_expected"]
+    return tokens
+
+
+def _describe_totals(estimated: Sequence[tuple[Entry, dict[str, Any]]]) -> str:
+    generated, trained = (
+        sum(_tokens_left(*each, kind) for each in estimated) for kind in ("generated", "trained")
+    )
+    unfinished = sum(entry.status is not Status.DONE for entry, _ in estimated)
+    sizes = [report["storage"]["checkpoints_gib_most"] for _, report in estimated]
+    return (
+        f"{len(estimated)} cells, {unfinished} unfinished; to do: {generated:,} tokens generated, "
+        f"{trained:,} trained; checkpoints {_number(None if None in sizes else sum(sizes))} GiB"
+    )
 
 
 def _number(value: float | None) -> str:
@@ -253,8 +214,6 @@ def run(options: SweepOptions) -> int:
     """Run the sweep, or print what it would run; returns the exit code."""
     if options.dry_run and options.print_commands:
         raise UsageError("--dry-run and --print are two ways to look at a sweep: choose one")
-    if options.as_json and not options.dry_run:
-        raise UsageError("--json needs --dry-run; `grpo-replay report` has the results of a sweep")
     path = find_sweep(options.sweep)
     sweep = read_sweep_file(path)
     output_dir = Path(options.output_dir) if options.output_dir else Path("runs") / sweep.name
@@ -262,7 +221,7 @@ def run(options: SweepOptions) -> int:
     chosen = choose_arms(comparisons, options.only)
     check_folder(output_dir, sweep)
     if options.dry_run:
-        return print_estimate(_entries(chosen, options.jobs, record=False), options.as_json)
+        return print_estimate(_entries(chosen, options.jobs, record=False))
     if not options.print_commands:
         stops = StopRequests()
         with SweepDisplay(open_console(stderr=True)) as display, _counted(stops):

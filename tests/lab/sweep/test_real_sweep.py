@@ -1,7 +1,6 @@
 """A sweep of real runs on the tiny model, killed with SIGKILL in between: the sweep and a run. It
 ends as the same sweep whose printed commands ran undisturbed."""
 
-import json
 import os
 import shlex
 import signal
@@ -111,7 +110,5 @@ def test_a_sweep_killed_with_one_of_its_runs_and_continued_is_what_its_printed_c
 
     code, stdout, err = finish(start("killed", "--print"))
     assert (code, stdout) == (0, "")
-    code, stdout, _ = finish(start("killed", "--dry-run", "--json"))
-    document = json.loads(stdout)
-    assert [cell["state"] for cell in document["cells"]] == ["done", "done"]
-    assert document["totals"]["generated_tokens"] == 0
+    code, stdout, _ = finish(start("killed", "--dry-run"))
+    assert code == 0 and "2 cells, 0 unfinished; to do: 0 tokens generated" in stdout

@@ -8,12 +8,12 @@ import pytest
 
 from grpo_replay.cli import sweep_command
 from grpo_replay.cli.app import COMMANDS
-from grpo_replay.cli.sweep_command import SweepDisplay, cells_table, estimate_table
+from grpo_replay.cli.sweep_command import SweepDisplay, cells_table, print_estimate
 from grpo_replay.lab.dry_run.planner import Findings
 from grpo_replay.lab.sweep.cells import CellState, Progress
 from grpo_replay.lab.sweep.grid import Cell
 from grpo_replay.lab.sweep.sweep_run import Entry, Status
-from grpo_replay.terminal.console import PlainConsole, print_table
+from grpo_replay.terminal.console import PlainConsole
 
 
 def entry(
@@ -73,70 +73,71 @@ def test_elsewhere_than_on_a_terminal_each_change_and_each_evaluation_is_a_line(
     ]
 
 
-def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
-    def cell(name: str, state: str, tokens: int) -> dict:
-        return {"name": name, "state": state, "awaits_tuning": name.startswith("a/"),
-                "generated_tokens": tokens, "trained_tokens": 2 * tokens,
-                "peak_gib": 0.75, "processes": 2, "fits": True}  # fmt: skip
-
-    cells = [
-        cell("tune/a/rate=1/seed-1", "done", 0),
-        cell("tune/a/rate=1/seed-2", "new", 1_000_000),
-        cell("a/seed-3", "new", 1_500_000),
-    ]
-    rows = [" ".join(line.split()) for line in shown(estimate_table({"cells": cells}))[-3:-1]]
-    assert rows == [
-        "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 0.75 × 2 yes",
-        "a 1 new* 1.5 M 3.0 M 0.75 × 2 yes",
-    ]
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_the_dry_run_loses_no_name_and_no_digit_on_a_narrow_terminal(width):
-    counts = {"done": 12, "started": 3, "new": 10, "running": 2}
-    cells = [
-        {"name": f"prioritised-r1/seed-{state}{seed}", "state": state, "awaits_tuning": True,
-         "generated_tokens": 45_678_900, "trained_tokens": 91_357_800,
-         "peak_gib": 120.55, "processes": 16, "fits": None}
-        for state, count in counts.items() for seed in range(count)
-    ]  # fmt: skip
-    console = PlainConsole(file=io.StringIO(), width=width, markup=False)
-    print_table(console, estimate_table({"cells": cells}))
-    text = console.file.getvalue()
-    words = set(text.split())
-    assert "…" not in text and "prioritised-" in text and "r1" in text
-    assert {"1,233.3", "2,466.7", "120.55", "16"} < words
-    assert {"12", "done,", "3", "started,", "10", "new,", "2", "running*"} < words
-
-
-def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monkeypatch):
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """The steps of the recipes that a dry run was asked for; one of 40 steps would not start."""
+    steps = []
 
     def dry_run(recipe, output_dir):
-        asked.append(recipe.run.steps)
-        found = Findings(exit_code=3 if recipe.run.steps == 40 else 0)
+        steps.append(recipe.run.steps)
+        found = Findings(exit_code=3 if recipe.run.steps == 40 else 0, unchecked=["a server"])
         return {
-            "step": {"generated_tokens_expected": recipe.run.steps, "trained_tokens_expected": 1},
-            "storage": {"checkpoints_gib_most": 0}, "hardware": {"processes": 1},
-            "memory": None, "fits": None, **asdict(found),
+            "step": {"generated_tokens_expected": 50_000, "trained_tokens_expected": 100_000},
+            "storage": {"checkpoints_gib_most": 0.5}, "hardware": {"processes": 16},
+            "memory": {"peak_gib": 120.55}, "fits": None, **asdict(found),
         }  # fmt: skip
 
     monkeypatch.setattr(sweep_command, "dry_run", dry_run)
-    entries = []
-    for steps, seed in ((30, 1), (30, 2), (40, 1), (40, 2)):
-        cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", (f"run.steps={steps}",))
-        progress = Progress(Path("none"))
-        entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
-    cells = sweep_command.estimate(entries)["cells"]
-    assert asked == [30, 40]
-    assert [cell["generated_tokens"] for cell in cells] == [900, 900, 1600, 1600]
-    # what would stop a cell is the exit code, unless the cell is done
-    assert sweep_command.print_estimate(entries, as_json=True) == 3
-    assert sweep_command.print_estimate(entries, as_json=False) == 3
-    assert sweep_command.print_estimate(entries[:2], as_json=False) == 0
+    return steps
+
+
+def to_do(arm: str, seed: int, steps: int, status=Status.WAITING, disk=CellState.NEW, **of_cell):
+    cell = Cell(Path("out"), "", arm, seed, "tiny", (f"run.steps={steps}",), **of_cell)
+    return Entry(cell, status, disk, steps, Progress(Path("none")))
+
+
+def estimate_of(entries, capsys) -> tuple[int, list[str]]:
+    code = print_estimate(entries)
+    return code, [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_dry_run_has_one_row_for_cells_of_one_recipe(asked, capsys):
+    entries = [to_do("a", 1, 40, Status.DONE), to_do("a", 2, 40), to_do("b", 1, 30)]
+    code, lines = estimate_of(entries, capsys)
+    assert asked == [40, 30] and code == 3
+    rows = [line for line in lines if " × 16 " in line]
+    assert rows == [
+        "a 1 done, 1 new 40 2.0 M 4.0 M 120.55 × 16 ?",
+        "b 1 new 30 1.5 M 3.0 M 120.55 × 16 ?",
+    ]
+    assert "3 cells, 2 unfinished; to do: 3,500,000 tokens generated, 7,000,000 trained; " \
+        "checkpoints 1.50 GiB" in lines  # fmt: skip
+    assert lines.count("unchecked: a server") == 1
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_dry_run_loses_no_name_and_no_digit_on_a_narrow_terminal(asked, width, monkeypatch):
+    console = PlainConsole(file=io.StringIO(), width=width, markup=False)
+    monkeypatch.setattr(sweep_command, "open_console", lambda: console)
+    kinds = [(Status.DONE, CellState.DONE)] * 12 + [(Status.RUNNING, CellState.STARTED)] * 2
+    kinds += [(Status.WAITING, CellState.STARTED)] * 3 + [(Status.WAITING, CellState.NEW)] * 10
+    print_estimate([
+        to_do("prioritised-r1", seed, 2500, *kind) for seed, kind in enumerate(kinds)
+    ])  # fmt: skip
+    text = console.file.getvalue()
+    words = set(text.split())
+    assert "…" not in text and "prioritised-" in text and "r1" in text
+    assert {"2,500", "1,875.0", "3,750.0", "120.55", "16"} < words
+    assert {"12", "done,", "3", "started,", "10", "new", "2", "running,"} < words
+
+
+def test_what_would_stop_a_cell_is_the_exit_code_unless_the_cell_is_done(asked, capsys):
+    entries = [to_do(f"a{steps}", seed, steps) for steps in (30, 40) for seed in (1, 2)]
+    assert print_estimate(entries) == 3 and asked == [30, 40]
+    assert print_estimate(entries[:2]) == 0
     for entry in entries[2:]:
         entry.status = Status.DONE
-    assert sweep_command.print_estimate(entries, as_json=True) == 0
+    assert print_estimate(entries) == 0
 
 
 def test_the_dry_run_of_a_sweep_that_could_not_start_ends_with_its_exit_code(tmp_path, capsys):
