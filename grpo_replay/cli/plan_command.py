@@ -22,7 +22,6 @@ from grpo_replay.lab.planning.theory import (
     RatioGrowth,
     check_growth,
     check_inputs,
-    cost_ratio_from_counts,
 )
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.terminal.console import open_console, print_json
@@ -55,8 +54,7 @@ def run(options: PlanOptions) -> int:
 
     Raises UsageError for missing, contradictory or ignored options.
     """
-    machines = (options.workers, options.trainers, options.generated, options.trained)
-    if any(each is not None for each in machines):
+    if options.workers is not None or options.trainers is not None:
         _machines(options)
     else:
         _plan(options)
@@ -97,11 +95,7 @@ def _machines(options: PlanOptions) -> None:
     workers, trainers = _check_machine_options(options)
     recipe, estimates = _read(options)
     mu, source = options.mu, "given"
-    generated, trained = options.generated, options.trained
-    if generated is not None and trained is not None:
-        mu = cost_ratio_from_counts(trained, generated, workers, trainers)
-        source = f"({trained:,}/{trainers})/({generated:,}/{workers})"
-    elif mu is None:
+    if mu is None:
         inputs = _inputs(recipe, estimates, options)
         mu, source = inputs.mu, inputs.sources["mu"]
     check_inputs(mu, DEFAULT_RHO)
@@ -124,10 +118,6 @@ def _check_machine_options(options: PlanOptions) -> tuple[int, int]:
             )
     if options.workers is None or options.trainers is None:
         raise UsageError("plan: --workers and --trainers are given together (paper B's W and T)")
-    if (options.generated is None) != (options.trained is None):
-        raise UsageError("plan: --generated and --trained are given together (K_gen and K_train)")
-    if options.mu is not None and options.generated is not None:
-        raise UsageError("plan: μ comes from --mu or from --generated and --trained, not from both")
     if (machines := options.workers + options.trainers) > MOST_MACHINES:
         raise UsageError(
             f"plan: {machines:,} workers and trainers: there is a row for every split of them; "

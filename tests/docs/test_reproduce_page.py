@@ -50,7 +50,7 @@ def test_every_plan_command_succeeds():
     for words in plans:
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, (words, done.output)
-    assert len(plans) == 4
+    assert len(plans) == 3
 
 
 def test_every_condition_parses():

@@ -261,12 +261,6 @@ def _nearly_unbounded(mu: float, rho: float) -> float:
     return 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
 
 
-def cost_ratio_from_counts(trained: float, generated: float, workers: int, trainers: int) -> float:
-    """μ = (K_train/T)/(K_gen/W): rollouts trained on per trainer over rollouts generated per worker
-    in the same time, with both always busy."""
-    return (trained / trainers) / (generated / workers)
-
-
 Cost = Callable[[float, float, Growth], float]
 """J of a design for a given μ (per survivor), ρ and growth."""
 

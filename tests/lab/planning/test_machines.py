@@ -7,7 +7,6 @@ from commands import run_plan as run
 
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import assumed_cost_ratio, assumed_survival
-from grpo_replay.lab.planning.theory import cost_ratio_from_counts
 from grpo_replay.recipe import load_recipe
 from grpo_replay.replay.compose import relative_compute
 
@@ -41,14 +40,6 @@ def test_every_way_to_share_eight_machines_is_listed_with_the_one_asked_for(caps
     assert document["splits"][2]["gamma"] == document["gamma"]
     gammas = [each["gamma"] for each in document["splits"]]
     assert gammas == sorted(gammas, reverse=True)  # fewer workers generate less
-
-
-def test_mu_comes_from_counts_of_both_sides(capsys):
-    # Three trainers trained on 3,168, five workers generated 1,000: 1,056 over 200.
-    assert cost_ratio_from_counts(3168, 1000, 5, 3) == pytest.approx(5.28)
-    document = machines(capsys, workers=5, trainers=3, generated=1000, trained=3168)
-    assert document["mu"] == pytest.approx(5.28)
-    assert document["y"] == pytest.approx(3.168)  # what was trained on over what was generated
 
 
 def test_the_horizon_of_a_fifo_recipe_is_in_updates(capsys):
@@ -98,10 +89,6 @@ def test_assumptions_by_model_name(recipe, overrides, survival, mu):
 def test_options_that_do_not_fit_together_are_refused():
     with pytest.raises(UsageError, match="--workers and --trainers are given together"):
         run(workers=5, trainers=None)
-    with pytest.raises(UsageError, match="--generated and --trained"):
-        run(workers=5, trainers=3, generated=100)
-    with pytest.raises(UsageError, match="not from both"):
-        run(workers=5, trainers=3, generated=100, trained=300, mu=5.0)
     with pytest.raises(UsageError, match=r"--rho 0\.1: γ .* does not depend on it"):
         run(workers=5, trainers=3, rho=0.1)
     with pytest.raises(UsageError, match=r"--survival 0\.5: replay\.drop_zero_variance is false"):
