@@ -100,13 +100,6 @@ def last_step(run: dict) -> int:
     return run["summary"]["steps"]
 
 
-def best_step(run: dict) -> int:
-    """The first of the steps after 0 with the highest accuracy."""
-    values = {step: accuracy(e) for step, e in run["evaluations"].items() if step > 0}
-    highest = max(values.values())
-    return min(step for step, value in values.items() if value > highest - 1e-12)
-
-
 # ------------------------------------------------------------------ statistics, from the formulas
 
 
@@ -262,7 +255,6 @@ def median_interval(values: list[float]) -> list[float] | None:
 SCORES = {
     "final": ("difference", "avg", last_step),
     "final_pass_at_k": ("difference_pass_at_k", "pass", last_step),
-    "best": ("difference_best", "avg", best_step),
 }
 
 
@@ -395,7 +387,6 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
     found["wall_seconds"] = [run["summary"]["wall_seconds"] for run in runs]
     found["mu"] = [measured_mu(run) for run in runs]
     found["base"] = [accuracy(run["evaluations"][0]) for run in runs]
-    found["best_step"] = [best_step(run) for run in runs]
     curves = [[accuracy(each) for each in run["evaluations"].values()] for run in runs]
     found["cost_to_98"] = [
         crossing(run, 0.98 * max(curve), lambda run, step: compute(run, step, mu))

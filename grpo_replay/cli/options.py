@@ -253,7 +253,7 @@ class ReportOptions:
         metavar="NAME",
     )
     metric: str = option(
-        "Metric of curves, targets and the best evaluation.",
+        "Metric of curves and targets.",
         default="avg@k",
         metavar="avg@k|pass@k",
     )

@@ -211,7 +211,6 @@ def measure_quantities(
     found["wall_seconds"] = [run.wall_seconds for run in trained]
     found["mu"] = [mu_of(run) for run in trained]
     found["base"] = [outcome.of(run.base) if run.base else None for run in trained]
-    found["best_step"] = [run.best_step(outcome) for run in trained]
     found["aes_base"] = [_aes(run.final, run.base) for run in trained]
     found["aes_baseline"] = [_aes(a.final, b.final) for a, b in pairs]
     return {

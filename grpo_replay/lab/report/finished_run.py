@@ -55,7 +55,7 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The accuracy that curves, targets and the best evaluation are about: `avg_at_k` or
+    """The accuracy that curves and targets are about: `avg_at_k` or
     `pass_at_k` of one benchmark, or of the `mean` over all."""
 
     benchmark: str = "mean"
@@ -109,23 +109,11 @@ class FinishedRun:
         steps = list(self.evaluations)
         return steps, [outcome.of(self.evaluations[step]) for step in steps]
 
-    def best_step(self, outcome: Outcome) -> int | None:
-        """The step after 0 with the highest outcome; the earliest of several. None for an
-        evaluation file."""
-        trained = {step: outcome.of(found) for step, found in self.evaluations.items() if step > 0}
-        return max(trained, key=lambda step: (trained[step], -step), default=None)
-
 
 @functools.cache
 def evaluation_at(run: FinishedRun, step: int) -> EvaluationReport:
     """The evaluation after a step, with per-sample rows if their file exists."""
     return run.final if step == len(run.log) else _without_texts(_evaluation_file(run.path, step))
-
-
-def best_evaluation(run: FinishedRun, outcome: Outcome) -> EvaluationReport | None:
-    """The evaluation at `best_step`."""
-    step = run.best_step(outcome)
-    return None if step is None else evaluation_at(run, step)
 
 
 def read_evaluation(path: Path) -> FinishedRun:

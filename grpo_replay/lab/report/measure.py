@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from grpo_replay.lab.report.costs import (
 from grpo_replay.lab.report.finished_run import (
     FinishedRun,
     Outcome,
-    best_evaluation,
     evaluation_at,
 )
 from grpo_replay.lab.report.report_findings import (
@@ -166,7 +164,7 @@ def _arm(
         runs=len(runs),
         missing=arm.missing,
         settings={key: shareable(own[key]) for key in keys if key in own and _has_effect(arm, key)},
-        scores=score_arm(runs, others, outcome) if runs else {},
+        scores=score_arm(runs, others) if runs else {},
         quantities=measure_quantities(runs, others, costs, outcome),
         targets=tuple(
             reach_target(each, trained, pairs, costs, outcome) for each in targets if trained
@@ -216,7 +214,7 @@ def _reach(
     )
 
 
-SCORES = ("final", "final_pass_at_k", "best")
+SCORES = {"final": "avg_at_k", "final_pass_at_k": "pass_at_k"}
 
 IntervalOver = Callable[[Sequence[np.ndarray]], tuple[Interval | None, str | None]]
 """An interval of the mean of one [S, N] per benchmark, and what it is over."""
@@ -261,33 +259,15 @@ def _problem_tables(report: EvaluationReport) -> dict[str, ProblemTable] | None:
     return {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
 
 
-def score_arm(
-    runs: Sequence[FinishedRun], pairs: Pairs, outcome: Outcome = MEAN
-) -> dict[str, Score]:
-    """The scores of an arm. `pairs` are with the baseline, and empty for the baseline itself.
-
-    Evaluation files have no best step, and so no `best`.
-    """
+def score_arm(runs: Sequence[FinishedRun], pairs: Pairs) -> dict[str, Score]:
+    """The scores of an arm. `pairs` are with the baseline, and empty for the baseline itself."""
+    over = accuracy_over_problems if runs[0].seed is None else accuracy_over_seeds
     found = {}
-    for name in SCORES:
-        reports = {run: _report(run, name, outcome) for run in [*runs, *(b for _, b in pairs)]}
-        if any(reports[run] is None for run in runs):
-            continue
-        metrics = {"final": "avg_at_k", "final_pass_at_k": "pass_at_k", "best": outcome.metric}
-        key = metrics[name]
-        own = [Accuracies.of(reports[run], key) for run in runs]
-        usable = [(a, b) for a, b in pairs if reports[b] is not None]
-        less = [
-            Accuracies.of(reports[a], key).plus(Accuracies.of(reports[b], key), -1)
-            for a, b in usable
-        ]
-        over = accuracy_over_problems if runs[0].seed is None else accuracy_over_seeds
-        found[name] = Score(_estimates(own, over), _differences(usable, less) if usable else None)
+    for name, key in SCORES.items():
+        own = [Accuracies.of(run.final, key) for run in runs]
+        less = [Accuracies.of(a.final, key).plus(Accuracies.of(b.final, key), -1) for a, b in pairs]
+        found[name] = Score(_estimates(own, over), _differences(pairs, less) if pairs else None)
     return found
-
-
-def _report(run: FinishedRun, score: str, outcome: Outcome) -> Any:
-    return run.final if score.startswith("final") else best_evaluation(run, outcome)
 
 
 def _estimates(runs: Sequence[Accuracies], interval_over: IntervalOver) -> dict[str, Estimate]:

@@ -30,12 +30,6 @@ SCORE_TITLES = {
 }
 
 
-def _title(findings: Findings, score: str) -> str:
-    if score == "best":  # by the metric of curves and targets
-        return f"best {findings.metric.replace('_at_', '@')} over the run"
-    return SCORE_TITLES[score]
-
-
 @dataclass(frozen=True, slots=True)
 class TextTable:
     """A table of text, and the name of its file."""
@@ -93,20 +87,12 @@ def report_tables(findings: Findings) -> list[TextTable]:
     for score in ("final", "final_pass_at_k"):
         tables += [_score_table(findings, score), _difference_table(findings, score)]
     tables += [_benchmark_table(findings, score) for score in ("final", "final_pass_at_k")]
-    if _best_differs(findings):
-        tables += [_score_table(findings, "best"), _difference_table(findings, "best")]
     tables += [aes_table(findings), length_table(findings), clip_table(findings)]
     tables += [cost_table(findings), compute_table(findings)]
     tables += [equal_cost_table(findings), reach_table(findings)]
     tables += [course_table(findings), frontier_table(findings)]
     tables.append(settings_table(findings))
     return [table for table in tables if table.rows]
-
-
-def _best_differs(findings: Findings) -> bool:
-    """False if the best evaluation of every run is its last one."""
-    scored = [arm.scores for arm in findings.arms if "best" in arm.scores]
-    return any(scores["best"].estimates != scores["final"].estimates for scores in scored)
 
 
 def _score_table(findings: Findings, score: str) -> TextTable:
@@ -128,9 +114,7 @@ def _score_table(findings: Findings, score: str) -> TextTable:
         f"%, {findings.shown_title}; mean, median and quartiles over seeds; 95 %: "
         f"{_over([arm.scores[score].estimates for arm in findings.arms if score in arm.scores])}."
     )
-    if score == "best":
-        legend += " The best of several evaluations is biased upwards."
-    return TextTable(score, _title(findings, score), header, rows, legend)
+    return TextTable(score, SCORE_TITLES[score], header, rows, legend)
 
 
 def _bounds(each: Estimate) -> str:
@@ -176,7 +160,7 @@ def _difference_table(findings: Findings, score: str) -> TextTable:
     if few:
         least = p_value(smallest_p_value(max(few)))
         legend += f" Seeds are too few for p below 0.05: {max(few)} can reach {least} at best."
-    title = f"{_title(findings, score)}: difference to {findings.baseline}"
+    title = f"{SCORE_TITLES[score]}: difference to {findings.baseline}"
     return TextTable(f"{score}_difference", title, header, rows, legend)
 
 
@@ -188,7 +172,7 @@ def _benchmark_table(findings: Findings, score: str) -> TextTable:
         if score in arm.scores
     ]
     header = ("arm", *(findings.titles.get(name, name) for name in names))
-    title = f"{_title(findings, score)} by benchmark"
+    title = f"{SCORE_TITLES[score]} by benchmark"
     return TextTable(f"{score}_benchmarks", title, header, rows, "%, mean over seeds.")
 
 

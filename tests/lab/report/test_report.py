@@ -18,7 +18,7 @@ from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, writ
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
-from grpo_replay.lab.report.finished_run import Outcome, best_evaluation, read_run
+from grpo_replay.lab.report.finished_run import evaluation_at, read_run
 from grpo_replay.lab.report.measure import count_better
 from grpo_replay.storage.checkpoint import RunState
 
@@ -148,20 +148,6 @@ def test_a_report_and_the_planner_measure_the_same_mu_in_a_run(runs):
     assert measured_mu(uneven, rollouts_per_step=16) == estimated.mu == pytest.approx(4.0)
 
 
-def test_the_best_evaluation_is_one_after_training_began(tmp_path, capsys):
-    """A run that only gets worse: the base is better than every later evaluation."""
-    cell = write_run(tmp_path / "run", ["replay.preset=grpo"], 1, -0.25)
-    reports = {step: cell / "eval" / f"step_{step:06d}.json" for step in (0, 4, 8, 12)}
-    accuracy = {
-        step: json.loads(file.read_text())["mean"]["avg_at_k"] for step, file in reports.items()
-    }
-    assert accuracy[0] > accuracy[4] > accuracy[8]
-    arm = arms_of(report(capsys, cell))["grpo"]
-    assert arm["quantities"]["best_step"]["mean"] == 4
-    assert arm["best"]["mean"]["mean"] == accuracy[4]
-    assert arm["final"]["mean"]["mean"] == accuracy[12]
-
-
 @pytest.mark.slow
 def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
     shutil.rmtree(copy / "ours/seed-2")
@@ -251,7 +237,7 @@ def evaluation_file(path: Path, size: Size = SMALL, **settings) -> Path:
 
 def test_reports_do_not_read_the_completions(sweep):
     run_read = read_run(sweep / "ours/seed-1")
-    for each in (run_read.final, best_evaluation(run_read, Outcome())):
+    for each in (run_read.final, evaluation_at(run_read, 4)):
         assert "completion_text" not in each.samples.column_names
         assert each.samples.num_rows == 2 * 10 * 4
 
@@ -261,7 +247,7 @@ def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
     document = report(capsys, a, b)
     assert document["baseline"] == "a"
     other = arms_of(document)["b"]
-    assert other["seeds"] == [] and "best" not in other
+    assert other["seeds"] == []
     assert other["difference"]["mean"]["mean"] == 0
     assert other["difference"]["mean"]["interval_over"] == "problems"
 
@@ -471,21 +457,6 @@ def test_a_resume_with_other_samples_leaves_no_curve_of_mixed_pass_at_k(copy):
     other = evaluation(0.3, Size(samples=32), np.random.default_rng(4))
     other.write(cell / "eval/step_000004.json")
     assert list(read_run(cell).evaluations) == [0, 8, 12]
-
-
-def test_the_best_is_of_the_metric_that_chose_it(copy, capsys):
-    """By avg@k the best evaluation is not the one with the best pass@k."""
-    cell = copy / f"grpo/seed-{SEEDS[0]}"
-    high = evaluation(0.65, Size(), np.random.default_rng(1))
-    high.write(cell / "eval/step_000004.json")
-    for metric in ("avg_at_k", "pass_at_k"):
-        evaluations = [json.loads(f.read_text()) for f in sorted((cell / "eval").glob("*.json"))]
-        expected = max(each["mean"][metric] for each in evaluations[1:])
-        document = report(capsys, copy, metric=metric.replace("_at_", "@"))
-        best = arms_of(document)["grpo"]["best"]["mean"]
-        assert best["values"][0] == expected
-    run([str(copy)], metric="pass@k")
-    assert "best pass@k over the run" in capsys.readouterr().out
 
 
 def test_the_same_seed_twice_is_refused(tmp_path):

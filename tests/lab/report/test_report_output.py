@@ -179,14 +179,6 @@ def test_one_benchmark_and_metric_can_be_what_is_shown(sweep, findings):
         measure(collect([str(sweep)]), outcome=Outcome("nowhere"))
 
 
-def test_best_is_left_out_where_it_is_the_last_evaluation(findings):
-    names = [table.name for table in report_tables(findings)]
-    differs = any(
-        arm.scores["best"].estimates != arm.scores["final"].estimates for arm in findings.arms
-    )
-    assert ("best" in names) == differs
-
-
 def test_amounts_have_three_digits():
     cases = {None: "–", float("inf"): "∞", 0.5: "0.500", 27: "27.0", 9999: "9,999",
              27_000: "27.0k", 127_400: "127k", 2.5e6: "2.50M", 999_400: "999k", 999_700: "1.00M",
