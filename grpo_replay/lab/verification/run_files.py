@@ -23,6 +23,7 @@ from grpo_replay.storage.rollout_log import (
     read_rollout_table,
     step_path,
 )
+from grpo_replay.storage.run_directory import LOCK, is_locked
 
 _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),
@@ -59,7 +60,8 @@ class RunFiles:
     `first_score` is the score of the first reward function; `truncated`, whether it was cut off;
     `trainable`, the number of its tokens that are not masked.
     `rows_of_step[t]` is the slice of step t. A recipe that was changed at a resume holds from the
-    next step on: `recipe_at`."""
+    next step on: `recipe_at`. What a run that `is_running` writes after the last of its metrics
+    that were read is left out."""
 
     folder: Path
     recipes: RecipeHistory
@@ -67,6 +69,7 @@ class RunFiles:
     rollouts: Columns
     rows_of_step: Mapping[int, slice]
     draws_of_step: Mapping[int, Columns]
+    is_running: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -115,14 +118,26 @@ class RunFiles:
     def steps(self) -> list[int]:
         return [int(line["step"]) for line in self.metrics]
 
+    def checkpoints(self) -> list[Path]:
+        """Those that are there now, ascending; of a running run, of the steps that were read."""
+        found = list_checkpoints(self.folder / "checkpoints")
+        last = max(self.steps, default=0)
+        return [path for path in found if not self.is_running or (step_of(path) or 0) <= last]
+
+    def has_left(self, path: Path) -> bool:
+        """True if `path` is in a checkpoint that the run, which goes on, has removed meanwhile."""
+        inside = path.parts[len(self.folder.parts) :]
+        in_checkpoint = len(inside) > 1 and inside[0] == "checkpoints"
+        return self.is_running and in_checkpoint and not self.folder.joinpath(*inside[:2]).exists()
+
     def checkpoint_steps(self) -> list[int]:
         """The steps whose checkpoint holds the weights, ascending."""
-        found = list_checkpoints(self.folder / "checkpoints")
+        found = self.checkpoints()
         return [step_of(path) or 0 for path in found if (path / "model" / "config.json").exists()]
 
     def snapshots(self) -> dict[int, Path]:
         """The buffer.parquet of each checkpoint, by step."""
-        paths = [path / "buffer.parquet" for path in list_checkpoints(self.folder / "checkpoints")]
+        paths = [path / "buffer.parquet" for path in self.checkpoints()]
         return {step_of(path.parent) or 0: path for path in paths if path.exists()}
 
 
@@ -204,8 +219,9 @@ def read_run(folder: Path) -> RunFiles:
             )
     if not metrics_path.is_file():
         raise SnapshotError(f"{metrics_path}: not a file; restore it from a copy")
+    is_running = is_locked(folder / LOCK)  # before its files are read
     recipes = read_history(folder)
-    metrics = read_metrics(metrics_path, allow_unfinished=False)
+    metrics = read_metrics(metrics_path, allow_unfinished=is_running)
     steps = sorted({int(line["step"]) for line in metrics})
     rollouts, rows_of_step = _read_rollouts(folder / "rollouts", steps)
     draws = {
@@ -213,7 +229,7 @@ def read_run(folder: Path) -> RunFiles:
         for step in steps
         if step_path(folder / "draws", step).exists()
     }
-    return RunFiles(folder, recipes, metrics, rollouts, rows_of_step, draws)
+    return RunFiles(folder, recipes, metrics, rollouts, rows_of_step, draws, is_running)
 
 
 def queries(rows: list[int], rollouts: Columns) -> list[list[int]]:

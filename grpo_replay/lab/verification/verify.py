@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification.draw_checks import DrawChecks
 from grpo_replay.lab.verification.file_checks import check_files
 from grpo_replay.lab.verification.metric_checks import (
@@ -235,10 +236,13 @@ class _Replay:
                 evicted += self.store.insert(fresh)
             evicted += self.store.evict(step + 1)
         self._check_metrics(step, line, len(fresh), evicted)
-        if step in self.snapshots and self.settings.replays:
-            check_snapshot(
-                self.run, self.store, self._priorities(), step, self.snapshots[step], self.frozen
-            )
+        path = self.snapshots.get(step)
+        if path is not None and self.settings.replays:
+            try:
+                check_snapshot(self.run, self.store, self._priorities(), step, path, self.frozen)
+            except SnapshotError:
+                if not self.run.has_left(path):
+                    raise
 
     def _priorities(self) -> np.ndarray:
         """p of the stored rollouts, oldest first."""

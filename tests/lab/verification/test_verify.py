@@ -1,5 +1,6 @@
 """`verify_run` passes right runs and names what was tampered with in wrong ones."""
 
+import fcntl
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from slow_tests import slow_except
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
+from grpo_replay.lab.verification import file_checks
 from grpo_replay.lab.verification.file_checks import FileChecks, _read_safetensors_header
 from grpo_replay.lab.verification.run_files import read_run
 from grpo_replay.lab.verification.verify import verify_run
@@ -480,6 +482,29 @@ def test_a_damaged_metrics_line_is_named(run):
         file.write('{"step": 31, "los')
     with pytest.raises(SnapshotError, match=r"metrics\.jsonl:31"):
         verify_run(run)
+
+
+def test_what_a_running_run_writes_and_removes_meanwhile_is_no_damage(run, monkeypatch):
+    """The logs were read when step 20 was the last; then come a checkpoint of step 30, half of a
+    line, and a checkpoint is rotated away while it is read."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:20]) + lines[20][:50])
+    original = file_checks.verify_checkpoint
+
+    def rotated_away(path):
+        if path.name == "step_000015":
+            shutil.rmtree(path)
+        return original(path)
+
+    monkeypatch.setattr(file_checks, "verify_checkpoint", rotated_away)
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        report = verify_run(run)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert report.steps == 20
+    assert "the run is still running: what it wrote after step 20" in report.unchecked
+    (run / "metrics.jsonl").write_text("".join(lines[:20]))
+    assert "checkpoints" in failed(run), "the same of a run that has ended is damage"
 
 
 EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fraction", "replay/ratio",
