@@ -12,6 +12,7 @@ from rich.table import Table
 
 from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
 from grpo_replay.lab.dry_run.estimates import Known
+from grpo_replay.lab.inspection.compute import warn_of_gaps
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
@@ -122,6 +123,7 @@ def _hints(report: Mapping[str, Any]) -> Iterable[str]:
 def _measured(run: str) -> Known:
     """What a finished run tells."""
     source = open_source(run)
+    warn_of_gaps(source)
     estimates = estimate_from_run(source)
     names = ("survival", "completion_tokens", "prompt_tokens")
     found = {name: getattr(estimates, name) for name in names}

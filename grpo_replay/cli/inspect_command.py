@@ -14,7 +14,7 @@ from grpo_replay.cli.options import InspectOptions
 from grpo_replay.errors import CheckpointError, DatasetError, SnapshotError, UsageError, first_line
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
-from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.compute import summarise, warn_of_gaps
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import Source, open_source
@@ -36,6 +36,8 @@ def run(options: InspectOptions) -> int:
     console, as_json = open_console(markup=True), options.as_json
     if options.verify:
         return _verify(source, console, as_json, options.with_model)
+    if options.what_if or options.show is not None or options.where or options.export:
+        warn_of_gaps(source)
     if options.what_if:
         _what_if(source, options.what_if, console, as_json)
     elif options.show is not None:

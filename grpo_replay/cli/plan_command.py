@@ -6,6 +6,7 @@ from typing import Any
 from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
+from grpo_replay.lab.inspection.compute import warn_of_gaps
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
 from grpo_replay.lab.planning.estimate import RunEstimates, estimate_from_run, refuse_unknown_mu
@@ -137,6 +138,7 @@ def _buffer_of(recipe: Recipe | None) -> tuple[int | None, float | None]:
 def _read(options: PlanOptions) -> tuple[Recipe | None, RunEstimates | None]:
     if options.from_run is not None:
         source = open_source(options.from_run)
+        warn_of_gaps(source)
         return source.recipe, estimate_from_run(source)
     if options.recipe is None:
         return None, None

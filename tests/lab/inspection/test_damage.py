@@ -54,6 +54,25 @@ def test_a_missing_file_is_a_warning(copy, folder):
     warned(copy, f"{folder}/ lacks the file of step 10 and of 1 more steps")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect-buffer", "--what-if", "ratio=1"),
+        ("inspect-buffer", "--where", "reward = 1"),
+        ("inspect-buffer", "--show", "3"),
+        ("plan", "--from-run"),
+    ],
+)
+def test_a_missing_file_is_a_warning_of_every_command_that_reads_it(copy, command):
+    words = command if command[0] == "plan" else (command[0], copy, *command[1:])
+    words = (*words, *([copy] if command[0] == "plan" else []))
+    assert "warning" not in call(*words).stderr
+    (copy / "draws/step_000012.parquet").unlink()
+    shown = call(*words)
+    assert shown.exit_code == 0
+    assert shown.stderr.startswith("warning: draws/ lacks the file of step 12:")
+
+
 def test_no_metrics_are_a_warning(copy):
     (copy / "metrics.jsonl").unlink()
     warned(copy, "metrics.jsonl does not have each of the 24 steps", "from step 1 on")
