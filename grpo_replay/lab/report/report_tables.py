@@ -157,6 +157,9 @@ def _difference_table(findings: Findings, score: str) -> TextTable:
         "points, paired by seed and problem; better: seeds in which the arm is ahead; p: "
         "two-sided, from sign flips over seeds, on these problems."
     )
+    shown = [arm.scores[score].difference for arm in findings.arms if score in arm.scores]
+    if any(each[findings.shown].interval_over is None for each in shown if each):
+        legend += f" 95 %: {FEW_SEEDS}."
     if few:
         least = p_value(smallest_p_value(max(few)))
         legend += f" Seeds are too few for p below 0.05: {max(few)} can reach {least} at best."
