@@ -178,7 +178,7 @@ def _inputs(
         **{name: value for name, (value, _) in table.items()},
         sources={name: source for name, (_, source) in table.items()},
         growth_others=seen.growth_others if measured else (),
-        growth_known=options.growth is not None or bool(seen.growth_others),
+        growth_known=options.growth is not None or seen.growth_known,
         oldest_measured=max(age for age, _ in seen.growth_points) if measured else None,
         updates_per_step=recipe.draws_per_step if recipe else 1,
     )
@@ -197,6 +197,8 @@ def _growth(given: float | None, estimates: RunEstimates | None) -> tuple[Growth
         PowerGrowth(DEFAULT_GROWTH),
         "no rollouts replayed to measure it on" if estimates else "measure it with --from-run",
     )
-    if estimates and growth is measured and not estimates.growth_others:
-        source += f" at {len(estimates.growth_points)} ages: too few"
+    if estimates and growth is measured:
+        ages = [age for age, _ in estimates.growth_points]
+        source += f" on {estimates.growth_draws:,} draws of ages {min(ages)} to {max(ages)}"
+        source += "" if estimates.growth_known else ": too few"
     return growth, source

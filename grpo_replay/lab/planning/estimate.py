@@ -24,6 +24,9 @@ from grpo_replay.lab.inspection.source import Source
 from grpo_replay.lab.planning.theory import RatioGrowth
 from grpo_replay.terminal.console import tracked
 
+FEWEST_AGES, FEWEST_DRAWS = 3, 200
+"""Ages with draws, and draws, from which on a fit says something of the growth."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunEstimates:
@@ -37,6 +40,12 @@ class RunEstimates:
     growth: RatioGrowth | None = None
     growth_others: tuple[RatioGrowth, ...] = ()  # that the ages leave open; none if too few
     growth_points: tuple[tuple[int, float], ...] = ()  # (age, excess mean square, nats²)
+    growth_draws: int = 0  # rollouts drawn at these ages
+
+    @property
+    def growth_known(self) -> bool:
+        """Whether the growth was measured well enough for a verdict."""
+        return len(self.growth_points) >= FEWEST_AGES and self.growth_draws >= FEWEST_DRAWS
 
 
 def estimate_from_run(source: Source) -> RunEstimates:
@@ -59,7 +68,8 @@ def estimate_from_run(source: Source) -> RunEstimates:
             f"{source.path}: {generated} rollouts generated, {kept} of them kept: nothing to "
             "estimate a survival share from"
         )
-    points = growth_points(outcomes_by_age(source))
+    outcomes = outcomes_by_age(source)
+    points = growth_points(outcomes)
     return RunEstimates(
         mu=measured_mu(source.metrics, generated / len(source.rollout_files)),
         survival=kept / generated,
@@ -69,6 +79,7 @@ def estimate_from_run(source: Source) -> RunEstimates:
         growth=fit_growth(points),
         growth_others=other_growths(points),
         growth_points=tuple((age, value) for age, value, _ in points),
+        growth_draws=sum(outcomes[age].uses for age, _, _ in points),
     )
 
 
@@ -147,16 +158,10 @@ def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, 
     ]
 
 
-FEWEST_AGES = 3
-"""Ages with draws, from which on a fit says something of the growth."""
-
-
 def other_growths(points: Sequence[tuple[int, float, float]]) -> tuple[RatioGrowth, ...]:
     """Further fits that say how much the points leave open: without each age in turn, and of a
     policy that diffuses (b = 1) and of one that drifts (b = 2), which decide far beyond the last
-    age. Empty if there are fewer ages than `FEWEST_AGES`."""
-    if len(points) < FEWEST_AGES:
-        return ()
+    age."""
     rest = ([*points[:at], *points[at + 1 :]] for at in range(len(points)))
     fits = [*map(fit_growth, rest), fit_growth(points, 1.0), fit_growth(points, 2.0)]
     return tuple(fit or RatioGrowth(0.0, 1.0) for fit in fits)

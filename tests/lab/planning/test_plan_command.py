@@ -9,6 +9,7 @@ import tracemalloc
 from dataclasses import replace
 from functools import partial
 
+import by_hand
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -329,6 +330,13 @@ def test_a_growth_of_few_ages_decides_nothing_and_one_beyond_its_ages_is_said(ru
     document = plan_json(capsys, from_run=str(runs["ours"]), mu=1e4)
     assert document["recommended"]["x"] > last + 1 and len(measured.growth_others) == last + 2
     assert any(f"had draws, up to {last}:" in each for each in document["notes"])
+    rows = by_hand.rows_of(runs["ours"] / "draws")
+    drawn = sum(row["age_steps"] > 0 and bool(row["tokens"]) for row in rows)
+    source = document["assumptions"]["sources"]["growth"]
+    assert source == f"measured in the run on {drawn:,} draws of ages 1 to {last}"
+    assert measured.growth_known and measured.growth_draws == drawn >= 200
+    assert not replace(measured, growth_draws=199).growth_known
+    assert not replace(measured, growth_points=measured.growth_points[:2]).growth_known
     short = inputs(growth=RatioGrowth(1e-5, 1.0), oldest_measured=5, growth_known=False)
     found = make_plan(replace(short, sources={"growth": "measured at 2 ages: too few"}), None)
     assert any("beyond the ages at which the run had draws, up to 5" in n for n in found.notes)
@@ -339,7 +347,6 @@ def test_a_growth_of_few_ages_decides_nothing_and_one_beyond_its_ages_is_said(ru
 
 def test_what_a_measurement_of_the_growth_leaves_open(capsys):
     points = [(age, 0.01 * age**1.5, 100.0) for age in (1, 2, 3)]
-    assert other_growths(points[:2]) == ()
     fits = other_growths(points)
     assert [fit.exponent for fit in fits] == pytest.approx([1.5, 1.5, 1.5, 1.0, 2.0])
     # e.g. b = 1: the mean of log(0.01·s^0.5) over the three ages
