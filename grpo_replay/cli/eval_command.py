@@ -176,7 +176,7 @@ class _PlainLines:
 
 def _accuracy(progress: Progress) -> str:
     accuracy = progress.accuracy
-    return "" if accuracy is None else f"accuracy so far {100 * accuracy:.1f} %"
+    return "" if accuracy is None else f"{100 * accuracy:.1f} % of the completions correct so far"
 
 
 def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
