@@ -4,6 +4,7 @@ rewards, disk. Each adds sentences to the findings.
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,11 +127,23 @@ def check_output_directory(
         return
     try:
         run_dir.refuse_occupied()
+        _refuse_unwritable(folder)
     except OutputDirectoryError as error:
         if machines.elsewhere:
             findings.unchecked.append(f"on this machine: {error}")
         else:
             findings.refuse(error)
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Raises OutputDirectoryError if this user may not write in the folder, or where it would be
+    made."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutputDirectoryError(
+            f"output directory {folder}: {there} cannot be written: choose another --output-dir, "
+            "or change its permissions"
+        )
 
 
 def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:

@@ -36,6 +36,14 @@ def test_an_occupied_folder_stops_a_new_run(tmp_path):
     assert any("on this machine: output directory" in each for each in planned["unchecked"])
 
 
+def test_a_folder_that_may_not_be_written_stops_the_run(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(start_checks.os, "access", lambda path, _: asked.append(path))
+    (problem,) = report_of("tiny", "--output-dir", tmp_path / "a/b")["problems"]
+    assert f"{tmp_path}/a/b: {tmp_path} cannot be written" in problem
+    assert asked == [tmp_path]
+
+
 def test_a_run_goes_on_in_its_own_folder_with_its_own_reward(ours_run):
     own = "--resume", "--output-dir", ours_run.path
     assert report_of(*own)["problems"] == []
