@@ -155,7 +155,7 @@ KNOWN = (
     Known(
         "a draw removes", BUFFER,
         "        return Draw(\n",
-        "        self._columns.remove(np.isin(np.arange(stored), picks.indices))\n"
+        "        self._remove(np.isin(np.arange(stored), picks.indices), step)\n"
         "        return Draw(\n",
         "tests/replay/test_replay_buffer.py::test_a_draw_removes_nothing_and_records_each_use",
     ),

@@ -18,12 +18,7 @@ import numpy as np
 
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.compose import buffer_step
-from grpo_replay.replay.insertion import (
-    ColumnQueue,
-    check_insertable,
-    frozen,
-    is_correct,
-)
+from grpo_replay.replay.insertion import check_insertable, frozen, is_correct
 from grpo_replay.replay.priorities import (
     Candidates,
     check_groups_adjacent,
@@ -114,7 +109,7 @@ class ReplayBuffer:
         self.next_rollout_id = 0
         self.next_group_id = 0
         self._gone: list[Rollout] = []  # left, and not yet told to `on_evict`
-        self._columns = ColumnQueue(_DTYPES)
+        self._columns = {name: np.empty(0, dtype) for name, dtype in _DTYPES.items()}
         self._evicted_by_age = 0
         self._evicted_by_capacity = 0
         self._evicted_at = (0, 0)  # step, number of rollouts evicted in it
@@ -122,7 +117,7 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         """Number of stored rollouts."""
-        return len(self._columns)
+        return len(self._columns["rollout"])
 
     def column(self, name: str) -> np.ndarray:
         """A read-only view of one column, oldest first: rollout_id, group_id, birth_step,
@@ -226,7 +221,7 @@ class ReplayBuffer:
         if not rollouts:
             return 0
         check_insertable(rollouts, step, self._columns, self.settings.unit)
-        self._columns.append(self._new_columns(rollouts, step, times_used_N))
+        self._append(self._new_columns(rollouts, step, times_used_N))
         evicted = self._enforce_capacity(step)
         self._evicted_by_capacity += evicted
         return evicted
@@ -322,7 +317,7 @@ class ReplayBuffer:
             columns = restored._new_columns(rollouts, newest, state["times_used"])
             columns["last_used_step"] = np.asarray(state["last_used_step"], dtype=np.int64)
             _check_uses(columns)
-            restored._columns.append(columns)
+            restored._append(columns)
         restored._check_saved_priorities(state)
         self._columns = restored._columns
         self._evicted_by_age = state["evicted_by_age"]
@@ -346,12 +341,20 @@ class ReplayBuffer:
                 "neither groups nor batches; raise it"
             )
 
+    def _append(self, new: Mapping[str, np.ndarray]) -> None:
+        self._columns = {
+            name: np.concatenate([column, new[name]]) for name, column in self._columns.items()
+        }
+
     def _remove(self, removed_N: np.ndarray, step: int) -> int:
         """Evict rollouts in `step`. Returns their number."""
         if self.on_evict is not None:
             self._gone.extend(self._columns["rollout"][removed_N])
         undrawn = int((self._columns["times_used"][removed_N] == 0).sum())
-        evicted = self._columns.remove(removed_N)
+        evicted = int(np.count_nonzero(removed_N))
+        if evicted:
+            kept_N = ~removed_N
+            self._columns = {name: column[kept_N] for name, column in self._columns.items()}
         same_step = self._evicted_at[0] == step
         self._evicted_at = (step, evicted + self._evicted_at[1] * same_step)
         self._evicted_undrawn = undrawn + self._evicted_undrawn * same_step
