@@ -5,10 +5,8 @@ version v is the policy after the first v steps as they were recorded. A resume 
 that the journal has after the checkpoint; `sampling.collection.replay_journal` repeats all.
 """
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import Recipe
@@ -70,13 +68,8 @@ def refuse_other_journal(recipe: Recipe) -> None:
             "segment_*.journal; the directory of an asynchronous run is expected"
         )
     refuse_other_rules(recipe, run)
-    if not recipe_file(run).exists():
-        return
-    if changes := _reward_changes(read_recipe_file(recipe_file(run)), recipe):
-        raise RecipeError(
-            f"the groups in {run / JOURNAL_FOLDER} have the rewards that they were given, which "
-            f"the recipe changes: {'; '.join(changes)}. Leave these keys as they were"
-        )
+    if recipe_file(run).exists():
+        _refuse_other_rewards([read_recipe_file(recipe_file(run))], recipe, run)
 
 
 def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
@@ -100,84 +93,46 @@ def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
 
 def refuse_other_steps(recipe: Recipe, run_dir: Path, step: int) -> None:
     """Raises RecipeError if `recipe` changes what the journal in `run_dir` has after `step`, that
-    of the checkpoint: updates and rewards of its steps, or rewards of groups that wait."""
+    of the checkpoint: updates of its steps, or rewards."""
     if not (run_dir / JOURNAL_FOLDER).is_dir():
         return
     history = read_history(run_dir)
     recorded = [history.at(step + 1), *(each for after, each in history.changed if after > step)]
-    rewards = _unique(_reward_changes(before, recipe) for before in recorded)
-    updates = _unique(_update_changes(before, recipe) for before in recorded)
-    if not rewards and not updates:
+    _refuse_other_rewards(recorded, recipe, run_dir)
+    changes = _unique(_update_changes(before, recipe) for before in recorded)
+    if not changes:
         return  # reading a journal takes time
-    rest = read_rest(recipe, run_dir)
-    if rest.last_step > step:
-        _refuse_steps(_unique([rewards, updates]), run_dir, step, rest.last_step)
-    if rest.waiting_groups and rewards:
-        _refuse_groups(rewards, recipe, run_dir, rest)
+    last = last_step(run_dir)
+    if last > step:
+        checkpoint = f"the checkpoint of step {step}" if step else "the start"
+        raise RecipeError(
+            f"{run_dir / JOURNAL_FOLDER} goes on to step {last}, and the steps after {checkpoint} "
+            f"are repeated as they were recorded, which the recipe changes: {'; '.join(changes)}. "
+            f"Resume without these changes, stop with Ctrl-C when step {last} is done, and make "
+            f"them at the checkpoint that is then written; or {NEW_RUN}"
+        )
 
 
-def _refuse_steps(changes: list[str], run_dir: Path, step: int, last: int) -> None:
-    checkpoint = f"the checkpoint of step {step}" if step else "the start"
-    raise RecipeError(
-        f"{run_dir / JOURNAL_FOLDER} goes on to step {last}, and the steps after {checkpoint} are "
-        f"repeated as they were recorded, which the recipe changes: {'; '.join(changes)}. Resume "
-        f"without these changes, stop with Ctrl-C when step {last} is done, and make them at the "
-        f"checkpoint that is then written; or {NEW_RUN}"
-    )
+def _refuse_other_rewards(recorded: Iterable[Recipe], recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if `recipe` gives other rewards than the recipes under which the groups of
+    the journal in `run_dir` arrived: they keep theirs, those that wait for a step as well."""
+    changes = _unique(_reward_changes(before, recipe) for before in recorded)
+    if changes:
+        raise RecipeError(
+            f"the groups in {run_dir / JOURNAL_FOLDER} have the rewards that they were given, "
+            f"which the recipe changes: {'; '.join(changes)}. Leave these keys as they were, or "
+            f"{NEW_RUN}"
+        )
 
 
-def _refuse_groups(changes: list[str], recipe: Recipe, run_dir: Path, rest: "Rest") -> None:
-    last, waiting = rest
-    end = last + math.ceil(waiting / recipe.sampling.prompts_per_step)
-    until = f"until the run has ended (run.steps {end} or more)"
-    if recipe.replays and recipe.replay.stores_first:
-        until = "and stop again with Ctrl-C: the next step takes all groups that wait"
-    raise RecipeError(
-        f"{run_dir / JOURNAL_FOLDER} has {waiting} groups that wait for step {last + 1} with the "
-        f"rewards that they were given, which the recipe changes: {'; '.join(changes)}. Leave "
-        f"these keys as they were {until}, or {NEW_RUN}"
-    )
-
-
-def notices_of_rest(recipe: Recipe, run_dir: Path, step: int) -> list[str]:
-    """For a run that is resumed after `step` with another reward: a notice if the journal goes on,
-    with rewards that were given before."""
-    if not (run_dir / JOURNAL_FOLDER).is_dir():
-        return []
-    rest = read_rest(recipe, run_dir)
-    steps = f"the steps up to {rest.last_step}" if rest.last_step > step else ""
-    groups = f"{rest.waiting_groups} groups that wait" if rest.waiting_groups else ""
-    if not steps and not groups:
-        return []
-    return [
-        f"{' and '.join(filter(None, (steps, groups)))} come from {run_dir / JOURNAL_FOLDER}, with "
-        "the rewards that they were given"
-    ]
-
-
-class Rest(NamedTuple):
-    """The end of a journal: its last step, and the groups that wait for the next."""
-
-    last_step: int
-    waiting_groups: int
-
-
-def read_rest(recipe: Recipe, run_dir: Path) -> Rest:
-    """The end of the journal in `run_dir`, which is read whole. Raises JournalError."""
+def last_step(run_dir: Path) -> int:
+    """The last step of the journal in `run_dir`, which is read whole. Raises JournalError."""
     # Loads the client of the collector.
-    from grpo_replay.collection.arrivals import Arrivals
-    from grpo_replay.collection.intake import arrival_rules
     from grpo_replay.collection.journal import read_journal
     from grpo_replay.collection.messages import Step
 
-    arrivals, last = Arrivals(arrival_rules(recipe.sampling, recipe.replay)), 0
-    for record in read_journal(run_dir / JOURNAL_FOLDER):
-        if isinstance(record, Step):
-            last = record.step
-            arrivals.select(last)
-        else:
-            arrivals.take_in(record)
-    return Rest(last, arrivals.ready(last + 1))
+    records = read_journal(run_dir / JOURNAL_FOLDER)
+    return max((record.step for record in records if isinstance(record, Step)), default=0)
 
 
 def _update_changes(before: Recipe, now: Recipe) -> list[str]:

@@ -142,11 +142,9 @@ class RunOpener:
                 return []
             kept = recipe.replays and recipe.checkpoint.restore_buffer
             notices = notices_of_change(start.checkpoint, before, state.reward, kept)
-            if not notices:
-                return []
-            from grpo_replay.training.journal_rules import notices_of_rest
-
-            return notices + notices_of_rest(recipe, self.run_dir.path, state.step)
+            if notices and recipe.run.is_async:
+                notices.append("groups that arrived before keep the rewards that they were given")
+            return notices
 
         self.notices += run_on_main(self.comm, compare) or []
         return scorer

@@ -35,7 +35,7 @@ from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.training.asynchronous import ServerShare, ServerTimes, lateness
-from grpo_replay.training.journal_rules import read_rest, refuse_other_steps
+from grpo_replay.training.journal_rules import last_step, refuse_other_steps
 from grpo_replay.types import Draw
 
 pytestmark = pytest.mark.timeout(240)
@@ -287,20 +287,16 @@ def test_a_journal_is_repeated_by_its_own_rules_alone(anchored, tmp_path, sectio
     assert sorted(copy.rglob("*")) == before
 
 
-def test_a_journal_is_repeated_with_its_own_rewards_and_a_run_that_has_ended_may_change_them(
-    anchored, tmp_path
-):
-    """No group waits at its end, so that the next step's have the new reward."""
+def test_a_journal_is_repeated_and_goes_on_with_its_own_rewards(anchored, tmp_path):
     change = {"reward": {"correct": 0.5}}
     with pytest.raises(RecipeError, match=r"changes: reward\.correct 0\.5, was 1\.0\. Leave"):
         replay_run(anchored, tmp_path / "again", change)
     longer = resolve_recipe(
         [anchored.recipe.model_dump(mode="json"), change, {"run": {"steps": 7}}]
     )
-    refuse_other_steps(longer, anchored.path, 6)
-    assert read_rest(longer, anchored.path) == (6, 0)
-    with pytest.raises(RecipeError, match=r"goes on to step 6.*: reward\.correct 0\.5, was 1\.0"):
-        refuse_other_steps(longer, anchored.path, 5)
+    with pytest.raises(RecipeError, match=r"changes: reward\.correct 0\.5, was 1\.0\. Leave"):
+        refuse_other_steps(longer, anchored.path, 6)
+    assert last_step(anchored.path) == 6
 
 
 def test_another_journal_gives_other_weights(anchored, tmp_path):

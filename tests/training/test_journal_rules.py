@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from collected import group
-from small_runs.asynchronous import ASYNCHRONOUS, BUFFER_ONLY, async_recipe
+from small_runs.asynchronous import async_recipe
 from small_runs.trained import small_recipe
 
 from grpo_replay.collection.journal import Journal
@@ -22,14 +22,14 @@ def recipe(*layers: dict) -> Recipe:
     return async_recipe(["http://a:1"], {"sampling": sampling}, *layers)
 
 
-def recorded(folder: Path, *layers: dict, steps: int = 0, waiting: int = 0) -> Path:
-    """A run's folder with its recipe, and a journal of so many steps and groups after them."""
+def recorded(folder: Path, *layers: dict, steps: int = 0) -> Path:
+    """A run's folder with its recipe, and a journal of so many steps."""
     write_recipe(recipe_file(folder), recipe(*layers))
     journal, _ = Journal.open(folder / "journal")
-    for place in range(steps * PROMPTS + waiting):
+    for place in range(steps * PROMPTS):
         journal.append(group((0, place), version=place // PROMPTS))
         step, left = divmod(place + 1, PROMPTS)
-        if step <= steps and not left:
+        if not left:
             journal.append(Step(step, place + 1, step - 1, step - 1, 0, 0, 0, 0))
     journal.close()
     return folder
@@ -89,6 +89,9 @@ def test_a_journal_is_repeated_with_its_own_rewards(tmp_path, before, change, na
     with pytest.raises(RecipeError, match="have the rewards that they were given") as refused:
         journal_rules.refuse_other_journal(repeating(run, before, change))
     assert named in str(refused.value)
+    with pytest.raises(RecipeError, match="have the rewards that they were given") as refused:
+        journal_rules.refuse_other_steps(recipe(before, change), run, 1)
+    assert named in str(refused.value)
 
 
 def test_the_same_rewards_by_another_path_or_with_other_limits_are_no_others(tmp_path):
@@ -106,7 +109,6 @@ UPDATES = [
     ({"replay": {"ratio": 1.0}}, "replay.ratio 1.0, was 0.5"),
     ({"batch": {"updates_per_step": 3}}, "batch.updates_per_step 3, was 2"),
     ({"checkpoint": {"restore_buffer": False}}, "checkpoint.restore_buffer False, was True"),
-    ({"reward": {"correct": 2.0}}, "reward.correct 2.0, was 1.0"),
     ({"advantage": {"std": "none"}}, "advantage.std 'none', was 'population'"),
 ]
 
@@ -157,37 +159,3 @@ def test_steps_are_compared_with_the_recipe_that_they_were_recorded_under(tmp_pa
         with pytest.raises(RecipeError, match=rf"changes: optimizer\.learning_rate {named}\. R"):
             journal_rules.refuse_other_steps(recipe(changed), run, 3)
     journal_rules.refuse_other_steps(recipe(other), run, 4)
-
-
-@pytest.mark.parametrize(
-    ("replay", "until"),
-    [
-        (ASYNCHRONOUS["replay"], r"until the run has ended \(run\.steps 7 or more\)"),
-        (BUFFER_ONLY, "and stop again with Ctrl-C"),
-    ],
-    ids=["fresh_anchored", "buffer_only"],
-)
-def test_groups_that_wait_are_trained_on_with_their_own_rewards(tmp_path, replay, until):
-    """Five steps, and three groups that wait: two steps of them."""
-    replay = {"replay": replay}
-    run = recorded(tmp_path / "run", replay, steps=5, waiting=3)
-    other = {"reward": {"correct": 2.0}}
-    with pytest.raises(
-        RecipeError, match=rf"has 3 groups that wait for step 6 .*reward\.correct 2\.0.* {until}"
-    ):
-        journal_rules.refuse_other_steps(recipe(replay, other), run, 5)
-    other = {"optimizer": {"learning_rate": 0.5}}
-    journal_rules.refuse_other_steps(recipe(replay, other), run, 5)
-
-
-@pytest.mark.parametrize(
-    ("step", "waiting", "said"),
-    [(5, 0, None), (3, 0, "the steps up to 5 come"), (5, 3, "3 groups that wait come"),
-     (3, 3, "the steps up to 5 and 3 groups that wait come")],
-)  # fmt: skip
-def test_a_resume_with_another_reward_says_what_keeps_the_old_one(tmp_path, step, waiting, said):
-    run = recorded(tmp_path / "run", steps=5, waiting=waiting)
-    notices = journal_rules.notices_of_rest(recipe(), run, step)
-    with_own = f"{said} from {run}/journal, with the rewards that they were given"
-    assert notices == ([with_own] if said else [])
-    assert journal_rules.notices_of_rest(recipe(), tmp_path, step) == []

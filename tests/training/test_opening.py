@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_runs.asynchronous import ASYNCHRONOUS
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import ModelError, RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer, journal_rules, opening
+from grpo_replay.training import Observer, opening
 from grpo_replay.training.opening import RunOpener
 from grpo_replay.training.resuming import StartingPoint, open_other_logs
 
@@ -286,11 +287,15 @@ def test_functions_that_are_not_there_are_refused_first(tmp_path, section, messa
     opener(tmp_path)._load_named_functions()
 
 
+SERVER = {"servers": {"urls": ["http://a:1"]}}
+LIVE = ASYNCHRONOUS | {"sampling": ASYNCHRONOUS["sampling"] | SERVER}
+
+
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(
     ("section", "kept"),
     [({}, True), ({"replay": {"preset": "grpo"}}, False),
-     ({"checkpoint": {"restore_buffer": False}}, False)],
+     ({"checkpoint": {"restore_buffer": False}}, False), (LIVE, True)],
 )  # fmt: skip
 def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     tmp_path, monkeypatch, given, section, kept
@@ -316,7 +321,6 @@ def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     monkeypatch.setattr(
         opening, "notices_of_change", lambda *words: done.compared(*words) or list(changes)
     )
-    monkeypatch.setattr(journal_rules, "notices_of_rest", lambda *words: [words])
     changes = ["it changed"]
     opened = opener(tmp_path, **section)
     opened.scorer = Scorer("given") if given else None
@@ -326,8 +330,9 @@ def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     assert (done, opened.notices, new.state.reward) == ([], [], {"now": {"f": "1"}})
     opened._open_scorer(StartingPoint(tmp_path, state))
     assert done == [("compared", tmp_path, {"before": 1}, {"now": {"f": "1"}}, kept)]
-    rest = (opened.recipe, tmp_path, 7)
-    assert (opened.notices, state.reward) == (["it changed", rest], {"now": {"f": "1"}})
+    rest = ["groups that arrived before keep the rewards that they were given"]
+    rest = rest if opened.recipe.run.is_async else []
+    assert (opened.notices, state.reward) == (["it changed", *rest], {"now": {"f": "1"}})
     changes.clear()
     opened.notices.clear()
     opened._open_scorer(StartingPoint(tmp_path, state))
