@@ -383,14 +383,12 @@ def plan_evaluation(
 def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     """The plan of `recipe.eval`. As `plan_evaluation`, and raises RecipeError if the model has no
     room for a prompt and its longest completion."""
-    from grpo_replay.sampling.sampler_protocol import check_evaluation_room
+    from grpo_replay.sampling.sampler_protocol import check_room
 
     plan = plan_evaluation(
         tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct
     )
-    check_evaluation_room(
-        recipe.sampling, recipe.model, recipe.longest_sequence, plan.longest_prompt, recipe.eval
-    )
+    check_room(recipe, plan.longest_prompt, evaluates=True)
     return plan
 
 

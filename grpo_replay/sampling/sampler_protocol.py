@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
-from grpo_replay.recipe import EvalSection, ModelSection, Recipe, SamplingSection
+from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.recipe.open_lists import SAMPLERS
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
@@ -339,51 +339,24 @@ def model_length(
     return wanted
 
 
-def check_training_room(
-    sampling: SamplingSection, section: ModelSection, longest: int, longest_prompt: int
-) -> None:
+def check_room(recipe: Recipe, longest_prompt: int, evaluates: bool = False) -> None:
     """Raises RecipeError if the longest prompt, in tokens, and the longest completion of training
-    are more than the sampler has room for (`model_length`)."""
-    _check_room(
-        model_length(sampling, section, longest),
-        section.path,
-        longest_prompt,
-        sampling.max_completion_length,
-        "sampling.max_completion_length",
-        ", or prompts.max_prompt_length (longer prompts are left out)",
-    )
-
-
-def check_evaluation_room(
-    sampling: SamplingSection,
-    section: ModelSection,
-    longest: int,
-    longest_prompt: int,
-    evaluation: EvalSection,
-) -> None:
-    """Raises RecipeError if the longest prompt of the benchmarks, in tokens, and the longest
-    completion of an evaluation are more than the sampler has room for."""
-    of_eval = evaluation.max_completion_length
-    key = "eval" if of_eval is not None else "sampling"
-    _check_room(
-        model_length(sampling, section, longest),
-        section.path,
-        longest_prompt,
-        of_eval or sampling.max_completion_length,
-        f"{key}.max_completion_length",
-        " for the evaluation",
-    )
-
-
-def _check_room(room: int, path: str, prompt: int, completion: int, key: str, more: str) -> None:
-    has = f"{path} has room for {room} (its positions, or sampling.vllm.max_model_len)"
+    are more than the sampler has room for (`model_length`); those of an evaluation if it
+    `evaluates`."""
+    of_eval = recipe.eval.max_completion_length if evaluates else None
+    completion = of_eval or recipe.sampling.max_completion_length
+    key = f"{'eval' if of_eval else 'sampling'}.max_completion_length"
+    room = model_length(recipe.sampling, recipe.model, recipe.longest_sequence)
+    has = f"{recipe.model.path} has room for {room} (its positions, or sampling.vllm.max_model_len)"
     if completion >= room:
         raise RecipeError(
             f"{key} {completion} leaves no room for a prompt: {has}: lower it to "
-            f"{max(1, room - prompt)} or less"
+            f"{max(1, room - longest_prompt)} or less"
         )
-    if prompt + completion > room:
+    if longest_prompt + completion > room:
+        more = ", or prompts.max_prompt_length (longer prompts are left out)"
         raise RecipeError(
-            f"a prompt of {prompt} tokens and a completion of up to {completion} are "
-            f"{prompt + completion} tokens; {has}: lower {key}{more}"
+            f"a prompt of {longest_prompt} tokens and a completion of up to {completion} are "
+            f"{longest_prompt + completion} tokens; {has}: lower {key}"
+            f"{' for the evaluation' if evaluates else more}"
         )

@@ -34,7 +34,7 @@ from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import notices_of_workers
 from grpo_replay.sampling.sampler_protocol import (
     Sampler,
-    check_training_room,
+    check_room,
     open_sampler,
     sampler_class,
 )
@@ -157,7 +157,7 @@ class RunOpener:
                 recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows
             ),
         )
-        run_collectively(self.comm, lambda: self._check_room(prompts.longest_prompt))
+        run_collectively(self.comm, lambda: check_room(recipe, prompts.longest_prompt))
         if prompts.skipped_too_long:
             self.notices.append(
                 f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
@@ -178,10 +178,6 @@ class RunOpener:
                 "order. Epochs go on in another order, and a stored rollout's prompt_id may be "
                 "another problem now"
             )
-
-    def _check_room(self, longest_prompt: int) -> None:
-        recipe = self.recipe
-        check_training_room(recipe.sampling, recipe.model, recipe.longest_sequence, longest_prompt)
 
     def _plan_evaluation(self, tokenizer: Any) -> EvaluationPlan | None:
         if not self.recipe.eval.benchmarks:

@@ -120,12 +120,12 @@ def test_prompts_that_were_left_out_are_counted(tmp_path, monkeypatch, skipped):
     monkeypatch.setattr(
         opening, "load_prompts", lambda *words: asked.append(words) or Prompts(skipped)
     )
-    monkeypatch.setattr(opening, "check_training_room", lambda *words: rooms.append(words))
+    monkeypatch.setattr(opening, "check_room", lambda *words: rooms.append(words))
     opened = opener(tmp_path, prompts={"max_prompt_length": 30}, run={"seed": 8})
     recipe = opened.recipe
     assert len(opened._load_prompts("tokenizer")) == 10
     assert asked == [(recipe.prompts, "tokenizer", 8, recipe.reward.reads_rows)]
-    assert rooms == [(recipe.sampling, recipe.model, recipe.longest_sequence, 21)]
+    assert rooms == [(recipe, 21)]
     longer = "1 prompts are longer than prompts.max_prompt_length 30 and were left out; 10 remain"
     assert opened.notices == [longer, "of the prompts"][1 - skipped :]
 

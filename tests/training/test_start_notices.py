@@ -46,7 +46,7 @@ def test_a_run_whose_longest_sequence_the_model_has_no_positions_for_does_not_be
     """What is checked before the model is built counts with the recipe's limits, this with the
     longest prompt."""
     asked = []
-    monkeypatch.setattr(opening, "check_training_room", lambda *words: asked.append(words[-1]))
+    monkeypatch.setattr(opening, "check_room", lambda *words: asked.append(words[-1]))
     recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []})
     run.run_training(recipe, tmp_path / "run", False, Listener())
     assert len(asked) == 1 and 3 <= asked[0] <= recipe.prompts.max_prompt_length

@@ -348,21 +348,16 @@ def _check_room(
     """Whether prompts and completions fit in the model, by the rule that a run applies when it
     starts. `longest_prompt` is None if the prompts were not read; `longest_evaluated` is that of
     the benchmarks, 1 if they were not read."""
-    from grpo_replay.sampling.sampler_protocol import (
-        check_evaluation_room,
-        check_training_room,
-        model_length,
-    )
+    from grpo_replay.sampling.sampler_protocol import check_room, model_length
 
-    parts = known.sampling, known.model, known.longest_sequence
     try:
-        room = model_length(*parts)
+        room = model_length(known.sampling, known.model, known.longest_sequence)
     except GrpoReplayError:
         return  # reported with the sizes of the model
     completion, before = known.sampling.max_completion_length, len(findings.problems)
     if longest_prompt is not None or completion >= room:
         prompt = 1 if longest_prompt is None else longest_prompt
-        _attempt(lambda: check_training_room(*parts, prompt), findings)
+        _attempt(lambda: check_room(known, prompt), findings)
     elif known.prompts.max_prompt_length + completion > room > completion:
         findings.unchecked.append(
             f"prompts of more than {room - completion} tokens: with a completion of {completion} "
@@ -371,7 +366,7 @@ def _check_room(
         )
     said = known.eval.max_completion_length is None and len(findings.problems) > before
     if known.eval.benchmarks and not said:
-        _attempt(lambda: check_evaluation_room(*parts, longest_evaluated, known.eval), findings)
+        _attempt(lambda: check_room(known, longest_evaluated, evaluates=True), findings)
 
 
 def check_rewards(
