@@ -6,17 +6,15 @@ engine, and `generate` is collective.
 """
 
 import gc
-import json
 import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 
-from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.comm import Comm, decode, encode
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.weights import (
     CheckedWeights,
@@ -43,7 +41,7 @@ from grpo_replay.sampling.vllm_requests import (
     sampling_parameters,
     set_environment,
 )
-from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -171,9 +169,10 @@ class VllmLocalSampler:
         size = self._tensor_parallel_size
         if size == 1:
             return list(requests), 0
-        shares = self._comm.all_gather(_encode(requests))
+        shares = self._comm.all_gather(bytes(encode(list(requests))))
         first = self._comm.rank // size * size
-        lists = [_decode(share) for share in shares[first : first + size]]
+        mine = shares[first : first + size]
+        lists = [decode(list[GenerationRequest], share) for share in mine]
         offset = sum(len(each) for each in lists[: self._comm.rank - first])
         return [request for each in lists for request in each], offset
 
@@ -320,20 +319,3 @@ def _steps_to_an_end(engine: "LLMEngine") -> list[Any]:
         while True:
             if outputs := [output for output in engine.step() if output.finished]:
                 return outputs
-
-
-def _encode(requests: Sequence[GenerationRequest]) -> bytes:
-    rows = [
-        [list(r.key), r.prompt_token_ids.tolist(), r.seed, r.max_tokens, r.temperature, r.top_p]
-        for r in requests
-    ]
-    return json.dumps(rows).encode()
-
-
-def _decode(payload: bytes) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(
-            RequestKey(*key), np.asarray(prompt, dtype=np.int32), seed, tokens, temperature, top_p
-        )
-        for key, prompt, seed, tokens, temperature, top_p in json.loads(payload)
-    ]

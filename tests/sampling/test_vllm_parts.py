@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from server_helpers import free_ports
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
-from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.comm import Comm, encode
 from grpo_replay.engine.models import load_policy, section_at
 from grpo_replay.engine.policy_module import Fp32Head, find_head
 from grpo_replay.engine.weights import CheckedWeights, expected_weights
@@ -32,6 +33,7 @@ from grpo_replay.sampling.server.server_process import (
 )
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
 from grpo_replay.sampling.server.weight_transfer import FolderTransfer
+from grpo_replay.sampling.vllm_local import VllmLocalSampler
 from grpo_replay.sampling.vllm_process import in_few_words
 from grpo_replay.sampling.vllm_requests import (
     Spans,
@@ -445,3 +447,26 @@ def test_the_recipe_chooses_the_stop_tokens_of_servers(tied, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             VllmServerSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
         assert opened[-1].stop_token_ids == expected
+
+
+def test_the_ranks_of_an_engine_have_the_requests_of_all_of_them_in_rank_order():
+    """Four ranks, two engines: rank 3 gets those of ranks 2 and 3, its own behind rank 2's."""
+    of_rank = [[_request(rank, index) for index in range(rank)] for rank in range(4)]
+    shares = [bytes(encode(requests)) for requests in of_rank]
+    sampler = object.__new__(VllmLocalSampler)
+    sampler._tensor_parallel_size = 2
+    sampler._comm = SimpleNamespace(rank=3, all_gather=lambda share: shares)
+    found, offset = sampler._requests_of_engine(of_rank[3])
+    assert offset == 2 and [(*each.key,) for each in found] == [
+        (2, 0, 0), (2, 1, 0), (3, 0, 0), (3, 1, 0), (3, 2, 0),
+    ]  # fmt: skip
+    for each, sent in zip(found, [*of_rank[2], *of_rank[3]], strict=True):
+        assert each.prompt_token_ids.dtype == np.int32
+        assert each.prompt_token_ids.tolist() == sent.prompt_token_ids.tolist()
+        assert (each.seed, each.max_tokens) == (sent.seed, sent.max_tokens)
+        assert (each.temperature, each.top_p) == (sent.temperature, sent.top_p)
+
+
+def _request(rank: int, index: int) -> GenerationRequest:
+    prompt = np.array([rank, index, 7], np.int32)
+    return GenerationRequest(RequestKey(rank, index, 0), prompt, 2**63 - 1 - index, 9, 0, 0.8)
