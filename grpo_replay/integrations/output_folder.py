@@ -16,13 +16,7 @@ from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
-from grpo_replay.storage.rollout_log import (
-    first_steps,
-    remove_later,
-    step_path,
-    write_draws,
-    write_rollouts,
-)
+from grpo_replay.storage.rollout_log import first_steps, remove_later, write_step
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
 _UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards are not."
@@ -65,13 +59,7 @@ class OutputFolder:
     ) -> None:
         """The files of one step. `rollouts` are all that were generated, dropped ones included;
         `outcomes[i]` belongs to `batch.rollouts[i]`."""
-        seen = list(zip(batch.rollouts, outcomes, strict=True))
-        fresh = {
-            rollout.rollout_id: outcome for rollout, outcome in seen if rollout.birth_step == step
-        }
-        write_rollouts(step_path(self.folder / "rollouts", step), rollouts, fresh)
-        drawn = outcomes[len(outcomes) - len(batch.draw.rollouts) :]
-        write_draws(step_path(self.folder / "draws", step), step, batch.draw, drawn)
+        write_step(self.folder, step, rollouts, batch, outcomes)
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from grpo_replay.errors import CheckpointError, SnapshotError
 from grpo_replay.storage.parquet import open_parquet, write_parquet
-from grpo_replay.types import Draw, Rollout, RolloutOutcome
+from grpo_replay.types import ComposedBatch, Draw, Rollout, RolloutOutcome
 
 ROLLOUT_LOG_VERSION = 1
 
@@ -180,6 +180,26 @@ def _extras_of(batch: pa.RecordBatch) -> list[dict[str, np.ndarray]]:
 def step_path(folder: Path, step: int) -> Path:
     """`folder/step_000012.parquet` for step 12."""
     return folder / f"step_{step:06d}.parquet"
+
+
+def write_step(
+    folder: Path,
+    step: int,
+    generated: Sequence[Rollout],
+    batch: ComposedBatch,
+    outcomes: Sequence[RolloutOutcome],
+    draws: bool = True,
+) -> None:
+    """Write the files of a step into a run's folder: all rollouts that it took from its source, and
+    its `draws`. `outcomes[i]` belongs to `batch.rollouts[i]`; those in rollouts/ are of rollouts
+    that were trained on in the step that took them."""
+    own = {rollout.rollout_id for rollout in generated}
+    trained = zip(batch.rollouts, outcomes, strict=True)
+    fresh = {each.rollout_id: outcome for each, outcome in trained if each.rollout_id in own}
+    write_rollouts(step_path(folder / "rollouts", step), generated, fresh)
+    if draws:
+        drawn = outcomes[len(outcomes) - len(batch.draw.rollouts) :]
+        write_draws(step_path(folder / "draws", step), step, batch.draw, drawn)
 
 
 def write_rollouts(

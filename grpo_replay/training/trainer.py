@@ -12,7 +12,6 @@ lists of rollouts are empty.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import with_behavior_logprobs
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.storage.rollout_log import write_step
 from grpo_replay.training.metrics import step_metrics
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
@@ -182,7 +181,10 @@ class Trainer:
             )
             self.notices += self._learning.observe(step, record.generated)
             self.notices += self._correct.observe(step, record.generated)
-        write_step_files(self.parts.run_dir.path, record, draws=recipe.replays)
+        fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
+        taken = [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated]
+        folder = self.parts.run_dir.path
+        write_step(folder, step, taken, record.batch, record.outcomes, draws=recipe.replays)
         metrics = step_metrics(
             record, self.buffer.stats(step), self.parts.clock.read(), self.source.metrics(record),
             recipe.loss, recipe.reward, recipe.sampling.group_size, recipe.draws_per_step,
@@ -204,25 +206,3 @@ def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
         len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
     )
     state.replayed_rollouts += int(record.batch.replayed_N.sum())
-
-
-def write_step_files(run_folder: Path, record: StepRecord, draws: bool) -> None:
-    """Write the rollouts that the step took from its source, and its `draws` if the recipe replays.
-    Outcomes in rollouts/ are those of rollouts trained on in the step that took them. The collector
-    of an asynchronous run has journalled the groups and the end of the step before."""
-    fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
-    batch = record.batch
-    outcomes = {
-        rollout.rollout_id: outcome
-        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
-        if rollout.rollout_id in fresh
-    }
-    write_rollouts(
-        step_path(run_folder / "rollouts", record.step),
-        [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated],
-        outcomes,
-    )
-    if draws:
-        drawn = len(batch.draw.rollouts)
-        of_draws = record.outcomes[len(record.outcomes) - drawn :]
-        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, of_draws)
