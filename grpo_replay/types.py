@@ -228,24 +228,14 @@ class Draw:
 class ComposedBatch:
     """The rollouts of one training step, and which of them are replayed.
 
-    `replayed_N[i]` is True if `rollouts[i]` was drawn at an age above 0, or, for `buffer_only`, at
+    `replayed[i]` is True if `rollouts[i]` was drawn at an age above 0, or, for `buffer_only`, at
     any age. `draw` has the probabilities and ages of all drawn rollouts.
     """
 
     rollouts: tuple[Rollout, ...]
-    replayed_N: np.ndarray  # bool [N]
-    ages_N: np.ndarray  # int64 [N], training steps, for `buffer_only` updates; 0 for fresh
+    replayed: np.ndarray  # bool [N]
+    ages: np.ndarray  # int64 [N], training steps, for `buffer_only` updates; 0 for fresh
     draw: Draw
-
-    @property
-    def ages(self) -> np.ndarray:
-        """`ages_N`."""
-        return self.ages_N
-
-    @property
-    def replayed(self) -> np.ndarray:
-        """`replayed_N`."""
-        return self.replayed_N
 
 
 @dataclass(frozen=True, slots=True)

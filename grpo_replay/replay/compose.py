@@ -82,8 +82,8 @@ def compose_batch(
     if settings.composition == "buffer_only":
         count = draw_count(settings, buffer.group_size, generated)
         draw = _draw_for_updates(buffer, count, step, rng, draws)
-        replayed_N = np.ones(len(draw.rollouts), bool)
-        return ComposedBatch(draw.rollouts, replayed_N, draw.in_updates(draw.ages), draw)
+        replayed = np.ones(len(draw.rollouts), bool)
+        return ComposedBatch(draw.rollouts, replayed, draw.in_updates(draw.ages), draw)
     count = draw_count(settings, buffer.group_size, len(fresh))
     _check_born_before(buffer, step)
     if settings.composition == "pool":
@@ -122,8 +122,8 @@ def _fresh_and_drawn(fresh: Sequence[Rollout], draw: Draw) -> ComposedBatch:
     fresh_ages = np.zeros(len(fresh), dtype=np.int64)
     return ComposedBatch(
         rollouts=(*fresh, *draw.rollouts),
-        replayed_N=np.repeat([False, True], [len(fresh), len(draw.rollouts)]),
-        ages_N=np.concatenate([fresh_ages, draw.ages]),
+        replayed=np.repeat([False, True], [len(fresh), len(draw.rollouts)]),
+        ages=np.concatenate([fresh_ages, draw.ages]),
         draw=draw,
     )
 

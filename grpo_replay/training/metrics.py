@@ -125,9 +125,9 @@ def batch_metrics(
     batch: ComposedBatch, outcomes: Sequence[RolloutOutcome], fresh_rollouts: int
 ) -> Metrics:
     """The update seen from the fresh and from the replayed side, and by age."""
-    replayed = [int(i) for i in np.flatnonzero(batch.replayed_N)]
-    fresh = [int(i) for i in np.flatnonzero(~batch.replayed_N)]
-    ages = batch.ages_N[replayed]
+    replayed = [int(i) for i in np.flatnonzero(batch.replayed)]
+    fresh = [int(i) for i in np.flatnonzero(~batch.replayed)]
+    ages = batch.ages[replayed]
     positive = [(batch.rollouts[i].advantage or 0.0) > 0 for i in replayed]
     drew = len(batch.draw.rollouts) > 0
     return {

@@ -205,4 +205,4 @@ def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
     state.processed_tokens += sum(
         len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
     )
-    state.replayed_rollouts += int(record.batch.replayed_N.sum())
+    state.replayed_rollouts += int(record.batch.replayed.sum())

@@ -40,9 +40,9 @@ def run(settings, survivors_by_step, seed=0):
         stored = ids(twin.rollouts())
         batch = buffer_step(buffer, fresh, step, GENERATED, rng)
         assert check_valid(buffer) == (True, "")
-        assert len(batch.rollouts) == len(batch.replayed_N) == len(batch.ages_N)
+        assert len(batch.rollouts) == len(batch.replayed) == len(batch.ages)
         ages = [step - rollout.birth_step for rollout in batch.rollouts]
-        assert batch.ages_N.tolist() == ages
+        assert batch.ages.tolist() == ages
         history.append((stored, fresh, batch, ids(buffer.rollouts())))
     return history
 
@@ -54,7 +54,7 @@ def test_fresh_anchored_step_by_step():
         drawn = ids(batch.draw.rollouts)
         sizes.append((len(stored), len(fresh), len(drawn)))
         assert ids(batch.rollouts) == ids(fresh) + drawn  # all fresh, then the draw
-        assert batch.replayed_N.tolist() == [False] * len(fresh) + [True] * len(drawn)
+        assert batch.replayed.tolist() == [False] * len(fresh) + [True] * len(drawn)
         assert set(drawn) <= set(stored)
         assert len(set(drawn)) == len(drawn)
         assert all(1 <= age <= 2 for age in batch.draw.ages)
@@ -83,7 +83,7 @@ def test_warm_up_trains_on_all_fresh_and_fills_the_buffer(composition):
     history = run(replay_settings(composition=composition, warmup_steps=2), [2, 2, 2])
     for stored, fresh, batch, after in history[:2]:
         assert ids(batch.rollouts) == ids(fresh)
-        assert not batch.replayed_N.any()
+        assert not batch.replayed.any()
         assert batch.draw.rollouts == ()
         assert after == stored + ids(fresh)
     assert len(history[2][2].draw.rollouts) == (4 if composition == "fresh_anchored" else 12)
@@ -98,13 +98,13 @@ def test_pool_draws_the_batch_from_fresh_and_stored_together():
         pool = stored + ids(fresh)
         assert ids(batch.rollouts) == ids(batch.draw.rollouts)
         assert set(ids(batch.rollouts)) <= set(pool)
-        assert batch.replayed_N.tolist() == (batch.ages_N > 0).tolist()
+        assert batch.replayed.tolist() == (batch.ages > 0).tolist()
         total = len(pool) / G * (right + 3 * wrong)
         expected = [(right if r.reward > 0 else wrong) / total for r in batch.rollouts]
         np.testing.assert_allclose(batch.draw.probabilities, expected, rtol=1e-5)
     # Step 1 has nothing stored: 12 asked, all 8 fresh drawn once.
     assert sorted(ids(history[0][2].rollouts)) == ids(history[0][1])
-    assert any(batch.replayed_N.any() and not batch.replayed_N.all() for _, _, batch, _ in history)
+    assert any(batch.replayed.any() and not batch.replayed.all() for _, _, batch, _ in history)
 
 
 def test_pool_counts_a_draw_in_the_birth_step_as_a_use():
@@ -171,10 +171,10 @@ def test_buffer_only_inserts_before_it_draws_and_draws_without_survivors():
     for stored, fresh, batch, after in history:
         assert set(ids(fresh)) <= set(stored)
         assert set(ids(batch.rollouts)) <= set(stored)
-        assert batch.replayed_N.all()
+        assert batch.replayed.all()
         assert after == stored
         np.testing.assert_allclose(batch.draw.probabilities, 1 / len(stored))
-    assert history[0][2].ages_N.tolist() == [0] * 8
+    assert history[0][2].ages.tolist() == [0] * 8
     assert history[3][0][:4] == [304, 305, 306, 307]  # the newest 20 of 8 + 8 + 16
 
 
@@ -210,7 +210,7 @@ def test_a_step_of_one_draw_leaves_its_split_to_chance(draws, update_N):
 
 def test_buffer_only_with_an_age_limit_still_uses_that_age():
     history = run(fifo(max_age_steps=2, ratio=2.0, capacity_rollouts=1000), [1] * 6)
-    assert set(history[-1][2].ages_N.tolist()) == {0, 1, 2}
+    assert set(history[-1][2].ages.tolist()) == {0, 1, 2}
     assert {i // 100 for i in history[-1][3]} == {5, 6}
 
 

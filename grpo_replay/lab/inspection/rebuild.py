@@ -285,8 +285,8 @@ def simulate(
     draws = [batch.draw for batch in batches if batch.draw.rollouts]
     trained = _Trained(
         row=find_rows(log.rollout_id, ids),
-        age=np.concatenate([np.zeros(0, np.int64), *(batch.ages_N for batch in batches)]),
-        replayed=np.concatenate([np.zeros(0, bool), *(batch.replayed_N for batch in batches)]),
+        age=np.concatenate([np.zeros(0, np.int64), *(batch.ages for batch in batches)]),
+        replayed=np.concatenate([np.zeros(0, bool), *(batch.replayed for batch in batches)]),
         ess=[draw.effective_sample_size for draw in draws],
         entropies=[draw.entropy for draw in draws],
         stored=stored,

@@ -117,7 +117,7 @@ class SyntheticRun:
         batch = buffer_step(self.buffer, fresh, step, len(generated), self.rng)
         outcomes = [
             outcome_of(rollout, int(age), self.rng)
-            for rollout, age in zip(batch.rollouts, batch.ages_N, strict=True)
+            for rollout, age in zip(batch.rollouts, batch.ages, strict=True)
         ]
         drawn = len(batch.draw.rollouts)
         first_drawn = len(batch.rollouts) - drawn
@@ -135,10 +135,10 @@ class SyntheticRun:
 
     def metrics(self, step, generated, fresh, batch, outcomes) -> dict:
         sides = {True: [], False: []}
-        for outcome, is_old in zip(outcomes, batch.replayed_N, strict=True):
+        for outcome, is_old in zip(outcomes, batch.replayed, strict=True):
             sides[bool(is_old)].append(outcome)
         replayed = sides[True]
-        ages = batch.ages_N[batch.replayed_N]
+        ages = batch.ages[batch.replayed]
         return {
             "step": step,
             "reward": float(np.mean([rollout.reward for rollout in generated])),
