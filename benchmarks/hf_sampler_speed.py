@@ -9,13 +9,14 @@ with the same limit; runs alternate and the fastest of each counts.
 """
 
 import argparse
+import copy
 import time
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from grpo_replay.engine.models import eos_token_ids, load_policy, load_tokenizer
+from grpo_replay.engine.models import DTYPES, eos_token_ids, load_policy, load_tokenizer
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import ModelSection, PromptsSection
 from grpo_replay.sampling.hf import HfSampler
@@ -30,7 +31,8 @@ def main() -> None:
     model = load_policy(section, seed=0).to(device)
     eos_ids = eos_token_ids(section, load_tokenizer(section))
     requests = build_requests(options, model.config.vocab_size)
-    sampler = HfSampler.from_model(model, eos_ids, 0, options.dtype)
+    own = copy.deepcopy(model).to(DTYPES[options.dtype])
+    sampler = HfSampler(own, eos_ids, 0, max_batch_rollouts=1024, device=device)
     ours, theirs, tokens = [], [], [0, 0]
     for _ in range(options.repeats + 1):
         seconds, tokens[0] = timed(lambda: ours_tokens(sampler, requests))

@@ -6,7 +6,6 @@ rows leave the batch and the cache, the tokens of a row depend only on its own s
 batch, and the log-prob of every sampled token is returned.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -14,11 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from grpo_replay.engine.models import (
-    DTYPES,
-    load_policy,
-    load_tokenizer,
-)
+from grpo_replay.engine.models import load_policy, load_tokenizer
 from grpo_replay.engine.weights import (
     CheckedWeights,
     named_weights,
@@ -77,20 +72,6 @@ class HfSampler:
             opening.sampling.max_batch_rollouts,
             device,
         )
-
-    @classmethod
-    def from_model(
-        cls,
-        model: PreTrainedModel,
-        eos_ids: Sequence[int],
-        pad_id: int,
-        dtype: str = "float32",
-        max_batch_rollouts: int = 1024,
-    ) -> "HfSampler":
-        """A sampler with a copy of `model` on the same device. The parameters must be full tensors
-        (not ZeRO-3 shards)."""
-        own = copy.deepcopy(model).to(DTYPES[dtype])
-        return cls(own, eos_ids, pad_id, max_batch_rollouts, model.device)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order, exactly one for each request.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, attention_of, random_config
 from core_engine import engine_recipe
+from naive_sampler import copied_sampler
 
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import byte_tokenizer, load_config, load_policy
@@ -82,7 +83,7 @@ def outcome(kind: str, processes, folder: Path) -> str:
         comm, device = processes
         engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device)
         try:
-            sampler = HfSampler.from_model(policy, (257,), 256)
+            sampler = copied_sampler(policy, (257,), 256)
             before, rows = gap(engine, sampler)
             engine.begin_step(1)
             assert step(engine, rows) > 0

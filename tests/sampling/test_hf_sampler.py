@@ -11,6 +11,7 @@ from naive_sampler import (
     PAD,
     SECOND_EOS,
     VOCABULARY,
+    copied_sampler,
     make_requests,
     naive_completion,
     naive_logits,
@@ -35,7 +36,7 @@ BOTH_EOS = (EOS, SECOND_EOS)
 
 
 def sampler_of(model, eos_ids=BOTH_EOS, **settings):
-    return HfSampler.from_model(model, eos_ids, PAD, **settings)
+    return copied_sampler(model, eos_ids, PAD, **settings)
 
 
 def by_key(completions):

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from naive_sampler import EOS, PAD, make_requests, qwen3
+from naive_sampler import EOS, PAD, copied_sampler, make_requests, qwen3
 
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.hf import HfSampler
 
 
 def sampler_of(model):
-    return HfSampler.from_model(model, (EOS,), PAD)
+    return copied_sampler(model, (EOS,), PAD)
 
 
 def all_names(model):
@@ -136,7 +135,7 @@ def test_versions_must_increase(model, version):
 
 
 def test_bfloat16_copies_round_once(model):
-    sampler = HfSampler.from_model(model, (EOS,), PAD, dtype="bfloat16")
+    sampler = copied_sampler(model, (EOS,), PAD, dtype="bfloat16")
     new = qwen3(seed=1)
     sampler.load_weights(all_names(new), 1)
     own = sampler._model.state_dict()

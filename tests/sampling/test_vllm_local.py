@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from naive_sampler import copied_sampler
 from tiny_policy import (
     GAP_LIMIT,
     LONGEST_PROMPT,
@@ -149,14 +150,12 @@ def _stopped(completion) -> bool:
 
 
 def test_greedy_completions_are_those_of_the_hf_sampler(opened):
-    from grpo_replay.sampling.hf import HfSampler
-
     policy, sampler = opened
     model = changed(policy, 7)
     push(sampler, model)
     requests = make_requests(count=len(PROMPTS) * 4, temperature=0.0)[::4]
     theirs = by_key(list(sampler.generate(requests)))
-    reference = HfSampler.from_model(model, STOP_TOKENS, pad_id=0)
+    reference = copied_sampler(model, STOP_TOKENS, pad_id=0)
     for completion in reference.generate(requests):
         other = theirs[completion.key]
         np.testing.assert_array_equal(other.token_ids, completion.token_ids)

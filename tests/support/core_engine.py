@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from naive_sampler import copied_sampler
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,7 +21,6 @@ from grpo_replay.engine.models import eos_token_ids, load_policy, load_tokenizer
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import LossSection, Recipe, resolve_recipe
 from grpo_replay.replay.batch import TrainRow, token_weights
-from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
 ALL_AT_ONCE, ONE_BY_ONE = 100_000, 23  # tokens per micro-batch; the recipe's limits allow no less
@@ -131,7 +131,7 @@ def make_rows(
         for i, prompt_ids in enumerate(begun)
         for j, draw in enumerate(range(1000 * seed + i, 10**6, 10**6 // per_prompt))
     ]
-    sampler = HfSampler.from_model(model, eos_token_ids(recipe.model, tokenizer), 0)
+    sampler = copied_sampler(model, eos_token_ids(recipe.model, tokenizer), 0)
     completions = sorted(sampler.generate(requests), key=lambda completion: completion.key)
     pairs = [
         (request, completion)

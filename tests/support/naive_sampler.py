@@ -1,13 +1,30 @@
 """Small random models with grouped queries and tied embeddings, and a sampler that is obvious."""
 
+import copy
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from grpo_replay.engine.models import DTYPES
+from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
 PAD, EOS, SECOND_EOS = 0, 1, 2
 VOCABULARY = 29
+
+
+def copied_sampler(
+    model: PreTrainedModel,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    dtype: str = "float32",
+    max_batch_rollouts: int = 1024,
+) -> HfSampler:
+    """A sampler with a copy of a model in memory, on the same device."""
+    own = copy.deepcopy(model).to(DTYPES[dtype])
+    return HfSampler(own, eos_ids, pad_id, max_batch_rollouts, model.device)
 
 
 def qwen3(seed: int = 0, tied: bool = True, **changes) -> PreTrainedModel:
