@@ -42,7 +42,7 @@ from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
 from grpo_replay.engine.weights import LoraAdapters, full_adapters, full_tensors, tied_names
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe, ZeroSection
-from grpo_replay.replay.batch import TrainRow, logprob_row
+from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
 from grpo_replay.types import stream
 
@@ -78,7 +78,7 @@ class DeepSpeedEngine:
         has_copy = recipe.loss.beta > 0 and self._adapters is None
         self._reference = self._frozen_copy(model) if has_copy else None
         self._engine = self._open_deepspeed(model)
-        self._gather_needs_forward = self._stage == 3
+        # Also the forward pass that some DeepSpeed versions need before the first ZeRO-3 gather.
         self._layout = self._try_out(model)
         if self._stage == 3:  # a state that is loaded next must find no gathered parameters
             self._engine.optimizer.empty_partition_cache()
@@ -153,7 +153,6 @@ class DeepSpeedEngine:
         return self._wrap(frozen.to(self._device))
 
     def logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        self._gather_needs_forward = False
         return self._row_logprobs(self._engine, rows)
 
     def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
@@ -218,7 +217,6 @@ class DeepSpeedEngine:
         self._complete_gradients()
         unsharded_norm = self._unsharded_grad_norm()
         self._engine.step()
-        self._gather_needs_forward = False
         reported = self._engine.get_global_grad_norm()
         grad_norm = float(reported if unsharded_norm is None else unsharded_norm)
         if not np.isfinite(grad_norm):
@@ -307,19 +305,11 @@ class DeepSpeedEngine:
         yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
 
     def _prepare_gather(self) -> None:
-        self._forward_once()
         if self._stage == 3:
             # A log-prob pass leaves parameters gathered or on their way; gathering them again
             # without an update in between fails ("Cannot partition a param in flight").
             # The engine's method of this name also collects garbage: 0.3 s each time.
             self._engine.optimizer.empty_partition_cache()
-
-    def _forward_once(self) -> None:
-        """Some DeepSpeed versions need one forward before the first ZeRO-3 gather."""
-        if self._gather_needs_forward:
-            self._gather_needs_forward = False
-            row = logprob_row(np.zeros(1, np.int32), np.zeros(1, np.int32))
-            self.logprobs([row] if self._comm.is_main else None)
 
     def save_model(self, folder: Path) -> None:
         tied = tied_names(self._model)
@@ -351,7 +341,6 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         layout = layout_of(self._recipe, self._comm.world_size)
         if has_other_layout(layout, folder):
-            self._forward_once()
             load_other_layout(self._engine, self._stage, folder)
             self._comm.barrier()
         else:
