@@ -1,12 +1,12 @@
 """Rollouts from completions and verdicts: ids, group statistics, advantages, the filter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from grpo_replay.recipe import Recipe, RewardSection, SamplingSection
-from grpo_replay.replay.advantages import estimate_advantages
+from grpo_replay.replay.advantages import GroupAdvantage, estimate_advantages
 from grpo_replay.types import (
     Completion,
     GenerationRequest,
@@ -65,10 +65,10 @@ def assemble_rollouts(
     for prompt_index, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
         of_group = [_with_length(verdicts[key], completions[key], reward, longest) for key in keys]
-        group = _score_group(of_group, recipe)
+        group, correct = _score_group(of_group, recipe)
         rollouts += [
             _rollout(
-                prompt, completions[key], texts[key], verdict, group,
+                prompt, completions[key], texts[key], verdict, group, correct,
                 scores=verdict.scores if combined else (), mask_truncated=reward.mask_truncated,
                 rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
                 group_id=first_group_id + prompt_index,
@@ -100,27 +100,15 @@ def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) 
     return max(-1.0, min(0.0, (free_tokens - length_tokens) / buffer_tokens))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ScoredGroup:
-    """What the rollouts of one group share. `advantages_G` is None if the group is dropped."""
-
-    mean: float | None
-    std: float | None
-    correct: int
-    advantages_G: np.ndarray | None
-
-
-def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
-    rewards_G = [verdict.reward for verdict in verdicts]
-    settings = recipe.advantage
-    group = estimate_advantages(rewards_G, settings)
-    advantages_G = group.advantages_G
-    if group.std == 0:  # equal rewards: dropped, or trained on with 0 (asymre: `loss_coefficient`)
-        dropped = recipe.replay.drop_zero_variance
-        advantages_G = None if dropped else np.zeros(len(rewards_G), dtype=np.float32)
+def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> tuple[GroupAdvantage, int]:
+    """What the rollouts of one group share: statistics, with advantages unless it is dropped, and
+    the number of correct ones."""
+    group = estimate_advantages([verdict.reward for verdict in verdicts], recipe.advantage)
+    if group.std == 0 and not recipe.replay.drop_zero_variance:
+        # Trained on with 0 (asymre: `loss_coefficient`).
+        group = replace(group, advantages_G=np.zeros(len(verdicts), dtype=np.float32))
     came = (verdict for verdict in verdicts if verdict.reward is not None)
-    correct = sum(verdict.scores[0] >= recipe.reward.correct for verdict in came)
-    return _ScoredGroup(group.mean, group.std, correct, advantages_G)
+    return group, sum(verdict.scores[0] >= recipe.reward.correct for verdict in came)
 
 
 def _rollout(
@@ -128,7 +116,8 @@ def _rollout(
     completion: Completion,
     text: str,
     verdict: Verdict,
-    group: _ScoredGroup,
+    group: GroupAdvantage,
+    correct: int,
     scores: Sequence[float],
     mask_truncated: bool,
     rollout_id: int,
@@ -152,7 +141,7 @@ def _rollout(
         advantage=advantage,
         group_reward_mean=group.mean,
         group_reward_std=group.std,
-        group_correct=group.correct,
+        group_correct=correct,
         finish_reason=completion.finish_reason,
         verdict=verdict.status,
         kept=advantage is not None,
@@ -163,7 +152,7 @@ def _rollout(
 
 
 def _advantage(
-    completion: Completion, verdict: Verdict, group: _ScoredGroup, mask_truncated: bool
+    completion: Completion, verdict: Verdict, group: GroupAdvantage, mask_truncated: bool
 ) -> float | None:
     """None for a completion that is neither trained on nor stored."""
     mask_T = completion.completion_mask
