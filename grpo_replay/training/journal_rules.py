@@ -102,7 +102,9 @@ def refuse_other_steps(recipe: Recipe, run_dir: Path, step: int) -> None:
     changes = _unique(_update_changes(before, recipe) for before in recorded)
     if not changes:
         return  # reading a journal takes time
-    last = last_step(run_dir)
+    from grpo_replay.collection.journal import JournalRecords
+
+    last = JournalRecords.of(run_dir / JOURNAL_FOLDER).steps
     if last > step:
         checkpoint = f"the checkpoint of step {step}" if step else "the start"
         raise RecipeError(
@@ -123,16 +125,6 @@ def _refuse_other_rewards(recorded: Iterable[Recipe], recipe: Recipe, run_dir: P
             f"which the recipe changes: {'; '.join(changes)}. Leave these keys as they were, or "
             f"{NEW_RUN}"
         )
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step of the journal in `run_dir`, which is read whole. Raises JournalError."""
-    # Loads the client of the collector.
-    from grpo_replay.collection.journal import read_journal
-    from grpo_replay.collection.messages import Step
-
-    records = read_journal(run_dir / JOURNAL_FOLDER)
-    return max((record.step for record in records if isinstance(record, Step)), default=0)
 
 
 def _update_changes(before: Recipe, now: Recipe) -> list[str]:
