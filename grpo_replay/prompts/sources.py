@@ -561,6 +561,11 @@ def answer_text(value: Any) -> str:
     a fraction if it is whole."""
     if isinstance(value, bool):
         return text(value)
+    if isinstance(value, float) and LARGEST_WHOLE <= abs(value) < math.inf:
+        raise ValueError(
+            f"found {value!r}, a number with more digits than this column keeps: fractions beside "
+            "it, or an exponent, made all its values floating-point numbers; write them as text"
+        )
     if isinstance(value, float | Decimal) and math.isfinite(value):
         whole = float(value).is_integer() and abs(float(value)) < LARGEST_WHOLE
         return str(int(value)) if whole else str(value)

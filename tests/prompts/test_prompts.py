@@ -161,9 +161,31 @@ def test_no_prompt_left_says_limit_and_shortest(jsonl, tokenizer):
 
 
 def test_numeric_answers_become_text(jsonl, tokenizer):
-    path = jsonl(*({"problem": "a", "answer": n} for n in (72, -3, 18.0, 0.25, 1e300)))
+    numbers = (72, -3, 18.0, 0.25, 12345678901234567)
+    path = jsonl(*({"problem": "a", "answer": n} for n in numbers))
     prompts = load_prompts(section(path), tokenizer, 0)
-    assert [p.answer for p in prompts.sample(5)] == ["72", "-3", "18", "0.25", "1e+300"]
+    texts = ["72", "-3", "18", "0.25", "12345678901234567"]
+    assert [p.answer for p in prompts.sample(5)] == texts
+    refused(jsonl({"problem": "a", "answer": 1e300}), tokenizer, r"1e\+300, a number with more")
+
+
+@pytest.mark.parametrize("name", ["a.json", "folder", "a.jsonl.gz"])
+def test_a_number_that_lost_digits_beside_a_fraction_is_refused(tmp_path, tokenizer, name):
+    """A reader with one type for a column makes floats of all its numbers."""
+    rows = "".join(
+        json.dumps({"problem": "a", "answer": n}) + "\n" for n in (0.5, 3, 12345678901234567)
+    )
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        (path / "a.jsonl").write_text(rows)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(rows.encode()))
+    else:
+        path.write_text(f"[{','.join(rows.splitlines())}]")
+    refused(
+        str(path), tokenizer, r"row 2: field 'answer' found 1.234.*e\+16, .* write them as text"
+    )
 
 
 def test_only_the_text_after_the_last_marker_is_the_answer(jsonl, tokenizer):
