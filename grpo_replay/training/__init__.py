@@ -30,7 +30,7 @@ class Observer:
         """Some completions of the step (`run.sample_rows`)."""
 
     def on_notice(self, text: str) -> None:
-        """A message for the user."""
+        """A message for the user. One about a server may come from another thread."""
 
     def on_status(self, text: str) -> None:
         """Long work begins."""

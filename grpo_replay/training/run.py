@@ -80,6 +80,21 @@ def _watch(engine: EngineSection, comm: Comm) -> AbstractContextManager[object]:
     return HangWatch(comm, own_connection(STORE_SECONDS), engine.timeout_seconds / 6)
 
 
+WARNINGS_SHOWN = ("grpo_replay.sampling", "grpo_replay.collection")
+"""Loggers whose warnings are for the user at once: a server or a collector is lost, or back."""
+
+
+class _ShownWarnings(logging.Handler):
+    """Gives warnings to the observer. They come from the threads that look after servers."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(logging.WARNING)
+        self._observer = observer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._observer.on_notice(record.getMessage())
+
+
 class Run:
     """One attempt at a run: steps, evaluations, records and checkpoints."""
 
@@ -104,6 +119,10 @@ class Run:
         for notice in notices:
             logger.info(notice)
         self.observer.on_start(self.recipe, self.run_dir.path, self.state, notices)
+        shown = _ShownWarnings(self.observer)
+        for name in WARNINGS_SHOWN:
+            logging.getLogger(name).addHandler(shown)
+            stack.callback(logging.getLogger(name).removeHandler, shown)
 
     def train(self, interruption: Interruption) -> RunResult:
         """Step until the recipe's last step, or until something asks to stop."""

@@ -2,6 +2,7 @@
 training moves."""
 
 import json
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from small_runs.trained import small_recipe
 from grpo_replay.distributed import hang_watch, rendezvous
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import Interruption
+from grpo_replay.sampling.server.dispatcher import PoolSettings
+from grpo_replay.sampling.server.sampler import ServerPool
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer
@@ -232,6 +235,23 @@ def test_notices_of_a_step_are_told_once(tmp_path, monkeypatch, caplog):
     assert told == [("notice", "one"), ("notice", "another")]
     warned = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert warned == ["one", "another"]
+
+
+def test_a_lost_server_is_told_at_once(tmp_path, monkeypatch):
+    """With `on_failure: drop` the run goes on with those that are left: not without a word."""
+    made = Made(tmp_path, monkeypatch)
+    servers = [SimpleNamespace(url=url, log=None) for url in ("http://a:1", "http://b:2")]
+    settings = PoolSettings(1, 1.0, 0, drop_lost=True, vocabulary=9)
+    pool = ServerPool(servers, settings)
+    made.at[2] = lambda: pool.lose(servers[0], "Connection refused")
+    made.train()
+    told = "the vLLM server http://a:1 is lost (Connection refused); 1 left"
+    place = made.listener.told.index(("notice", told))
+    assert made.listener.told[place - 1] == ("step", 1)  # before step 2 is done
+    made.stack.close()
+    before = list(made.listener.told)
+    logging.getLogger("grpo_replay.sampling.server.sampler").warning("of another run")
+    assert made.listener.told == before
 
 
 def test_two_completions_are_shown_where_the_step_has_any(tmp_path, monkeypatch):
