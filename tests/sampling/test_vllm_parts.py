@@ -14,7 +14,7 @@ import pytest
 import torch
 from architectures import random_config
 from safetensors.torch import load_file
-from server_helpers import free_ports
+from server_helpers import free_ports, wait_for
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm, encode
@@ -423,6 +423,25 @@ def test_the_guard_ends_its_whole_process_group(ending, program):
         parent.kill()
         parent.wait()
         parent.stdout.close()
+
+
+@pytest.mark.slow
+def test_what_a_killed_guard_leaves_ends_with_the_run(tmp_path):
+    """`pkill -9 -f api_server` hits the guard too, whose words name it; the engine lives on."""
+    words = [sys.executable, server_guard.__file__, str(os.getpid()), sys.executable, "-c"]
+    words.append(CHILD_IGNORES_SIGTERM)
+    guard = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+    server = server_process.LaunchedServer("http://a:1", tmp_path / "log", guard)
+    try:
+        engine = int(guard.stdout.readline())
+        guard.kill()
+        guard.wait()
+        assert server.exited() and _alive(engine)
+        server.stop()
+        assert wait_for(lambda: not _alive(engine), seconds=10)
+        server.stop()
+    finally:
+        guard.stdout.close()
 
 
 def _alive(pid: int) -> bool:

@@ -126,13 +126,13 @@ class Servers:
 
     def lose(self, server: VllmServer, reason: str) -> None:
         """Note that a server is lost. Raises SamplerError if the recipe says to stop then."""
-        if server.log is not None:
-            reason = f"{reason}; its log is {server.log}"
+        remedy = "resume it when the server is back"
+        if server.log is not None:  # the run started it
+            reason, remedy = f"{reason}; its log is {server.log}", "a resume starts it again"
         if not self.settings.drop_lost:
             raise SamplerError(
                 f"the vLLM server {server.url} is lost: {reason}. The run stops because "
-                "sampling.servers.on_failure is stop; resume it when the server is back, or set "
-                "on_failure to drop"
+                f"sampling.servers.on_failure is stop; {remedy}, or set on_failure to drop"
             )
         self.note_lost(server, reason)
 

@@ -50,15 +50,20 @@ class LaunchedServer:
 
     def stop(self) -> None:
         """End the server and everything it started. May be called twice."""
-        if self.exited():
-            return
-        self.guard.send_signal(signal.SIGTERM)
-        try:
-            self.guard.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.guard.pid, signal.SIGKILL)
-            self.guard.wait()
+        if not self.exited():
+            self.guard.send_signal(signal.SIGTERM)
+            try:
+                self.guard.wait(STOP_SECONDS)
+                return
+            except subprocess.TimeoutExpired:
+                self._kill_group()
+        elif self.guard.returncode == -signal.SIGKILL:
+            self._kill_group()  # a guard that was killed leaves its group behind
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.guard.pid, signal.SIGKILL)
+        self.guard.wait()
 
 
 def launch_servers(
