@@ -23,12 +23,7 @@ from grpo_replay.lab.inspection.rollout_columns import (
     uses_of,
 )
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.recipe import (
-    REPLAY_PRESETS,
-    ReplaySection,
-    parse_overrides,
-    resolve_recipe,
-)
+from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import buffer_step
 from grpo_replay.storage.recipe_history import RecipeHistory, differences
@@ -174,10 +169,9 @@ class _Trained:
 def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     """The comparison for `key=value` changes to the replay section.
 
-    Raises UsageError for a key that is not a replay setting, for a run whose replay settings were
-    changed at a resume, and for a longer age limit with which an asynchronous run would have kept
-    rollouts that it dropped; RecipeError for a bad value; and SnapshotError if the run has no
-    recipe or logged no rollouts.
+    Raises UsageError for a run whose replay settings were changed at a resume, and for a longer age
+    limit with which an asynchronous run would have kept rollouts that it dropped; RecipeError for a
+    bad key or value; and SnapshotError if the run has no recipe or logged no rollouts.
     """
     recipe = source.recipe
     if recipe is None or not source.rollout_files:
@@ -186,7 +180,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
             "recipe.yaml and rollouts/"
         )
     _refuse_changed_recipes(source)
-    other = changed_settings(recipe.model_dump(mode="json"), changes)
+    other = changed_settings(recipe, changes)
     log = read_log(source.rollout_files)
     refuse_what_was_not_kept(log, recipe.replay, other)
     steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
@@ -231,31 +225,13 @@ def _refuse_changed_recipes(source: Source) -> None:
                 )
 
 
-def changed_settings(recipe: Mapping[str, Any], changes: Sequence[str]) -> ReplaySection:
-    """The replay section of a recipe with `key=value` changes in it; `replay.key` is accepted too.
-
-    A preset sets its unit, priority and composition, as in a recipe.
-    """
-    words = []
-    for word in changes:
-        key, given, _ = word.partition("=")
-        key = key.strip().removeprefix("replay.")
-        if not given:
-            raise UsageError(f"--what-if {word}: expected key=value, such as max_age_steps=5")
-        if "." in key and key.partition(".")[0] not in ReplaySection.model_fields:
-            raise UsageError(
-                f"--what-if {word}: only replay settings can be simulated, for example "
-                "max_age_steps=5; other settings need a new run"
-            )
-        words.append(f"replay.{word.strip().removeprefix('replay.')}")
-    base = {**recipe, "replay": dict(recipe["replay"])}
-    # The preset comes first, so that it does not replace settings the run changed.
-    preset = base["replay"].pop("preset")
-    # What is the preset's own is left to it: another preset takes it back.
-    for key, value in REPLAY_PRESETS.get(preset, {}).items():
-        if base["replay"][key] == value:
-            del base["replay"][key]
-    layers = [{"replay": {"preset": preset}}, base, parse_overrides(words)]
+def changed_settings(recipe: Recipe, changes: Sequence[str]) -> ReplaySection:
+    """The replay section of a recipe with `key=value` changes in it, as a resume with them has it;
+    `replay.key` is accepted too."""
+    if wrong := [word for word in changes if "=" not in word]:
+        raise UsageError(f"--what-if {wrong[0]}: expected key=value, such as max_age_steps=5")
+    words = [f"replay.{word.strip().removeprefix('replay.')}" for word in changes]
+    layers = [recipe.model_dump(mode="json"), parse_overrides(words)]
     return resolve_recipe(layers, source="--what-if").replay
 
 
