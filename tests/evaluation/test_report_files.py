@@ -122,8 +122,8 @@ def test_an_invalid_value_is_named(path, place, value, message):
     [
         (lambda rows: rows.slice(1), "same number of samples"),
         (lambda rows: rows.filter(pa.compute.field("benchmark") == "a"), "other benchmarks"),
-        (lambda rows: make_report(seed=1).samples, r"a.avg_at_k is|b.avg_at_k is|mean_tokens is"),
-        (lambda rows: make_report(k=2).samples, r"\.k is 3 in the report, 2 in the rows"),
+        (lambda rows: make_report(seed=1).samples, "n, k and avg@k of [ab] are"),
+        (lambda rows: make_report(k=2).samples, r"are \(\d+, 3, .* of its rows \(\d+, 2, "),
     ],
 )
 def test_rows_of_another_evaluation_are_refused(path, change, message):
@@ -133,20 +133,6 @@ def test_rows_of_another_evaluation_are_refused(path, change, message):
     with pytest.raises(EvaluationFileError, match=rf"e.parquet is not.*e.json: .*({message})"):
         read_report(path)
     assert read_report(path, with_samples=False).samples is None
-
-
-@pytest.mark.parametrize("key", ["pass_at_k", "mean_tokens_correct", "mean_tokens_incorrect"])
-def test_numbers_that_the_rows_do_not_give_are_refused(path, key):
-    document = json.loads(path.read_text())
-    for results in (*document["benchmarks"].values(), document["mean"]):
-        results[key] -= 1e-3
-    path.write_text(json.dumps(document))
-    with pytest.raises(EvaluationFileError, match=rf"a\.{key} is .* in the report"):
-        read_report(path)
-    document["benchmarks"]["a"]["mean_tokens_correct"] = None
-    path.write_text(json.dumps(document))
-    with pytest.raises(EvaluationFileError, match=r"a\.(pass_at_k|mean_tokens_correct) is"):
-        read_report(path)
 
 
 def test_rows_of_another_version_are_distinguished_from_damage(path):

@@ -41,7 +41,7 @@ class FileChecks:
         self.checkpoints = Tally(
             "checkpoints", "every file as its manifest says; counters, latest; files can be opened"
         )
-        self.evaluations = Tally("evaluations", "each with its rows, which have its means")
+        self.evaluations = Tally("evaluations", "each with its rows, which have its accuracies")
         self.summary = Tally("summary", "totals and accuracies follow from the other files")
         self.journal = Tally("journal", "every record whole; it has the steps of metrics.jsonl")
         self.tallies = (
