@@ -236,10 +236,8 @@ class Accuracies:
         tables = _problem_tables(report)
         if tables is None:
             return cls(means, None)
-        if key == "pass_at_k":
-            solved = {name: (table.correct_N > 0).astype(float) for name, table in tables.items()}
-            return cls(means, solved)
-        return cls(means, {name: table.accuracy_N for name, table in tables.items()})
+        column = "passed_N" if key == "pass_at_k" else "accuracy_N"
+        return cls(means, {name: getattr(table, column) for name, table in tables.items()})
 
     def plus(self, other: "Accuracies", weight: float) -> "Accuracies":
         """self + weight · other."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import Axis
-from grpo_replay.lab.report.finished_run import AGE_STEPS, FinishedRun, Outcome
+from grpo_replay.lab.report.finished_run import AGE_STEPS, Outcome
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
@@ -144,7 +144,8 @@ def _draw_accuracy(
 ) -> None:
     for arm in arms:
         runs = list(arm.runs.values())
-        steps = _common_steps(runs)
+        # the steps that every run of the arm evaluated
+        steps = [step for step in runs[0].evaluations if all(step in r.evaluations for r in runs)]
         costs = np.median([axis.total(run)[steps] for run in runs], axis=0)
         values_ST = 100 * np.array(
             [[outcome.of(run.evaluations[step]) for step in steps] for run in runs]
@@ -153,11 +154,6 @@ def _draw_accuracy(
     axes.set(xlabel=axis.label, ylabel="held-out accuracy, %")
     _compact_numbers(axes.xaxis)
     _legend(axes)
-
-
-def _common_steps(runs: Sequence[FinishedRun]) -> list[int]:
-    """The steps that every run of an arm evaluated."""
-    return [step for step in runs[0].evaluations if all(step in r.evaluations for r in runs)]
 
 
 def _draw_band(

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from grpo_replay.evaluation.aes import GAIN, LOSS
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
 from grpo_replay.evaluation.statistics import Interval
-from grpo_replay.lab.report.report_findings import (
-    ArmFindings,
-    Difference,
-    Estimate,
-    Findings,
-    Reach,
-    Spread,
-)
+from grpo_replay.lab.report.report_findings import ArmFindings, Estimate, Findings, Spread
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS, smallest_p_value
 
 MISSING = "–"
@@ -72,26 +65,21 @@ def points(value: float) -> str:
     return f"{100 * value:+.1f}"
 
 
-def seed_values(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """The values of one or two seeds, which have no interval; `MISSING` for more."""
-    return ", ".join(map(form, values)) if len(values) < FEWEST_SEEDS else MISSING
-
-
-def points_interval(bounds: Interval | None) -> str:
-    return MISSING if bounds is None else f"[{100 * bounds[0]:+.1f}, {100 * bounds[1]:+.1f}]"
+def points_interval(bounds: Interval) -> str:
+    return f"[{points(bounds[0])}, {points(bounds[1])}]"
 
 
 def report_tables(findings: Findings) -> list[TextTable]:
     """All tables that have rows, in reading order."""
     tables = []
-    for score in ("final", "final_pass_at_k"):
+    for score in SCORE_TITLES:
         tables += [_score_table(findings, score), _difference_table(findings, score)]
-    tables += [_benchmark_table(findings, score) for score in ("final", "final_pass_at_k")]
-    tables += [aes_table(findings), length_table(findings), clip_table(findings)]
-    tables += [cost_table(findings), compute_table(findings)]
-    tables += [equal_cost_table(findings), reach_table(findings)]
-    tables += [course_table(findings), frontier_table(findings)]
-    tables.append(settings_table(findings))
+    tables += [_benchmark_table(findings, score) for score in SCORE_TITLES]
+    others = (
+        *(aes_table, length_table, clip_table, cost_table, compute_table, equal_cost_table),
+        *(reach_table, course_table, frontier_table, settings_table),
+    )
+    tables += [table(findings) for table in others]
     return [table for table in tables if table.rows]
 
 
@@ -106,7 +94,7 @@ def _score_table(findings: Findings, score: str) -> TextTable:
         rows.append(
             [
                 *(arm.name, seeds_of(arm), percent(each.mean), percent(each.median), quartiles),
-                _bounds(each),
+                _bounds(each, percent_interval, percent),
             ]
         )
     header = ("arm", "seeds", "mean", "median", "quartiles", "95 %")
@@ -117,13 +105,13 @@ def _score_table(findings: Findings, score: str) -> TextTable:
     return TextTable(score, SCORE_TITLES[score], header, rows, legend)
 
 
-def _bounds(each: Estimate) -> str:
-    """The interval of an accuracy; with one or two seeds, the seeds."""
-    return percent_interval(each.interval) if each.interval else seed_values(each.values, percent)
-
-
-def _difference_bounds(each: Difference) -> str:
-    return points_interval(each.interval) if each.interval else seed_values(each.values, points)
+def _bounds(
+    each: Estimate, interval_form: Callable[[Interval], str], form: Callable[[float], str]
+) -> str:
+    """The interval; of one or two seeds, which have none, the values."""
+    if each.interval is not None:
+        return interval_form(each.interval)
+    return ", ".join(map(form, each.values)) if len(each.values) < FEWEST_SEEDS else MISSING
 
 
 def _over(parts: Sequence[Mapping[str, Estimate]]) -> str:
@@ -146,7 +134,7 @@ def _difference_table(findings: Findings, score: str) -> TextTable:
             [
                 *(arm.name, str(seeds), points(each.mean), points(each.median)),
                 points_interval((each.low, each.high)),
-                *(_difference_bounds(each), f"{each.seeds_better} of {seeds}"),
+                *(_bounds(each, points_interval, points), f"{each.seeds_better} of {seeds}"),
                 MISSING if each.p_value is None else p_value(each.p_value),
             ]
         )
@@ -186,17 +174,12 @@ def settings_table(findings: Findings) -> TextTable:
         [arm.name, key, str(value)]
         for arm in findings.arms
         for key, value in arm.settings.items()
-        if arm is not baseline and _is_changed(key, value, baseline)
+        if arm is not baseline and (key, value) not in baseline.settings.items()
     ]
     rows += [[arm, "chosen by tuning", chosen] for arm, chosen in findings.tuned.items()]
     title = f"settings: difference to {findings.baseline}"
     legend = "Keys that only follow from the preset are left out; tuning was on other seeds."
     return TextTable("settings", title, ("arm", "setting", "value"), rows, legend)
-
-
-def _is_changed(key: str, value: object, baseline: ArmFindings) -> bool:
-    """True if the baseline has another value, or if the key has no effect there."""
-    return key not in baseline.settings or value != baseline.settings[key]
 
 
 Cell = Callable[[Spread], str]
@@ -325,7 +308,8 @@ def equal_cost_table(findings: Findings) -> TextTable:
                 [
                     *(arm.name, _short_axis(findings, key), amount(at.spent.median)),
                     points(each.mean),
-                    *(_difference_bounds(each), f"{each.seeds_better} of {len(each.seeds)}"),
+                    _bounds(each, points_interval, points),
+                    f"{each.seeds_better} of {len(each.seeds)}",
                     MISSING if each.p_value is None else p_value(each.p_value),
                 ]
             )
@@ -348,9 +332,18 @@ def reach_table(findings: Findings) -> TextTable:
             if not arm.targets:
                 continue
             target = arm.targets[index]
-            shown = [_median(target.costs.get(key)) for key in ("steps", "generated_tokens")]
-            start = [percent(target.accuracy), arm.name, f"{target.reached} of {target.runs}"]
-            rows.append([*start, *shown, *_reach_cells(target.costs[main])])
+            costs = [target.costs.get(key) for key in ("steps", "generated_tokens", main)]
+            interval, ratio = target.costs[main].interval, target.costs[main].ratio
+            rows.append(
+                [
+                    *(percent(target.accuracy), arm.name, f"{target.reached} of {target.runs}"),
+                    *(MISSING if each is None else amount(each.median) for each in costs),
+                    MISSING
+                    if interval is None
+                    else f"[{amount(interval[0])}, {amount(interval[1])}]",
+                    MISSING if ratio is None else f"{ratio:.2f} ({target.costs[main].ratio_seeds})",
+                ]
+            )
     unit = "compute" if main.startswith("compute") else "tokens"
     header = ("accuracy", "arm", "reached", "steps", "tokens", unit, "95 %", "ratio")
     legend = (
@@ -390,19 +383,6 @@ def frontier_table(findings: Findings) -> TextTable:
     return TextTable(
         "frontier", "Pareto frontier", ("cost", "accuracy", "arm", "step"), rows, legend
     )
-
-
-def _median(reach: Reach | None) -> str:
-    return MISSING if reach is None else amount(reach.median)
-
-
-def _reach_cells(reach: Reach) -> list[str]:
-    interval, ratio = reach.interval, reach.ratio
-    return [
-        amount(reach.median),
-        MISSING if interval is None else f"[{amount(interval[0])}, {amount(interval[1])}]",
-        MISSING if ratio is None else f"{ratio:.2f} ({reach.ratio_seeds})",
-    ]
 
 
 def facts_of(findings: Findings) -> list[str]:
