@@ -165,20 +165,25 @@ def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
 
 
 def _look_table(look: Mapping[str, Any], time: Mapping[str, Any]) -> Table:
-    title = f"First look: {look['groups']} groups of the first step"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
     bounds = look["success_interval"]
     spread = "" if bounds is None else " [{:.1%}, {:.1%}] at 95 %".format(*bounds)
-    for label, value in (
+    rows = [
         ("correct", f"{look['correct']} of {look['rollouts']}, {look['success']:.1%}{spread}"),
         ("groups with signal", f"{look['signal']} of {look['groups']}"),
         ("tokens of a completion", f"{look['completion_tokens']:.1f}"),
         ("cut off at the limit", f"{look['cut_off']:.1%}"),
         ("seconds a step, about", _seconds_of_step(time)),
-    ):
-        table.add_row(label, value)
+    ]
+    return _facts(f"First look: {look['groups']} groups of the first step", rows)
+
+
+def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of labels and values."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -195,36 +200,29 @@ def _two_digits(gib: float) -> str:
 
 def _step_table(report: Mapping[str, Any]) -> Table:
     step, replay, storage = report["step"], report["replay"], report["storage"]
-    table = Table(title="One step", title_justify="left", show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    for label, value in (
+    rows = [
         ("rollouts generated", f"{step['generated_rollouts']:,}"),
         ("tokens generated, expected / most", _pair(step, "generated_tokens")),
         ("rollouts surviving / replayed / trained, expected",
          f"{step['surviving_rollouts_expected']:,} / {step['replayed_rollouts_expected']:,} / "
          f"{step['trained_rollouts_expected']:,}"),
         ("tokens trained, expected", f"{step['trained_tokens_expected']:,}"),
-        ("replay begins in step", replay["first_replay_step"] or "never"),
+        ("replay begins in step", str(replay["first_replay_step"] or "never")),
         ("rollouts stored, expected / most", _pair(replay, "stored_rollouts")),
         ("buffer in host memory, GiB, expected / most", _pair(storage, "buffer_memory_gib")),
         ("disk per step, MiB, expected / most", _pair(storage, "disk_per_step_mib")),
-    ):  # fmt: skip
-        table.add_row(label, str(value))
+    ]  # fmt: skip
     if storage["checkpoint_gib"] is not None:
         sizes = f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"
-        table.add_row("one checkpoint / all kept, GiB", sizes)
-    for label, value in _time_rows(report["time"]):
-        table.add_row(label, value)
+        rows.append(("one checkpoint / all kept, GiB", sizes))
+    rows += _time_rows(report["time"])
     for key, label in (
         ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
         ("sampler_host_gib_per_rank", "sleeping sampler in host memory, GiB per rank"),
     ):
         if storage[key]:
-            table.add_row(label, str(storage[key]))
-    for label, value in _sampler_rows(report):
-        table.add_row(label, value)
-    return table
+            rows.append((label, str(storage[key])))
+    return _facts("One step", [*rows, *_sampler_rows(report)])
 
 
 def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -39,11 +39,12 @@ def run(options: InspectOptions) -> int:
     if options.what_if or options.show is not None or options.where or options.export:
         warn_of_gaps(source)
     if options.what_if:
-        _what_if(source, options.what_if, console, as_json)
+        _answer(what_if(source, options.what_if), views.print_what_if, console, as_json)
     elif options.show is not None:
-        _show(source, options.show, console, as_json)
+        _answer(read_life(source, options.show), views.print_life, console, as_json)
     elif options.where is not None or options.export is not None:
-        chosen = _chosen(source, options.where)
+        rows = open_rows(source)
+        chosen = rows, None if options.where is None else Filter(options.where, rows.schema)
         if options.export is not None:
             _export(chosen, Path(options.export), console, as_json)
         else:
@@ -116,32 +117,18 @@ def _plot(inspection: Inspection, path: Path) -> None:
     open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
-def _what_if(source: Source, changes: Sequence[str], console: Console, as_json: bool) -> None:
-    result = what_if(source, changes)
+def _answer(
+    found: Any, show: Callable[[Any, Console], None], console: Console, as_json: bool
+) -> None:
+    """Print a dataclass as JSON, or as `show` does."""
     if as_json:
-        _print_json(asdict(result))
+        _print_json(asdict(found))
     else:
-        views.print_what_if(result, console)
-
-
-def _show(source: Source, rollout_id: int, console: Console, as_json: bool) -> None:
-    life = read_life(source, rollout_id)
-    if as_json:
-        _print_json(asdict(life))
-    else:
-        views.print_life(life, console)
-
-
-def _chosen(source: Source, where: str | None) -> tuple[RowSource, Filter | None]:
-    rows = open_rows(source)
-    return rows, None if where is None else Filter(where, rows.schema)
+        show(found, console)
 
 
 def _export(
-    chosen: tuple[RowSource, Filter | None],
-    path: Path,
-    console: Console,
-    as_json: bool,
+    chosen: tuple[RowSource, Filter | None], path: Path, console: Console, as_json: bool
 ) -> None:
     with named_if_unwritable(path):
         count = export_rows(*chosen, path)

@@ -59,8 +59,10 @@ def run(options: TrainOptions) -> int:
         from grpo_replay.distributed.launch import launch_ranks
 
         by_hostfile = options.hostfile and options.num_processes is None
+        # The ranks need a fixed run directory: the default name contains the time.
+        fixed = [] if options.output_dir else ["--output-dir", str(run_dir)]
         return launch_ranks(
-            _arguments_of_ranks(run_dir, options.output_dir),
+            [*sys.argv[1:], *fixed],
             None if by_hostfile else recipe.engine.num_processes,
             Path(options.hostfile) if options.hostfile else None,
             recipe.engine.threads_per_process,
@@ -169,12 +171,6 @@ def _default_directory(name: str) -> Path:
     return Path("runs") / f"{name}-{stamp}"
 
 
-def _arguments_of_ranks(run_dir: Path, output_dir: str | None) -> list[str]:
-    """The command line of the ranks, with a fixed run directory: its name contains the time."""
-    arguments = sys.argv[1:]
-    return arguments if output_dir else [*arguments, "--output-dir", str(run_dir)]
-
-
 PLAIN_LINES = 20
 """Number of progress lines of a run when stderr is not a terminal."""
 
@@ -219,7 +215,7 @@ class RunDisplay(Observer):
 
     def on_status(self, text: str) -> None:
         if self._live is None:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
         else:
             self._line = text
 
@@ -227,9 +223,7 @@ class RunDisplay(Observer):
         self, recipe: Recipe, run_dir: Path, state: "RunState", notices: list[str]
     ) -> None:
         self._recipe, self._steps = recipe, recipe.run.steps
-        self._console.print(
-            describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
-        )
+        self._console.print(describe_run(recipe, run_dir, state.step), soft_wrap=True)
         for notice in notices:
             self.on_notice(notice)
         self._line = ""
@@ -241,7 +235,7 @@ class RunDisplay(Observer):
         self._console.print(samples_table(step, rows))
 
     def on_notice(self, text: str) -> None:
-        self._console.print(f"note: {without_secrets(text)}", highlight=False, soft_wrap=True)
+        self._console.print(f"note: {without_secrets(text)}", soft_wrap=True)
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
         self._line = ""
@@ -253,7 +247,6 @@ class RunDisplay(Observer):
         spread = f" ± {100 * error:.1f}" if error is not None else ""
         self._console.print(
             f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{greedy_part}",
-            highlight=False,
             soft_wrap=True,
         )
         if missing := report.missing_verdicts():
@@ -266,9 +259,7 @@ class RunDisplay(Observer):
         self._line = line = self._describe_step(metrics)
         self._progress.update(self._task, completed=metrics["step"])
         if self._live is None and self._is_due(metrics["step"]):
-            self._console.print(
-                f"step {metrics['step']}/{self._steps}  {line}", highlight=False, soft_wrap=True
-            )
+            self._console.print(f"step {metrics['step']}/{self._steps}  {line}", soft_wrap=True)
 
     def _is_due(self, step: int) -> bool:
         return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
@@ -292,7 +283,7 @@ class RunDisplay(Observer):
 
     def conclude(self, result: "RunResult") -> None:
         if result.interrupted:
-            self._console.print(describe_stop(result), highlight=False, soft_wrap=True)
+            self._console.print(describe_stop(result), soft_wrap=True)
             return
         assert result.summary is not None and self._recipe is not None
         out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
