@@ -136,12 +136,12 @@ def _score_report(
     plain = _score(point_of(*reference), point_of(*candidate), gain, loss)
     if reference[1].samples is None or candidate[1].samples is None:
         return plain
-    means = resampled_means(reference[1], candidate[1])
-    length_B = (means.tokens_a_B - means.tokens_b_B) / means.tokens_a_B
+    right_a_B, right_b_B, tokens_a_B, tokens_b_B = resampled_means(reference[1], candidate[1])
+    length_B = (tokens_a_B - tokens_b_B) / tokens_a_B
     of_length = replace(plain, delta_length_interval=interval(length_B))
-    if not means.accuracy_a_B.all():
+    if not right_a_B.all():
         return of_length
-    accuracy_B = (means.accuracy_b_B - means.accuracy_a_B) / means.accuracy_a_B
+    accuracy_B = (right_b_B - right_a_B) / right_a_B
     aes_B = length_B + np.where(accuracy_B >= 0, gain, loss) * accuracy_B
     return replace(
         of_length, delta_accuracy_interval=interval(accuracy_B), aes_interval=interval(aes_B)

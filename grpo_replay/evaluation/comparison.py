@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
@@ -47,19 +47,6 @@ class PairedResult:
     problems_worse: int
     correct_to_wrong: int
     wrong_to_correct: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Resampled:
-    """Means over problems (and benchmarks) in each bootstrap resample, [B].
-
-    A and B share the resamples.
-    """
-
-    accuracy_a_B: np.ndarray
-    accuracy_b_B: np.ndarray
-    tokens_a_B: np.ndarray
-    tokens_b_B: np.ndarray
 
 
 def compare(
@@ -114,11 +101,12 @@ def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
     return found
 
 
-def resampled_means(a: EvaluationReport, b: EvaluationReport) -> Resampled:
-    """Bootstrap means over the benchmarks of two comparable reports with per-sample rows."""
+def resampled_means(a: EvaluationReport, b: EvaluationReport) -> np.ndarray:
+    """[4, B]: accuracy of A and of B, tokens of A and of B, in each bootstrap resample of the
+    problems, which A and B share. Means over the benchmarks of two comparable reports with
+    per-sample rows."""
     drawn = [_Pair.of(name, a, b).resampled() for name in a.sampled.benchmarks]
-    names = [field.name for field in fields(Resampled)]
-    return Resampled(*(np.mean([getattr(one, name) for one in drawn], axis=0) for name in names))
+    return np.asarray(np.mean(drawn, axis=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,15 +135,11 @@ class _Pair:
     def difference_N(self) -> np.ndarray:
         return self.b.accuracy_N - self.a.accuracy_N
 
-    def resampled(self) -> Resampled:
-        """Accuracy and tokens of A and B in the same resamples of the problems."""
+    def resampled(self) -> list[np.ndarray]:
+        """What `resampled_means` has, of this benchmark."""
         draws_BN = benchmark_draws(self.name, len(self.a.problem_ids), self.resamples)
-        return Resampled(
-            resampled_mean(draws_BN, self.a.accuracy_N),
-            resampled_mean(draws_BN, self.b.accuracy_N),
-            resampled_mean(draws_BN, self.a.tokens_N),
-            resampled_mean(draws_BN, self.b.tokens_N),
-        )
+        columns = (self.a.accuracy_N, self.b.accuracy_N, self.a.tokens_N, self.b.tokens_N)
+        return [resampled_mean(draws_BN, values_N) for values_N in columns]
 
 
 def _result(pairs: Sequence[_Pair]) -> PairedResult:

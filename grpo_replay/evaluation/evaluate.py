@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, PlannedSample
+from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
 from grpo_replay.evaluation.evaluation_report import (
     OF_OWN_FUNCTION,
     SAMPLE_SCHEMA,
@@ -38,14 +39,11 @@ from grpo_replay.evaluation.evaluation_report import (
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection, VllmSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
-
-if TYPE_CHECKING:
-    from grpo_replay.evaluation.cache import GenerationWriter
 
 VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
 
@@ -113,24 +111,6 @@ def evaluate(
     return EvaluationReport(dict(model or {}), settings, _versions(plan), sampled, greedy, samples)
 
 
-def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
-    """What else of a sampler may change completions, for the `model` section of a report:
-    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
-    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
-    vllm = sampling.vllm
-    left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
-    options = vllm.model_dump(mode="json", exclude=left_out)
-    if sampling.with_transformers:
-        fp32 = vllm.head_dtype == "float32"
-        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
-    digest = None
-    if sampling.own_class:
-        from grpo_replay.rewards.verifier_worker import source_digest
-
-        digest = source_digest(sampling.backend)
-    return {"sampler_options": options, "sampler_sha256": digest}
-
-
 def _settings_of(
     plan: EvaluationPlan, sampler: Sampler, tokenizer: Any, scorer: RewardScorer
 ) -> dict[str, Any]:
@@ -141,15 +121,6 @@ def _settings_of(
     for digest in scorer.sources().values():
         settings["reward_sha256"] = digest
     return settings
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """What the row of a completion needs; token ids are dropped to save memory."""
-
-    text: str
-    tokens: int
-    finish_reason: str
 
 
 class _Grading:
@@ -168,14 +139,19 @@ class _Grading:
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._on_progress = on_progress
-        self._decoded: dict[int, _Decoded] = {}
+        self._decoded: dict[int, dict[str, Any]] = {}  # columns of rows, without token ids
         self._last_report = 0.0
         self._sizes = Counter(map(_group_of, plan.samples))
 
     def submit(self, index: int, token_ids: np.ndarray, finish_reason: str) -> None:
         """Grade the completion of `plan.samples[index]`; returns at once."""
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        self._decoded[index] = _Decoded(text, len(token_ids), finish_reason)
+        self._decoded[index] = {
+            # A byte-level decoder may emit lone surrogates, which are not valid UTF-8 for Arrow.
+            "completion_text": text.encode("utf-8", "replace").decode("utf-8"),
+            "tokens": len(token_ids),
+            "finish_reason": finish_reason,
+        }
         planned = self.plan.samples[index]
         problem, prompt, messages = planned.problem, "", list[ChatMessage]()
         if self.plan.settings.reward not in BUILTIN_VERIFIERS:
@@ -202,8 +178,9 @@ class _Grading:
         return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), self._scorer.unparsable_answers
 
     def _row(self, index: int, verdict: Verdict) -> dict[str, Any]:
-        planned, decoded = self.plan.samples[index], self._decoded[index]
+        planned = self.plan.samples[index]
         return {
+            **self._decoded[index],
             "benchmark": planned.benchmark,
             "problem_index": planned.problem_index,
             "problem_id": planned.problem.problem_id,
@@ -211,10 +188,6 @@ class _Grading:
             "sample": planned.sample,
             "seed": planned.request.seed,
             "answer": planned.problem.answer,
-            # A byte-level decoder may emit lone surrogates, which are not valid UTF-8 for Arrow.
-            "completion_text": decoded.text.encode("utf-8", "replace").decode("utf-8"),
-            "tokens": decoded.tokens,
-            "finish_reason": decoded.finish_reason,
             "verdict": verdict.status,
             "correct": verdict.status == "correct",
         }
@@ -237,8 +210,6 @@ def _group_of(planned: PlannedSample) -> str:
 
 def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     """Submit the planned samples `mine` that are cached in `folder`; returns the others."""
-    from grpo_replay.evaluation.cache import read_generations, request_digest
-
     digests = {index: request_digest(grading.plan.samples[index].request) for index in mine}
     cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
@@ -262,7 +233,9 @@ def _generate(
     """Sample what is missing, add it to the cache, and submit it, until asked to stop."""
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
-    with _kept_in(folder) as writer:
+    keeping: AbstractContextManager[GenerationWriter | None]
+    keeping = nullcontext() if folder is None else GenerationWriter(folder)
+    with keeping as writer:
         finished = completions_of(sampler, requests)
         for completion in comm.position.each("completion", finished, len(requests)):
             index = by_key[completion.key]
@@ -271,15 +244,6 @@ def _generate(
             grading.submit(index, completion.token_ids, completion.finish_reason)
             if should_stop():
                 break
-
-
-def _kept_in(folder: Path | None) -> "AbstractContextManager[GenerationWriter | None]":
-    """Adds completions to the cache in `folder`, if there is one."""
-    if folder is None:
-        return nullcontext()
-    from grpo_replay.evaluation.cache import GenerationWriter
-
-    return GenerationWriter(folder)
 
 
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:

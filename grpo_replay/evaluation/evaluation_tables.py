@@ -56,7 +56,10 @@ def heading(report: EvaluationReport) -> str:
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
     """Accuracy, length, and pass@j if k > 1; each fits in 80 columns."""
-    return [plain_table(title, *content) for title, content in _contents(report)]
+    contents = {"accuracy": _accuracy_rows(report), "length": _length_rows(report)}
+    if any(result.k > 1 for result in report.sampled.benchmarks.values()):
+        contents["pass@j"] = _pass_rows(report)
+    return [plain_table(title, *content) for title, content in contents.items()]
 
 
 def comparison_table(results: Mapping[str, PairedResult]) -> Table:
@@ -86,13 +89,6 @@ COMPARISON_LEGEND = (
     "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
     "changed from correct to wrong and from wrong to correct."
 )
-
-
-def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
-    contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
-    if any(result.k > 1 for result in report.sampled.benchmarks.values()):
-        contents.append(("pass@j", _pass_rows(report)))
-    return contents
 
 
 def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
