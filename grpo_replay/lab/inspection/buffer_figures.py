@@ -1,6 +1,7 @@
 """Figures of an inspection, one panel per question, as wide as one column of a paper."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,12 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
     if inspection.last_use:
         found["Steps since last use"] = draw_last_use
     if any(age > 0 for age in inspection.by_age):
-        found["Clip fraction by age"] = draw_clipping
-        found["Policy shift by age"] = draw_kl
+        found["Clip fraction by age"] = partial(
+            _by_age, value=lambda row: 100 * row.clip_fraction, label="clipped tokens (%)"
+        )
+        found["Policy shift by age"] = partial(
+            _by_age, value=lambda row: row.approx_kl, label="KL (nats per token)"
+        )
     if "buffer/rollouts" in inspection.trends and inspection.replays:
         found["Occupancy"] = draw_occupancy
     return found
@@ -52,7 +57,8 @@ def plot_inspection(inspection: Inspection, path: Path) -> None:
         figure = figure_class(figsize=(COLUMN_INCHES, _PANEL_INCHES * rows), layout="constrained")
         axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
         if not drawings:
-            _draw_empty(axes[0])
+            axes[0].text(0.5, 0.5, "nothing stored or replayed", ha="center", color=GREY)
+            axes[0].set_axis_off()
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
             draw(axis, inspection)
             axis.set_title(title)
@@ -64,11 +70,6 @@ def title_of(inspection: Inspection) -> str:
     """The run and the step that a figure shows."""
     place = Path(inspection.path).resolve()
     return f"{inspection.recipe_name or place.name} · {place.name} · step {inspection.step}"
-
-
-def _draw_empty(axes: Any) -> None:
-    axes.text(0.5, 0.5, "nothing stored or replayed", ha="center", color=GREY)
-    axes.set_axis_off()
 
 
 def draw_staleness(axes: Any, inspection: Inspection) -> None:
@@ -157,14 +158,6 @@ def draw_last_use(axes: Any, inspection: Inspection) -> None:
 def _shares(axes: Any, counts: dict[str, int], colour: str) -> None:
     total = max(1, sum(counts.values()))
     axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
-
-
-def draw_clipping(axes: Any, inspection: Inspection) -> None:
-    _by_age(axes, inspection, lambda row: 100 * row.clip_fraction, "clipped tokens (%)")
-
-
-def draw_kl(axes: Any, inspection: Inspection) -> None:
-    _by_age(axes, inspection, lambda row: row.approx_kl, "KL (nats per token)")
 
 
 def _by_age(axes: Any, inspection: Inspection, value: Callable[[Any], float], label: str) -> None:

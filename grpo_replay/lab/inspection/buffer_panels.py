@@ -2,8 +2,9 @@
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.columns import Columns
@@ -79,11 +80,7 @@ def describe_settings(inspection: Inspection) -> str:
 def _verdict(inspection: Inspection) -> Text:
     if not inspection.warnings:
         return Text("✓ no warnings", style="green")
-    text = Text()
-    for i, warning in enumerate(inspection.warnings):
-        text.append("\n" if i else "")
-        text.append(f"! {warning}", style="yellow")
-    return text
+    return Text("\n".join(f"! {warning}" for warning in inspection.warnings), style="yellow")
 
 
 def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
@@ -188,10 +185,8 @@ def staleness_panel(staleness: Sequence[StalenessRow]) -> Panel | None:
     if not staleness:
         return None
     rows = merge_rows([(row.age, row.stored, row.replayed) for row in staleness], _ROWS)
-    stored, replayed = (
-        sum(row.stored for row in staleness),
-        sum(row.replayed for row in staleness),
-    )
+    stored = sum(row.stored for row in staleness)
+    replayed = sum(row.replayed for row in staleness)
     means = []
     if stored:
         means.append(f"{sum(row.age * row.stored for row in staleness) / stored:.1f} stored")
@@ -199,7 +194,7 @@ def staleness_panel(staleness: Sequence[StalenessRow]) -> Panel | None:
         means.append(f"{sum(row.age * row.replayed for row in staleness) / replayed:.1f} at use")
     unit = "steps" if staleness[0].age_updates is None else "updates"
     title = f"staleness, {unit}" + (f": mean {', '.join(means)}" if means else "")
-    return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
+    return _panel(title, bars("age", rows, {"stored": STORED, "replayed": REPLAYED}))
 
 
 def _magnitude(inspection: Inspection) -> Panel | None:
@@ -209,8 +204,8 @@ def _magnitude(inspection: Inspection) -> Panel | None:
     rows = [
         (bin_label(b), b.kept if logged else b.stored, b.replayed) for b in inspection.abs_advantage
     ]
-    names = ("survivors" if logged else "stored", "replayed")
-    body: RenderableType = paired_bars("|A|", rows, names)
+    colours = {"survivors" if logged else "stored": STORED, "replayed": REPLAYED}
+    body: RenderableType = bars("|A|", rows, colours)
     if inspection.priority is not None:
         p = inspection.priority
         line = (
@@ -228,13 +223,13 @@ def bin_label(span: Bin) -> str:
 def _reuse(inspection: Inspection) -> Panel | None:
     if not inspection.times_used and inspection.last_use is None:
         return None
-    left = count_table("times drawn", cap_counts(inspection.times_used, 6), STORED)
+    left = bars("times drawn", cap_counts(inspection.times_used, 6), {"": STORED}, 5)
     if inspection.last_use is None:
         return _panel("reuse: times drawn", left)
     gaps = cap_counts(inspection.last_use.gaps, 6)
     if inspection.last_use.new:
         gaps.append(("new", inspection.last_use.new))
-    right = count_table("since last use", gaps, REPLAYED)
+    right = bars("since last use", gaps, {"": REPLAYED}, 5)
     grid = Table.grid(padding=(0, 2))
     grid.add_row(left, right)
     body: RenderableType = grid
@@ -296,21 +291,22 @@ def plain_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
 
 
-def paired_bars(
-    heading: str, rows: Sequence[tuple[str, int, int]], names: tuple[str, str]
+def bars(
+    heading: str, rows: Sequence[tuple[Any, ...]], colours: Mapping[str, str], width: int = 11
 ) -> Table:
-    """Two histograms side by side. Each is scaled to its own largest count."""
+    """A histogram for each name in `colours`, side by side; `rows` have a label and a count for
+    each. Each is scaled to its own largest count."""
     table = plain_table()
     table.add_column(heading, justify="right", style="dim")
-    width = 11
-    for name, colour in zip(names, (STORED, REPLAYED), strict=True):
+    for name, colour in colours.items():
         table.add_column(name, justify="right", style=colour)
         table.add_column("", style=colour, width=width)
-    largest_first = max((first for _, first, _ in rows), default=0)
-    largest_second = max((second for _, _, second in rows), default=0)
-    for label, first, second in rows:
-        bars = (bar(first, largest_first, width), bar(second, largest_second, width))
-        table.add_row(label, f"{first:,}", bars[0], f"{second:,}", bars[1])
+    largest = [max(column) for column in zip(*(counts for _, *counts in rows), strict=True)]
+    for label, *counts in rows:
+        cells = [label]
+        for count, most in zip(counts, largest, strict=True):
+            cells += [f"{count:,}", bar(count, most, width)]
+        table.add_row(*cells)
     return table
 
 
@@ -338,17 +334,6 @@ def cap_counts(rows: Sequence[CountRow], limit: int) -> list[tuple[str, int]]:
     elif rest:
         shown.append((f"{rest[0].value}+", sum(row.rollouts for row in rest)))
     return shown
-
-
-def count_table(heading: str, rows: Sequence[tuple[str, int]], colour: str) -> Table:
-    table = plain_table()
-    table.add_column(heading, justify="right", style="dim")
-    table.add_column("", justify="right", style=colour)
-    table.add_column("", style=colour, width=5)
-    largest = max((count for _, count in rows), default=0)
-    for label, count in rows:
-        table.add_row(label, f"{count:,}", bar(count, largest, 5))
-    return table
 
 
 def thin_ages(ages: Sequence[int], limit: int) -> list[int]:

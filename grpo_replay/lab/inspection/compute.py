@@ -56,7 +56,8 @@ def summarise(source: Source) -> Inspection:
     draws = read_draws(source.draw_files)
     replay_draws = draws.replayed(settings)
     replayed = _of_draws(log, stored, replay_draws)
-    updates = _updates_of(source)
+    draws_per_step = source.recipe.draws_per_step if source.recipe else 1
+    updates = updates_of_a_step(draws_per_step, source.draw_files)
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,
@@ -120,11 +121,6 @@ def warn_of_gaps(source: Source) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def _updates_of(source: Source) -> int:
-    draws_per_step = source.recipe.draws_per_step if source.recipe else 1
-    return updates_of_a_step(draws_per_step, source.draw_files)
-
-
 def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:
     """A warning if the rebuilt buffer differs in size from the one the run logged."""
     logged = source.metrics[-1].get("buffer/rollouts") if source.metrics else None
@@ -141,7 +137,11 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
     """Replay settings, group size and snapshot metadata. The snapshot takes precedence."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if facts:
-        _refuse_another_step(source, facts["step"])
+        if source.step != facts["step"]:
+            raise SnapshotError(
+                f"{source.snapshot} is the buffer after step {facts['step']}, in the checkpoint of "
+                f"step {source.step}: it was swapped or copied; restore it from a copy"
+            )
         return ReplaySection.model_validate(facts["settings"]), facts["group_size"], facts
     if source.recipe is None:
         raise SnapshotError(
@@ -149,14 +149,6 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
             "replay settings; give the directory of a run"
         )
     return source.recipe.replay, source.recipe.sampling.group_size, facts
-
-
-def _refuse_another_step(source: Source, found: int) -> None:
-    if source.step != found:
-        raise SnapshotError(
-            f"{source.snapshot} is the buffer after step {found}, in the checkpoint of step "
-            f"{source.step}: it was swapped or copied; restore it from a copy"
-        )
 
 
 def _of_draws(log: RolloutColumns, stored: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
