@@ -170,7 +170,6 @@ class Inspection:
     trends: Mapping[str, tuple[tuple[int, float], ...]]  # metric -> (step, value)
     replayed_rollouts: int
     missing_rewards: int  # rollouts of the log whose reward did not come
-    trained_tokens_per_generated: float | None
     warnings: tuple[str, ...]
 
     @property

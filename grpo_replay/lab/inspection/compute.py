@@ -82,7 +82,6 @@ def summarise(source: Source) -> Inspection:
         trends=_trends(source.metrics, settings.replays),
         replayed_rollouts=len(replay_draws),
         missing_rewards=int(np.isnan(log.reward).sum()),
-        trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )
     gaps = (*find_gaps(source), *_rebuild_warnings(source, inspection))
@@ -275,13 +274,6 @@ def _trends(
         for name in names
     }
     return {name: points for name, points in series.items() if points}
-
-
-def _tokens_ratio(metrics: tuple[Mapping[str, Any], ...]) -> float | None:
-    """Tokens trained on per token generated over the run; None without cost metrics."""
-    trained = sum(line.get("cost/trained_tokens") or 0 for line in metrics)
-    generated = sum(line.get("cost/generated_tokens") or 0 for line in metrics)
-    return trained / generated if generated else None
 
 
 def count_values(values: np.ndarray) -> tuple[CountRow, ...]:
