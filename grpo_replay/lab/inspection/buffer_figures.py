@@ -62,14 +62,10 @@ def plot_inspection(inspection: Inspection, path: Path) -> None:
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
             draw(axis, inspection)
             axis.set_title(title)
-        figure.suptitle(title_of(inspection), fontsize=7.5, color=GREY, parse_math=False)
+        place = Path(inspection.path).resolve()
+        run = f"{inspection.recipe_name or place.name} · {place.name} · step {inspection.step}"
+        figure.suptitle(run, fontsize=7.5, color=GREY, parse_math=False)
         save_figure(figure, path)
-
-
-def title_of(inspection: Inspection) -> str:
-    """The run and the step that a figure shows."""
-    place = Path(inspection.path).resolve()
-    return f"{inspection.recipe_name or place.name} · {place.name} · step {inspection.step}"
 
 
 def draw_staleness(axes: Any, inspection: Inspection) -> None:

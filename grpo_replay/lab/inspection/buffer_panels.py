@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,11 @@ _ROWS = 12  # maximum rows of a histogram; more are merged
 def print_inspection(inspection: Inspection, console: Console) -> None:
     console.print(_heading(inspection))
     console.print(_verdict(inspection))
-    panels = [panel for panel in _panels(inspection) if panel is not None]
+    found = (
+        *(_occupancy(inspection), staleness_panel(inspection.staleness), _populations(inspection)),
+        *(_magnitude(inspection), _reuse(inspection), _by_age(inspection)),
+    )
+    panels = [panel for panel in found if panel is not None]
     per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
     for start in range(0, len(panels), per_row):
         console.print(Columns(panels[start : start + per_row], padding=(0, 1)))
@@ -87,15 +91,6 @@ def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
     return Panel(
         body, title=title, title_align="left", width=width, box=box.ROUNDED, border_style="dim"
     )
-
-
-def _panels(inspection: Inspection) -> Iterable[Panel | None]:
-    yield _occupancy(inspection)
-    yield staleness_panel(inspection.staleness)
-    yield _populations(inspection)
-    yield _magnitude(inspection)
-    yield _reuse(inspection)
-    yield _by_age(inspection)
 
 
 def _occupancy(inspection: Inspection) -> Panel | None:
@@ -154,8 +149,9 @@ def _populations(inspection: Inspection) -> Panel | None:
         return None
     table = plain_table()
     table.add_column("")
+    colours = {"stored": STORED, "replayed": REPLAYED}
     for rows in inspection.populations:
-        table.add_column(rows.name, justify="right", style=_colour(rows.name))
+        table.add_column(rows.name, justify="right", style=colours.get(rows.name, ""))
     lines = (
         ("rollouts", lambda p: f"{p.rollouts:,}"),
         ("prompts", lambda p: f"{p.prompts:,}"),
@@ -170,10 +166,6 @@ def _populations(inspection: Inspection) -> Panel | None:
     for label, cell in lines:
         table.add_row(label, *(cell(rows) for rows in inspection.populations))
     return _panel("populations", table)
-
-
-def _colour(name: str) -> str:
-    return {"stored": STORED, "replayed": REPLAYED}.get(name, "")
 
 
 def _number_or_dash(value: float | None, format_spec: str) -> str:
