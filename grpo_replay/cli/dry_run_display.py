@@ -156,7 +156,7 @@ def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
     for key, label in _MEMORY_ROWS:
         if memory[key] > 0:
             shown = label if device == "cuda" else label.replace(", CUDA context", "")
-            table.add_row(shown, _two_digits(memory[key]))
+            table.add_row(shown, f"{memory[key]:.2f}" if memory[key] >= 0.005 else "< 0.01")
     table.add_section()
     for name, value in memory["phases_gib"].items():
         mark = " ← peak" if name == memory["peak_phase"] else ""
@@ -192,10 +192,6 @@ def _seconds_of_step(time: Mapping[str, Any]) -> str:
         return "unknown: nothing was trained on"
     seconds = time["hours"] * 3600 / time["steps"]
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
-
-
-def _two_digits(gib: float) -> str:
-    return f"{gib:.2f}" if gib >= 0.005 else "< 0.01"
 
 
 def _step_table(report: Mapping[str, Any]) -> Table:

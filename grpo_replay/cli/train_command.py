@@ -52,7 +52,8 @@ def run(options: TrainOptions) -> int:
     _check_options(recipe.tracking, options)
     refuse_missing_files(recipe)
     environment = rank_environment()
-    run_dir = Path(options.output_dir) if options.output_dir else _default_directory(recipe.name)
+    by_time = f"runs/{recipe.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path(options.output_dir or by_time)
     if not options.resume and not environment.is_launched:
         RunDirectory(run_dir).refuse_occupied()
     if not environment.is_launched and (recipe.engine.num_processes > 1 or options.hostfile):
@@ -164,11 +165,6 @@ def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
         return 0
     wait_for_rank_0()
     return INTERRUPTED
-
-
-def _default_directory(name: str) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{name}-{stamp}"
 
 
 PLAIN_LINES = 20

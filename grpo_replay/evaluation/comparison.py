@@ -131,10 +131,6 @@ class _Pair:
             min(report.settings["bootstrap_samples"] for report in (a, b)),
         )
 
-    @property
-    def difference_N(self) -> np.ndarray:
-        return self.b.accuracy_N - self.a.accuracy_N
-
     def resampled(self) -> list[np.ndarray]:
         """What `resampled_means` has, of this benchmark."""
         draws_BN = benchmark_draws(self.name, len(self.a.problem_ids), self.resamples)
@@ -144,7 +140,7 @@ class _Pair:
 
 def _result(pairs: Sequence[_Pair]) -> PairedResult:
     """B against A on one benchmark, or on the unweighted mean over several."""
-    differences = [pair.difference_N for pair in pairs]
+    differences = [pair.b.accuracy_N - pair.a.accuracy_N for pair in pairs]
     tokens = [pair.b.tokens_N - pair.a.tokens_N for pair in pairs]
     flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])

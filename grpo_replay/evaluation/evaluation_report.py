@@ -159,7 +159,8 @@ class EvaluationReport:
         with named_if_unwritable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if self.samples is not None:
-                write_samples(samples_path(path), self.samples)
+                with written_whole(samples_path(path)) as temporary:
+                    pq.write_table(self.samples, temporary, compression="zstd")
             write_text_whole(path, text + "\n")
             reseal(path, samples_path(path))
 
@@ -409,12 +410,6 @@ def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
     table = pa.concat_tables(pa.ipc.open_stream(payload).read_all() for payload in payloads)
     parts = [table.filter(pc.field("benchmark") == name).sort_by(_KEY) for name in benchmarks]
     return pa.concat_tables(parts).combine_chunks()
-
-
-def write_samples(path: Path, table: pa.Table) -> None:
-    """Write the rows atomically, with zstd compression."""
-    with written_whole(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
 
 
 def read_samples(path: Path, with_texts: bool = True) -> pa.Table:
