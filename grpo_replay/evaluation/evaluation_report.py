@@ -291,10 +291,9 @@ def _check_rows(report: EvaluationReport, rows: pa.Table) -> None:
             raise ValueError(f"its {'greedy' if greedy else 'sampled'} rows have other benchmarks")
         for name, result in benchmarks.items():
             found = problem_table(chosen, name, greedy)
-            stated = result.n, result.k, round(result.avg_at_k, 9)
-            accuracy = round(float(found.accuracy_N.mean()), 9)
-            counted = len(found.problem_ids), found.samples, accuracy
-            if stated != counted:
+            stated = result.n, result.k, result.avg_at_k
+            counted = len(found.problem_ids), found.samples, float(found.accuracy_N.mean())
+            if not all(map(isclose, stated, counted)):
                 raise ValueError(f"n, k and avg@k of {name} are {stated}, of its rows {counted}")
 
 
