@@ -272,9 +272,11 @@ class RunDisplay(Observer):
         parts.append(f"fresh {fresh} replayed {replayed}{why}")
         if metrics["replay/age_mean"] is not None:
             parts.append(f"age {metrics['replay/age_mean']:.1f}")
+        generated = f"{self._tokens_per_second:,.0f} tok/s"
         if "async/trainer_idle" in metrics:
             parts += asynchronous_parts(metrics)
-        parts.append(f"{self._tokens_per_second:,.0f} tok/s")
+            generated += " generated"
+        parts.append(generated)
         return " · ".join(parts)
 
     def conclude(self, result: "RunResult") -> None:
@@ -376,7 +378,7 @@ def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
         "sampler idle -" if idle is None else f"sampler idle {100 * idle:.0f} %",
         "trained age -" if age is None else f"trained age {age:.1f}",
         f"stored {metrics['buffer/rollouts']:,}",
-        f"{trained:,.0f} trained tok/s, generated",
+        f"{trained:,.0f} tok/s trained",
     ]
 
 

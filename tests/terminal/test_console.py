@@ -76,6 +76,14 @@ def test_the_progress_of_a_run_is_complete_in_80_columns():
     nothing = {**step, "fresh/rollouts": 0, "replay/rollouts": 0, "replay/age_mean": None}
     assert "fresh 0 replayed 0 (no group with signal) · " in display._describe_step(nothing)
     assert "no group" not in display._describe_step({**nothing, "reward": None})
+    asynchronous = {
+        **{"async/trainer_idle": 0.25, "async/sampler_idle": None, "async/age_mean": 1.5},
+        **{"buffer/rollouts": 1_200, "cost/trained_tokens": 5_000},
+    }
+    assert display._describe_step({**step, **asynchronous}).endswith(
+        " · trainer idle 25 % · sampler idle - · trained age 1.5 · stored 1,200 · "
+        "5,000 tok/s trained · 2,677 tok/s generated"
+    )
 
 
 def test_results_are_printed_without_markup_unless_asked_for(capsys):
