@@ -28,7 +28,8 @@ OLDEST_WITH_TOKEN_LABELS = (0, 32)
 HOW_TO_START = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
     "--model MODEL --dtype {dtype} --max-model-len {length} --logprobs-mode processed_logprobs "
-    "--generation-config vllm --skip-tokenizer-init --enable-scale-out (not before vLLM 0.30)"
+    "--generation-config vllm --skip-tokenizer-init --enable-scale-out (not before vLLM 0.30; on a "
+    "CPU also --no-enable-chunked-prefill, and VLLM_CPU_KVCACHE_SPACE=1 before it)"
 )
 
 
