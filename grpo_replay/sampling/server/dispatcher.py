@@ -401,7 +401,9 @@ class Dispatcher(Generic[J]):
             return f"it answers, but not like vLLM 0.32: {error!r}"
         version = server.client.version_of(label)
         if version is None:
-            return f"its weights are labelled {label!r}, not of this run: it was restarted"
+            fresh = label in ("default", "")
+            why = "it was restarted" if fresh else "another run updates it; each needs its own"
+            return f"its weights are labelled {label!r}, not of this run: {why}"
         server.version = version
         return None
 

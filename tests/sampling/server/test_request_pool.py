@@ -120,13 +120,16 @@ def test_a_refused_request_is_not_tried_again(fakes):
     assert servers[0].served + servers[1].served == 0
 
 
-def test_a_server_that_came_back_with_other_weights_is_lost(fakes):
+@pytest.mark.parametrize(
+    ("label", "why"), [("default", "it was restarted"), ("b7/3", "another run updates it; each")]
+)
+def test_a_server_that_came_back_with_other_weights_is_lost(fakes, label, why):
     servers = fakes(2)
-    servers[0].label = "default"
+    servers[0].label = label
     servers[0].statuses = [500] * 100
     pool = make_pool(servers, drop_lost=True)
     assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
-    assert "labelled 'default', not of this run: it was restarted" in pool.lost[servers[0].url]
+    assert f"labelled {label!r}, not of this run: {why}" in pool.lost[servers[0].url]
     assert [server.url for server in pool.live()] == [servers[1].url]
 
 
