@@ -84,6 +84,7 @@ def collector_source(recipe: Recipe, kind=CollectorSource) -> tuple[CollectorSou
     intake, comm = Waiting(recipe), Comm()
     sampler = object.__new__(RollingServerSampler)
     sampler.policy_version, sampler.paused_seconds, sampler._suspects = 2, 0.0, set()
+    sampler._launched = ()
     parts = SimpleNamespace(
         recipe=recipe, comm=comm, buffer=ReplayBuffer(recipe.replay, recipe.sampling.group_size),
         sampler=sampler, clock=Stopwatch(comm.position),
@@ -206,6 +207,20 @@ def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_o
         ("finish",),
     ]  # fmt: skip
     assert source.sampler._suspects == {"there"}
+
+
+def test_nobody_waits_for_servers_of_the_run_that_have_ended():
+    source, _ = collector_source(async_recipe(URLS))
+    ended, running = (
+        SimpleNamespace(exited=lambda done=done: done, log=f"log/{done}.log")
+        for done in (True, False)
+    )
+    source.sampler._launched = [ended, running]
+    source._look(Report(down={"there": "away"}))
+    assert source.sampler._suspects == {"there"}
+    source.sampler._launched = [ended, ended]
+    with pytest.raises(SamplerError, match=r"has ended; their logs: log/True.log, log/True"):
+        source._look(Report(down={"there": "away"}))
 
 
 @pytest.mark.parametrize("is_main", [True, False])

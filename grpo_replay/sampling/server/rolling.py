@@ -76,7 +76,14 @@ class RollingServerSampler(VllmServerSampler):
             super().load_weights(named_tensors, version)
 
     def suspect(self, urls: Iterable[str]) -> None:
-        """Look at these servers, which the collector does not use."""
+        """Look at these servers, which the collector does not use. Raises SamplerError if the run
+        started all of its servers, and they have ended: none of them comes back by itself."""
+        if self._launched and all(server.exited() for server in self._launched):
+            logs = ", ".join(str(server.log) for server in self._launched)
+            raise SamplerError(
+                f"every vLLM server that the run started has ended; their logs: {logs}. A resume "
+                "starts them again"
+            )
         self._suspects.update(urls)
 
     def _connect(self, settings: ServersSection) -> None:
