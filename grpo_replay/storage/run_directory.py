@@ -74,7 +74,16 @@ _EMPTY_JOURNAL_BYTES = 22  # of a segment without a record
 
 
 class _AttemptLog(logging.FileHandler):
-    """The log file of one attempt. A process has at most one open."""
+    """The log file of one attempt. A process has at most one open. If it cannot be written, on a
+    full disk for example, one line on stderr says so, instead of a traceback for each record."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            reason = f"the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}"
+            print(reason, file=sys.stderr)
 
 
 class RunDirectory:

@@ -116,7 +116,7 @@ def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", slow_except(["float32"], ["float32", "bfloat16"]))
-@pytest.mark.parametrize("kind", [*MIXING, *APART])
+@pytest.mark.parametrize("kind", slow_except(["lfm2", *APART], [*MIXING, *APART]))
 def test_which_models_keep_rows_apart_is_found_by_trying(kind, dtype):
     model = random_model(kind, dtype)
     module = PolicyModule(model, 1.0, 1024)

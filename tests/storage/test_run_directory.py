@@ -1,8 +1,10 @@
 """A run's directory belongs to one run at a time; the commit that a run records."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +12,7 @@ from grpo_replay.collection.journal import MAGIC
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.recipe_history import read_history
-from grpo_replay.storage.run_directory import RunDirectory, _git_commit
+from grpo_replay.storage.run_directory import RunDirectory, _AttemptLog, _git_commit
 
 
 @pytest.mark.parametrize("second_is_over", [False, True])
@@ -213,3 +215,21 @@ def test_a_package_inside_somebodys_repository_has_no_commit(tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "None"
+
+
+def test_a_log_on_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    directory = RunDirectory(tmp_path / "run")
+    directory.open_log(1)
+    (handler,) = (each for each in logging.getLogger().handlers if type(each) is _AttemptLog)
+
+    def full(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(handler, "stream", SimpleNamespace(write=full, flush=lambda: None))
+    for number in range(3):
+        logging.getLogger("grpo_replay").warning("record %d", number)
+    monkeypatch.undo()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"the log {tmp_path}/run/log/attempt_001.log cannot be written: ")
+    assert "No space left" in lines[0]

@@ -749,6 +749,7 @@ def test_the_screen_begins_with_the_problems_and_ends_with_the_answer():
     assert lines[-1] == lines[0].replace("problem", "would not start", 1)
 
 
+@pytest.mark.slow
 def test_a_plan_without_room_says_so_in_its_last_line(capsys):
     display.run(load_recipe("qwen3-4b"), gpu_memory_gib=4.0)
     assert capsys.readouterr().out.splitlines()[-1] == "would not start: not enough memory"
@@ -776,6 +777,7 @@ def test_advice_leaves_five_percent_and_no_less_on_a_larger_card():
     assert left == sorted(left)
 
 
+@pytest.mark.slow
 def test_advice_without_room_is_the_one_that_leaves_most():
     """A card on which only the smallest rung fits, and that tightly."""
     recipe = load_recipe("tiny")
