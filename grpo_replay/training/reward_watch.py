@@ -122,10 +122,16 @@ def refuse_failed_verdicts(
     raise RewardError(
         f"step {step}: the reward function ({functions}) failed on {len(failed)} of "
         f"{len(rollouts)} completions ({describe_failures(failed)}), more than "
-        f"reward.max_failed_share {limit:g}. First error: "
-        f"{first_error or 'none was raised on this rank; see log/'}. Mend the function or its "
-        "limit (reward.time_limit_seconds), then resume"
+        f"reward.max_failed_share {limit:g}. First error: {_described(first_error, failed)}. Mend "
+        "the function or its limit (reward.time_limit_seconds), then resume"
     )
+
+
+def _described(first_error: str | None, failed: Sequence[str]) -> str:
+    """The first error of this rank's reward function, or why there is none."""
+    if first_error is None and set(failed) <= {"timeout", "memory"}:
+        return "none was raised, the function exceeded its limits (reward.time_limit_seconds)"
+    return first_error or "none was raised on rank 0; see the logs of the others in log/"
 
 
 class MissingWatch:
@@ -146,7 +152,7 @@ class MissingWatch:
             f"step {step}: the reward function gave no reward for {len(missing)} of "
             f"{len(generated)} completions ({describe_failures(missing)}). They are left out of "
             "their groups, neither trained on nor stored; the metric reward/missing_fraction has "
-            f"the share of every step. First error: {first_error or 'see log/'}"
+            f"the share of every step. First error: {_described(first_error, missing)}"
         ]
 
 

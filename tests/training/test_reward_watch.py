@@ -1,13 +1,19 @@
 """A run that cannot learn says so: when, why, and with which exit code."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from grpo_replay.errors import RewardError
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.training.reward_watch import CorrectWatch, LearningWatch, refuse_failed_verdicts
+from grpo_replay.training.reward_watch import (
+    CorrectWatch,
+    LearningWatch,
+    MissingWatch,
+    refuse_failed_verdicts,
+)
 from grpo_replay.types import Rollout
 
 G = 4
@@ -120,3 +126,17 @@ def test_a_correct_completion_or_a_builtin_verifier_needs_no_such_notice():
     assert not any(watch.observe(step, scores_of(0.0, 0.5)) for step in range(2, 20))
     builtin = CorrectWatch(recipe_of().reward)
     assert not any(builtin.observe(step, scores_of(-1.0, 0.5)) for step in range(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "error", "told"),
+    [
+        (["timeout", "memory"], None, "none was raised, the function exceeded its limits"),
+        (["timeout", "crash"], None, "none was raised on rank 0; see the logs of the others"),
+        (["crash"], "ValueError: boom", "ValueError: boom"),
+    ],
+)
+def test_a_failure_without_an_exception_says_why_there_is_none(verdicts, error, told):
+    rollouts = [SimpleNamespace(reward=None, verdict=verdict) for verdict in verdicts]
+    (notice,) = MissingWatch().observe(3, rollouts, error)
+    assert f"First error: {told}" in notice
