@@ -119,7 +119,7 @@ def cli_reference() -> str:
         "| 3 | missing or bad data, snapshot or checkpoint, an occupied output directory |",
         "| 4 | stopped for safety: non-finite loss, log-prob gap, a lost sampler or rank, "
         "a failing reward function |",
-        "| 130 | interrupted, after a checkpoint |",
+        "| 130 | interrupted: after a checkpoint, or at a second Ctrl-C at once |",
     ]
     for command in app.registered_commands:
         name = command.name or command.callback.__name__

@@ -127,8 +127,10 @@ def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
     """Name the code that a resumed run brings by itself, or with --no-code refuse any."""
     own = options.resume and options.recipe is None
     whose = f"the run in {options.output_dir}" if own else f"recipe {options.recipe}"
-    code = code_of(recipe, overrides=options.overrides)
-    consider_code(code, whose, options.no_code, own and rank_environment().rank == 0)
+    code, environment = code_of(recipe, overrides=options.overrides), rank_environment()
+    launches = (recipe.engine.num_processes > 1 or options.hostfile) and not options.dry_run
+    tells = environment.rank == 0 and (environment.is_launched or not launches)  # once
+    consider_code(code, whose, options.no_code, own and tells)
 
 
 def _check_options(tracking: TrackingSection, options: TrainOptions) -> None:

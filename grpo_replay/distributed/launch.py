@@ -233,8 +233,11 @@ def _error_of(failure: RankFailure) -> GrpoReplayError:
 
 def _describe_signal(rank: int, number: int, positions: str) -> str:
     name = signal.Signals(number).name
-    why = "; the kernel does that when host memory runs out (see dmesg)" if number == 9 else ""
-    waited = f" They were waiting: {positions}." if positions else ""
+    why, waited = "", f" They were waiting: {positions}." if positions else ""
+    if number == signal.SIGKILL and positions:
+        why = "; so ends a rank for which the others waited engine.timeout_seconds"
+    elif number == signal.SIGKILL:
+        why = "; the kernel does that when host memory runs out (see dmesg)"
     return (
         f"rank {rank} was killed by {name}{why}.{waited} The other ranks were stopped; "
         "resume from the last checkpoint with --resume"

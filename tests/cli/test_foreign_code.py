@@ -8,9 +8,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from grpo_replay.cli import train_command
 from grpo_replay.cli.app import app
 from grpo_replay.cli.foreign_code import code_of
-from grpo_replay.recipe import load_recipe
+from grpo_replay.cli.options import TrainOptions
+from grpo_replay.distributed.environment import RankEnvironment
+from grpo_replay.recipe import load_recipe, resolve_recipe
 from grpo_replay.storage.recipe_history import write_recipe
 
 PLANTED = """
@@ -71,6 +74,23 @@ def test_the_code_of_a_run_is_named_before_it_runs(foreign, name):
     named = f"brings code that will run: reward.function {foreign.parent}/planted.py:reward"
     expected = named if name == "dry run" else f"replay.priority {foreign.parent}/planted.py"
     assert expected in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "launched_rank", "tells"),
+    [(1, None, True), (2, None, False), (2, 0, True), (2, 1, False)],
+)
+def test_of_a_launcher_and_its_ranks_one_names_the_code(
+    foreign, monkeypatch, ranks, launched_rank, tells
+):
+    told = []
+    monkeypatch.setattr(train_command, "consider_code", lambda *words: told.append(words[-1]))
+    launcher = "none" if launched_rank is None else "torchrun"
+    rank = RankEnvironment(launched_rank or 0, launcher=launcher)
+    monkeypatch.setattr(train_command, "rank_environment", lambda: rank)
+    recipe = resolve_recipe([{"engine": {"num_processes": ranks}}])
+    train_command._consider_code(recipe, TrainOptions(resume=True, output_dir=str(foreign)))
+    assert told == [tells]
 
 
 def test_what_the_command_line_names_is_the_users_own(foreign):

@@ -193,8 +193,12 @@ def test_a_rank_that_is_killed_while_it_waits_is_reported_with_its_place(monkeyp
     assert str(caught.value).startswith(
         "rank 0 was killed by SIGABRT. They were waiting: rank 0 at step 3, training for 60 s."
     )
+    with pytest.raises(LaunchError, match=r"SIGKILL; so ends a rank for which the others waited"):
+        _conclude({0: -9}, [], False, read_positions(tmp_path))
     leave_positions(0, None)
     assert read_positions(tmp_path) == ""
+    with pytest.raises(LaunchError, match=r"SIGKILL; the kernel does that when host memory runs"):
+        _conclude({0: -9}, [], False, read_positions(tmp_path))
 
 
 def test_the_rank_that_timed_out_is_heard_and_not_the_one_that_was_stopped_after_it():
