@@ -280,7 +280,7 @@ KNOWN = (
     ),
     # Around them
     Known(
-        "completions of another sampler from the cache", "grpo_replay/evaluation/cache.py",
+        "completions of another sampler from the cache", "grpo_replay/evaluation/evaluate.py",
         "    if sampling.own_class:\n", "    if False:\n",
         "tests/evaluation/test_eval_command.py::"
         "test_an_edited_sampler_of_the_user_has_another_generations_folder",

@@ -27,7 +27,6 @@ from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, PlannedSample
-from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
 from grpo_replay.evaluation.evaluation_report import (
     OF_OWN_FUNCTION,
     SAMPLE_SCHEMA,
@@ -39,7 +38,7 @@ from grpo_replay.evaluation.evaluation_report import (
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection, VllmSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
@@ -71,6 +70,24 @@ class Progress:
     def accuracy(self) -> float | None:
         """Accuracy of the graded completions; None if there are none."""
         return self.statuses["correct"] / self.done if self.done else None
+
+
+def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
+    """What else of a sampler may change completions, for the `model` section of a report:
+    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
+    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
+    vllm = sampling.vllm
+    left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
+    options = vllm.model_dump(mode="json", exclude=left_out)
+    if sampling.with_transformers:
+        fp32 = vllm.head_dtype == "float32"
+        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
+    digest = None
+    if sampling.own_class:
+        from grpo_replay.rewards.verifier_worker import source_digest
+
+        digest = source_digest(sampling.backend)
+    return {"sampler_options": options, "sampler_sha256": digest}
 
 
 def evaluate(
@@ -210,6 +227,8 @@ def _group_of(planned: PlannedSample) -> str:
 
 def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     """Submit the planned samples `mine` that are cached in `folder`; returns the others."""
+    from grpo_replay.evaluation.cache import read_generations, request_digest
+
     digests = {index: request_digest(grading.plan.samples[index].request) for index in mine}
     cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
@@ -233,8 +252,11 @@ def _generate(
     """Sample what is missing, add it to the cache, and submit it, until asked to stop."""
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
-    keeping: AbstractContextManager[GenerationWriter | None]
-    keeping = nullcontext() if folder is None else GenerationWriter(folder)
+    keeping: AbstractContextManager[Any] = nullcontext()
+    if folder is not None:
+        from grpo_replay.evaluation.cache import GenerationWriter
+
+        keeping = GenerationWriter(folder)
     with keeping as writer:
         finished = completions_of(sampler, requests)
         for completion in comm.position.each("completion", finished, len(requests)):
