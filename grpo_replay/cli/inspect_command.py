@@ -20,7 +20,7 @@ from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter
 from grpo_replay.lab.inspection.source import Source, open_source
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
-from grpo_replay.storage.checkpoint import RunState, checkpoint_name, list_checkpoints, read_state
+from grpo_replay.storage.checkpoint import RunState, checkpoint_name, newest_state
 from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -163,13 +163,12 @@ def _add_problems(rows: Sequence[dict[str, Any]], source: Source) -> None:
     from grpo_replay.prompts.prompt_set import KnownProblems, read_problems
 
     recipe, known, reason = source.recipe, KnownProblems({}, ""), None
-    checkpoints = list_checkpoints(source.run_dir / "checkpoints") if source.run_dir else []
     state = RunState()
     try:
         if recipe is not None:
             known = read_problems(recipe.prompts, recipe.run.seed)
-        if checkpoints:
-            state = read_state(checkpoints[-1])
+        if source.run_dir is not None:
+            state = newest_state(source.run_dir / "checkpoints")
     except (CheckpointError, DatasetError, ImportError) as error:
         known, reason = KnownProblems({}, ""), first_line(error)
     unrecorded = changed = 0

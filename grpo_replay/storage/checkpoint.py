@@ -296,6 +296,13 @@ def read_state(checkpoint: Path) -> RunState:
     )
 
 
+def newest_state(checkpoints: Path) -> RunState:
+    """The counters of the newest checkpoint in a run's folder of them; those before the first step
+    if there is none. Raises CheckpointError."""
+    found = list_checkpoints(checkpoints)
+    return read_state(found[-1]) if found else RunState()
+
+
 def read_json(path: Path, meaning: str) -> Any:
     """Read a JSON file. Raises CheckpointError; `meaning` explains a missing file."""
     try:

@@ -27,7 +27,7 @@ from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, notices_of_workers, try_rewards
-from grpo_replay.storage.checkpoint import list_checkpoints, read_state
+from grpo_replay.storage.checkpoint import list_checkpoints, newest_state
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.terminal.quiet import quiet_libraries
@@ -156,18 +156,16 @@ def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:
 
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
-    checkpoints = list_checkpoints(run_dir.checkpoints)
-    step = read_state(checkpoints[-1]).step if checkpoints else 0
-    refuse_fewer_steps(recipe.run.steps, step)
-    refuse_other_steps(recipe, run_dir.path, step)
+    checkpoints, state = list_checkpoints(run_dir.checkpoints), newest_state(run_dir.checkpoints)
+    refuse_fewer_steps(recipe.run.steps, state.step)
+    refuse_other_steps(recipe, run_dir.path, state.step)
     if not checkpoints:
         return []
     refuse_other_shapes(recipe.model, checkpoints[-1] / "model")
     with RewardScorer.open(recipe.reward.model_copy(update={"workers": 1})) as scorer:
         now = reward_facts(recipe.reward, scorer.sources())
-    before = read_state(checkpoints[-1]).reward
     kept = recipe.replays and recipe.checkpoint.restore_buffer
-    return notices_of_change(checkpoints[-1], before, now, kept)
+    return notices_of_change(checkpoints[-1], state.reward, now, kept)
 
 
 def check_disk_space(

@@ -28,7 +28,7 @@ from grpo_replay.lab.report.finished_run import (
 from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
 from grpo_replay.recipe.layers import short_path
-from grpo_replay.storage.checkpoint import list_checkpoints, read_state
+from grpo_replay.storage.checkpoint import newest_state
 from grpo_replay.storage.recipe_history import flatten, shareable
 from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
@@ -311,13 +311,12 @@ def _other_prompts(runs: Sequence[tuple[str, FinishedRun]]) -> Iterator[str]:
     tell. The builtin ones depend on the seed."""
     seen: dict[str, dict[str, str]] = {}
     for name, run in runs:
-        checkpoints = list_checkpoints(run.path / "checkpoints")
-        if not (run.recipe and checkpoints) or "builtin:" in str(run.recipe.prompts.source):
+        if run.recipe is None or "builtin:" in str(run.recipe.prompts.source):
             continue
         section = shareable(run.recipe.prompts.model_dump(mode="json"))
         places = seen.setdefault(repr(section), {})
         with suppress(CheckpointError):
-            prompts = read_state(checkpoints[-1]).prompts
+            prompts = newest_state(run.path / "checkpoints").prompts
             for first, digest in prompts.items():
                 places.setdefault(digest, f"{name} from step {first}" if len(prompts) > 1 else name)
     for places in seen.values():

@@ -195,7 +195,7 @@ def test_problems_are_those_of_the_step_of_a_rollout_or_none(
         "grpo_replay.prompts.prompt_set.read_problems", lambda *_: KnownProblems(known, "now")
     )
     state = RunState(prompts=recorded)
-    monkeypatch.setattr("grpo_replay.cli.inspect_command.read_state", lambda _: state)
+    monkeypatch.setattr("grpo_replay.cli.inspect_command.newest_state", lambda _: state)
     chosen = f"rollout_id in ({first['rollout_id']}, {second['rollout_id']})"
     inspect_run(str(runs["ours"]), where=chosen, text=True, as_json=True)
     printed = capsys.readouterr()
