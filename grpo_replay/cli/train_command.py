@@ -56,7 +56,7 @@ def run(options: TrainOptions) -> int:
     run_dir = Path(options.output_dir or by_time)
     if not options.resume and not environment.is_launched:
         RunDirectory(run_dir).refuse_occupied()
-    if not environment.is_launched and (recipe.engine.num_processes > 1 or options.hostfile):
+    if _launches_ranks(recipe, options):
         from grpo_replay.distributed.launch import launch_ranks
 
         by_hostfile = options.hostfile and options.num_processes is None
@@ -127,10 +127,15 @@ def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
     """Name the code that a resumed run brings by itself, or with --no-code refuse any."""
     own = options.resume and options.recipe is None
     whose = f"the run in {options.output_dir}" if own else f"recipe {options.recipe}"
-    code, environment = code_of(recipe, overrides=options.overrides), rank_environment()
-    launches = (recipe.engine.num_processes > 1 or options.hostfile) and not options.dry_run
-    tells = environment.rank == 0 and (environment.is_launched or not launches)  # once
-    consider_code(code, whose, options.no_code, own and tells)
+    code = code_of(recipe, overrides=options.overrides)
+    runs_here = options.dry_run or not _launches_ranks(recipe, options)
+    consider_code(code, whose, options.no_code, own and runs_here and rank_environment().rank == 0)
+
+
+def _launches_ranks(recipe: Recipe, options: TrainOptions) -> bool:
+    """Whether this process is to start the ranks instead of being one."""
+    several = recipe.engine.num_processes > 1 or bool(options.hostfile)
+    return several and not rank_environment().is_launched
 
 
 def _check_options(tracking: TrackingSection, options: TrainOptions) -> None:
