@@ -85,14 +85,18 @@ WARNINGS_SHOWN = ("grpo_replay.sampling", "grpo_replay.collection")
 
 
 class _ShownWarnings(logging.Handler):
-    """Gives warnings to the observer. They come from the threads that look after servers."""
+    """Gives warnings to the observer. They come from the threads that look after servers, which an
+    error of the observer must not end."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__(logging.WARNING)
         self._observer = observer
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._observer.on_notice(record.getMessage())
+        try:
+            self._observer.on_notice(record.getMessage())
+        except Exception:
+            self.handleError(record)
 
 
 class Run:

@@ -248,6 +248,9 @@ def test_a_lost_server_is_told_at_once(tmp_path, monkeypatch):
     told = "the vLLM server http://a:1 is lost (Connection refused); 1 left"
     place = made.listener.told.index(("notice", told))
     assert made.listener.told[place - 1] == ("step", 1)  # before step 2 is done
+    with monkeypatch.context() as broken:
+        broken.setattr(made.listener, "on_notice", lambda text: 1 / 0)
+        pool.note_lost(servers[1], "an error of the observer is none of the servers'")
     made.stack.close()
     before = list(made.listener.told)
     logging.getLogger("grpo_replay.sampling.server.sampler").warning("of another run")
