@@ -12,8 +12,8 @@ from rich.table import Table
 
 from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
 from grpo_replay.lab.dry_run.estimates import Known
-from grpo_replay.lab.inspection.compute import warn_of_gaps
 from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import warn_of_gaps
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
 from grpo_replay.terminal.console import open_console, print_json, printable

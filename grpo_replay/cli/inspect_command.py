@@ -14,11 +14,11 @@ from grpo_replay.cli.options import InspectOptions
 from grpo_replay.errors import CheckpointError, DatasetError, SnapshotError, UsageError, first_line
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
-from grpo_replay.lab.inspection.compute import summarise, warn_of_gaps
+from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import Source, open_source
-from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
+from grpo_replay.lab.inspection.views import LIST_ROWS, read_life, warn_of_gaps
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name, newest_state
 from grpo_replay.terminal.console import open_console, print_json

@@ -6,8 +6,8 @@ from typing import Any
 from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
-from grpo_replay.lab.inspection.compute import warn_of_gaps
 from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import warn_of_gaps
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
 from grpo_replay.lab.planning.estimate import RunEstimates, estimate_from_run, refuse_unknown_mu
 from grpo_replay.lab.planning.plan_panels import (

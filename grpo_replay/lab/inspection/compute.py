@@ -1,6 +1,5 @@
 """Computes an `Inspection` from a source: every number on the screen."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -112,12 +111,6 @@ def find_gaps(source: Source) -> Iterator[str]:
                 f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
                 "everything shown here. Restore them from a copy."
             )
-
-
-def warn_of_gaps(source: Source) -> None:
-    """Name on stderr what is missing, where the numbers shown have no place for it."""
-    for warning in find_gaps(source):
-        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The other outputs of inspect-buffer: JSON, and --what-if, --where, --show, --verify."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.buffer_summary import Inspection
-from grpo_replay.lab.inspection.compute import OUTCOME_COLUMNS
+from grpo_replay.lab.inspection.compute import OUTCOME_COLUMNS, find_gaps
 from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, replay_storage, survivors_for
 from grpo_replay.lab.inspection.rollout_columns import Kind, iter_columns, schema_of
 from grpo_replay.lab.inspection.source import Source
@@ -212,6 +213,12 @@ def inspection_document(inspection: Inspection) -> dict[str, Any]:
         for name, points in document["trends"].items()
     }
     return {**first, **document}
+
+
+def warn_of_gaps(source: Source) -> None:
+    """Name on stderr what is missing, where the numbers shown have no place for it."""
+    for warning in find_gaps(source):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def print_what_if(result: WhatIf, console: Console) -> None:
