@@ -133,7 +133,9 @@ def test_a_verdict_that_one_changed_assumption_turns_round_is_undecided():
     assert verdict.high == pytest.approx(1.15 * 1.4 / 1.2)
     assert verdict.answer == "undecided" and "cannot decide" in verdict.describe()
     # 1/8 + 1/8 is cheap under every change: at most 0.65·(1 + 8/10)/(1 + 1/10).
-    assert judge(partial(objective, 8.0, 8.0), 20.0, 0.1, FLAT).answer == "cheaper"
+    cheap = partial(judge, partial(objective, 8.0, 8.0), 20.0, 0.1, FLAT)
+    assert cheap().answer == "cheaper"
+    assert cheap(growth_known=False).answer == "undecided"
 
 
 def test_the_growth_at_which_a_design_breaks_even():

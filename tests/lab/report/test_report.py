@@ -393,6 +393,17 @@ def test_one_name_in_two_folders_is_taken_for_one_file_and_told(tmp_path, capsys
     assert notes[0].startswith(told)
 
 
+@pytest.mark.parametrize("draws", [1, 3])
+def test_ages_are_in_training_steps_whatever_a_run_counts_them_in(tmp_path, capsys, draws):
+    """A rollout of age s in draw d of a step has age draws · s + d. FIFO draws for each update."""
+    fifo = ["replay.preset=fifo", "replay.warmup_steps=0", f"batch.updates_per_step={draws}"]
+    folder = write_run(tmp_path / "run", fifo, 1, 0.1)
+    ages = [draws * age + draw for age in (0, 1, 4) for draw in range(draws)]
+    relog(folder, **{"replay/age_mean": sum(ages) / len(ages)})
+    (arm,) = report(capsys, folder)["arms"]
+    assert arm["quantities"]["age_mean"]["mean"] == pytest.approx(5 / 3)
+
+
 def test_other_prompts_and_other_numbers_of_steps_are_told(tmp_path, capsys):
     """The file of the prompts was edited after two runs, the third of which is shorter."""
     data = tmp_path / "train.jsonl"
