@@ -49,9 +49,10 @@ def _outcome(options: ReportOptions, first: Outcome) -> Outcome:
 
 def _check_numbers(targets: Sequence[float], given_mu: Sequence[float]) -> None:
     for target in targets:
-        if not 0 < target <= 100:
+        if not 1 <= target <= 100:
+            meant = f"; for {target:.0%} write {target * 100:g}" if 0 < target < 1 else ""
             raise UsageError(
-                f"--reach {target:g}: expected an accuracy in percent, above 0 and at most 100"
+                f"--reach {target:g}: expected an accuracy in percent, from 1 to 100{meant}"
             )
     for mu in given_mu:
         if not 0 <= mu < math.inf:

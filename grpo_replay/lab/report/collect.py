@@ -4,6 +4,7 @@ An arm is a set of runs that differ only in their seed. All arms of a report are
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from grpo_replay.lab.report.finished_run import (
     read_evaluation,
     read_run,
 )
+from grpo_replay.lab.sweep.cells import error_line
+from grpo_replay.lab.sweep.grid import log_of
 from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
 from grpo_replay.recipe.layers import short_path
@@ -52,6 +55,10 @@ OF_THE_MACHINE = (
 )  # fmt: skip
 """Keys, and sections of keys, that change where and how a run is computed, not its method. How it
 is evaluated is compared by `evaluation.comparison`."""
+
+
+_FOLDERS = re.compile(r"(?<![\w./])[/~](?:[^\s/]*/)+")
+"""The folders of a path in an error, which a report that others read does not name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,10 +203,13 @@ def _add_sweep(folder: Path, sweep: SweepFile, found: _Found) -> None:
         runs: dict[int | None, FinishedRun] = {}
         missing = {}
         for seed in tracked(sweep.seeds, f"reading {arm}"):
+            place = f"{arm}/seed-{seed}"
             try:
-                add_run(runs, _cell(folder / arm / f"seed-{seed}", seed), arm)
+                add_run(runs, _cell(folder / place, seed), arm)
             except UnfinishedRun as error:
-                missing[seed] = error.reason
+                failure = error_line(log_of(folder, place))
+                why = f": {_FOLDERS.sub('', failure)}" if failure else ""
+                missing[seed] = f"{error.reason}{why}"
         found.arms.append(Arm(arm, runs, missing))
     choices = read_choices(folder)
     if choices is not None:

@@ -134,14 +134,14 @@ def note_start(descriptor: int, pid: int, cell: Cell, state: CellState) -> None:
 
 def describe_holder(cell: Cell) -> str:
     """`process 1234`, from the log."""
-    pid = last_attempt(cell)[0].removeprefix(_STARTED).partition(":")[0]
+    pid = last_attempt(cell.log)[0].removeprefix(_STARTED).partition(":")[0]
     return f"process {pid}"
 
 
-def last_attempt(cell: Cell) -> list[str]:
-    """The lines of the log since the last start; the first names the process."""
+def last_attempt(log: Path) -> list[str]:
+    """The lines of a cell's log since the last start; the first names the process."""
     try:
-        lines = cell.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return [f"{_STARTED}unknown"]
     starts = [i for i, line in enumerate(lines) if line.startswith(_STARTED)]
@@ -151,10 +151,10 @@ def last_attempt(cell: Cell) -> list[str]:
 _RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 
 
-def error_line(cell: Cell) -> str | None:
-    """The first line of the error with which the last attempt ended, or the end of its traceback;
-    None if it printed none."""
-    lines = last_attempt(cell)[1:]
+def error_line(log: Path) -> str | None:
+    """The first line of the error with which a cell's last attempt ended, or the end of its
+    traceback; None if it printed none."""
+    lines = last_attempt(log)[1:]
     errors = [line for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1].removeprefix("error: ")

@@ -27,6 +27,11 @@ from grpo_replay.storage.run_directory import LOCK, RunDirectory
 _load = functools.lru_cache(maxsize=None)(load_recipe)
 
 
+def log_of(root: Path, place: Path | str) -> Path:
+    """The log of the cell in `place`, a folder relative to `root`."""
+    return root / "log" / f"{place}.log"
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One run of a sweep.
@@ -59,7 +64,7 @@ class Cell:
     @property
     def log(self) -> Path:
         """What the cell's processes print. Locked while any of them is alive."""
-        return self.root / "log" / f"{self.place}.log"
+        return log_of(self.root, self.place)
 
     @property
     def name(self) -> str:

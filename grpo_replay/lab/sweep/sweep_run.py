@@ -399,6 +399,6 @@ def describe_end(cell: Cell, code: int) -> str:
         return f"killed by signal {-code}{why}"
     if code == INTERRUPTED:
         return "told to stop by someone else; it wrote a checkpoint"
-    last = [line for line in last_attempt(cell)[1:] if line.strip()][-1:]
+    last = [line for line in last_attempt(cell.log)[1:] if line.strip()][-1:]
     ended = f"ended with exit code {code} and no summary; last line: {''.join(last) or 'none'}"
-    return error_line(cell) or ended
+    return error_line(cell.log) or ended

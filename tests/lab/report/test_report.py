@@ -183,6 +183,15 @@ def test_a_missing_seed_is_listed_and_not_paired(copy, capsys):
     assert "missing: ours, seed 2: not started" in printed and "2 of 3" in printed
 
 
+def test_a_failed_cell_is_missing_with_its_error(copy, capsys):
+    shutil.rmtree(copy / "ours/seed-2")
+    log = copy / "log/ours/seed-2.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("# process 1: train\nerror: prompts.path: no file /home/me/my data/a.jsonl\n")
+    (missing,) = arms_of(report(capsys, copy))["ours"]["missing"]
+    assert missing["reason"] == "not started: prompts.path: no file my data/a.jsonl"
+
+
 def test_a_running_cell_is_missing_and_a_running_run_is_refused(copy, capsys):
     cell = copy / "ours/seed-2"
     with (cell / ".lock").open("w") as lock:
@@ -530,6 +539,7 @@ def test_an_unknown_baseline_is_refused_with_the_arms(sweep):
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"reach": [0.0]}, "--reach 0"), ({"reach": [101]}, "--reach 101"),
+     ({"reach": [0.8]}, "--reach 0.8: .* from 1 to 100; for 80% write 80"),
      ({"mu": [-1.0]}, "--mu -1"), ({"mu": [float("nan")]}, "--mu nan")],
 )  # fmt: skip
 def test_invalid_numbers_are_refused(sweep, options, message):

@@ -153,7 +153,7 @@ def test_the_error_is_found_in_the_last_attempt(cell, printed, line):
     with locked_log(cell) as log:
         note_start(log, 2, cell, CellState.STARTED)
         os.write(log, printed.encode())
-    assert error_line(cell) == line
+    assert error_line(cell.log) == line
 
 
 def test_progress_follows_a_file_that_grows_and_is_cut_by_a_resume(tmp_path):
