@@ -94,6 +94,10 @@ BOOTSTRAP_SAMPLES = 2000
 
 CONFIDENCE = 0.95
 
+EQUAL = 1e-9
+"""Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
+which rounds."""
+
 EXACT_PROBLEMS = 14
 """Enumerate all sign flips up to this many differing problems; beyond it, draw them at random."""
 
@@ -142,13 +146,14 @@ def interval(values_B: np.ndarray) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def with_both_answers(values_N: np.ndarray) -> np.ndarray:
-    """[…, N + 2]: the values with two more problems, one never and one always solved.
+def with_both_answers(values_N: np.ndarray, least: float = 0.0) -> np.ndarray:
+    """[…, N + 2]: the values with two more problems, one never and one always solved; of
+    differences, with `least` -1, one lost and one gained.
 
     A variance estimated from these is never 0. Where all problems agree, every problem counts as
     about one observation, however many samples it has.
     """
-    ends = [np.full((*values_N.shape[:-1], 1), end) for end in (0.0, 1.0)]
+    ends = [np.full((*values_N.shape[:-1], 1), end) for end in (least, 1.0)]
     return np.concatenate([values_N, *ends], axis=-1)
 
 
@@ -220,11 +225,15 @@ def t_interval(mean: float, estimate: Component, bound: float = 1.0) -> Interval
 
 def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0) -> Interval | None:
     """The t interval over problems of the mean over benchmarks of differences, one [N] each; None
-    if a benchmark has a single problem."""
+    if a benchmark has a single problem. If no difference of accuracies varies, that of
+    `with_both_answers`: equal problems do not show that another would be equal."""
     if any(len(each) < 2 for each in differences_N):
         return None
     mean = float(np.mean([each.mean() for each in differences_N]))
     variance = Component.of_mean([Component.over_problems(each) for each in differences_N])
+    if variance.variance < EQUAL**2 and math.isfinite(bound):
+        widened = [with_both_answers(each, least=-bound) for each in differences_N]
+        variance = Component.of_mean([Component.over_problems(each) for each in widened])
     return t_interval(mean, variance, bound)
 
 

@@ -158,14 +158,14 @@ def test_intervals_of_accuracies_have_at_least_their_nominal_coverage(mean):
 
 
 def test_the_paired_test_by_hand():
-    """Two problems, B one sample in four better on both: the difference has no spread. Of the
+    """Two problems, B one sample in four better on both: two say nothing of a third. Of the
     four ways to sign the two differences two have a mean as large as 1/4: ++ and --."""
     a = report({"x": [[1, 0, 0, 0], [1, 1, 0, 0]]})
     b = report({"x": [[1, 1, 0, 0], [1, 0, 1, 1]]})
     found = compare("a", a, "b", b)["x"]
     assert (found.accuracy_a, found.accuracy_b) == (3 / 8, 5 / 8)
     assert found.difference == 1 / 4
-    assert found.difference_interval == (1 / 4, 1 / 4)
+    assert found.difference_interval == (-1, 1)
     assert found.p_value == 0.5
     assert (found.problems_better, found.problems_worse) == (2, 0)
     assert (found.correct_to_wrong, found.wrong_to_correct) == (1, 3)
@@ -209,12 +209,22 @@ def test_intervals_of_differences_have_their_nominal_coverage(problems):
     assert 930 < held < 975
 
 
-def test_a_constant_difference_has_no_spread():
-    """A shift by a constant has no spread, however different the problems are."""
+def test_equal_problems_leave_an_interval_of_the_rule_of_three():
+    """200 problems without a difference, and two more at -1 and 1: a variance of 2/201, over 202
+    problems; ± 1.4 points. That no problem in 200 differs excludes 3/200."""
+    half = stats.t.ppf(0.975, 201) * np.sqrt(2 / 201 / 202)
+    assert difference_interval([np.zeros(200)]) == pytest.approx((-half, half))
+    assert 0.0138 < half < 3 / 200
+    assert difference_interval([np.full(4, 7.0)], bound=np.inf) == (7, 7)  # tokens
+
+
+def test_a_constant_shift_is_that_of_every_problem():
+    """As above, around the shift: (1/4, 1/4, 1/4, 1/4, -1, 1) has the variance 5/12."""
     a = report({"x": [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]})
     b = report({"x": [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]})
-    low, high = compare("a", a, "b", b)["x"].difference_interval
-    assert (low, high) == pytest.approx((0.25, 0.25))
+    half = stats.t.ppf(0.975, 5) * np.sqrt(5 / 12 / 6)
+    expected = pytest.approx((0.25 - half, 0.25 + half))
+    assert compare("a", a, "b", b)["x"].difference_interval == expected
 
 
 def test_no_difference_has_p_value_one():

@@ -22,6 +22,7 @@ import numpy as np
 
 from grpo_replay.evaluation.statistics import (
     CONFIDENCE,
+    EQUAL,
     Component,
     Interval,
     accuracy_interval,
@@ -34,10 +35,6 @@ from grpo_replay.evaluation.statistics import (
 
 FEWEST_SEEDS = 3
 """With fewer, the seeds are shown instead of an interval."""
-
-EQUAL = 1e-9
-"""Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
-which rounds."""
 
 FLIPS = 20_000
 """Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
@@ -69,11 +66,15 @@ def accuracy_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval | 
 
 
 def difference_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
-    """The 95 % interval of the mean of differences between accuracies, and what it is over."""
+    """The 95 % interval of the mean of differences between accuracies, and what it is over. If no
+    difference varies, that of `with_both_answers`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None, None
     if all(each.shape[1] > 1 for each in values_SN):
-        return t_interval(_mean(values_SN), two_level_variance(values_SN)), "seeds and problems"
+        found = two_level_variance(values_SN)
+        if found.variance < EQUAL**2:
+            found = two_level_variance([with_both_answers(each, least=-1.0) for each in values_SN])
+        return t_interval(_mean(values_SN), found), "seeds and problems"
     return t_interval(_mean(values_SN), _over_seeds(values_SN)), "seeds"
 
 

@@ -126,8 +126,11 @@ def test_an_accuracy_over_seeds_has_the_bounds_of_its_effective_observations():
     assert bounds == pytest.approx(beta_bounds(values.mean(), count))
 
 
-def test_constant_values_have_an_interval_of_width_zero():
-    assert difference_over_seeds([np.full((3, 4), 0.5)])[0] == (0.5, 0.5)
+def test_constant_differences_have_the_spread_of_two_more_problems():
+    """(1/2 four times, -1, 1) at every seed: the variance 7/15, over six problems."""
+    half = stats.t.ppf(0.975, 5) * math.sqrt(7 / 15 / 6)
+    bounds = difference_over_seeds([np.full((3, 4), 0.5)])[0]
+    assert bounds == pytest.approx((0.5 - half, 1.0))
 
 
 @pytest.mark.parametrize("seeds", [2, 5, 8])
