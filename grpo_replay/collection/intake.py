@@ -57,10 +57,6 @@ RESTARTS_WITHOUT_PROGRESS = 3
 PATIENCE = 4
 """`request_timeout_seconds` without a finished completion before a run gives up."""
 
-SILENCE_SECONDS = 60.0
-"""Longest time without a report of a collector, which sends one each second. On a busy machine it
-may be late by several."""
-
 
 def arrival_rules(sampling: SamplingSection, replay: ReplaySection) -> ArrivalRules:
     """What the recipe says about arrivals."""
@@ -326,8 +322,8 @@ class Patience:
     A completion may take as long as it needs while its server generates (the collector watches
     that), and a verdict has a time limit of its own. A wait ends when reports show no request
     running and no completion in grading, when no completion finishes although the collector took
-    every server down and sent its requests again several times, when one group after the other is
-    lost, or when the collector sends no report.
+    every server down and sent its requests again several times, or when one group after the other
+    is lost. A collector that sends no report is replaced (`link.SILENCE_SECONDS`).
     """
 
     def __init__(self, servers: ServersSection, prompts_per_step: int) -> None:
@@ -374,10 +370,7 @@ class Patience:
         if not self._heard:
             return
         limit = self._settings.request_timeout_seconds
-        silence = max(limit, SILENCE_SECONDS)
-        if time.monotonic() - self._reported > silence:
-            reason = f"the collector sent no report for {silence:g} s"
-        elif self._reported - self._ran > limit:
+        if self._reported - self._ran > limit:
             reason = f"no request was running for {limit:g} s"
         elif self._reported - self._progressed > PATIENCE * limit:
             reason = f"no completion finished for {PATIENCE * limit:g} s"

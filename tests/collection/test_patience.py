@@ -48,13 +48,10 @@ def test_requests_too_short_to_be_seen_running_are_seen_by_what_they_generated(p
         patience.refuse_endless("step 1", Report())
 
 
-def test_a_collector_that_is_silent_gets_a_minute(patience, clock):
+def test_a_silent_collector_is_left_to_the_link_which_replaces_it(patience, clock):
     patience.note(Report(running=0))
-    clock[0] += 60
+    clock[0] += 1000
     patience.refuse_endless("step 1", Report())
-    clock[0] += 1
-    with pytest.raises(SamplerError, match="the collector sent no report for 60 s"):
-        patience.refuse_endless("step 1", Report())
 
 
 def test_requests_that_run_without_ever_finishing_end_the_wait(patience, clock):
