@@ -1,6 +1,6 @@
 """What each training step leaves: rollouts and draws as Arrow tables and Parquet files (schema
 version 1), written, found, read and cut here; and its line of metrics.jsonl, one JSON object of
-names to numbers or null, read and cut here.
+names to numbers or null, read and cut here (`run_directory.append_metrics` writes it).
 
 The Arrow schema of a rollout has two uses: the step logs (rollouts/step_000012.parquet,
 draws/step_000012.parquet), and the buffer's snapshot (`replay.snapshot`). Undefined values are
