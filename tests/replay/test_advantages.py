@@ -144,6 +144,13 @@ def test_without_division_the_advantage_is_the_reward_minus_the_mean():
     assert group_advantages([1.0, 1.0], divide_by_std=False).advantages_G is None
 
 
+def test_the_sample_deviation_divides_by_the_rewards_that_came_less_one():
+    """By hand: of 1, none, 1 and -1 the mean is 1/3 and the sum of squares 8/3, over 3 - 1."""
+    group = group_advantages([1.0, None, 1.0, -1.0], "sample", 0.0)
+    assert group.std == pytest.approx(math.sqrt(4 / 3), rel=1e-7)
+    assert group.advantages_G[0] == pytest.approx(2 / 3 / math.sqrt(4 / 3), rel=1e-6)
+
+
 @given(st.lists(st.sampled_from([None, 1.0, -1.0]), min_size=2, max_size=16))
 def test_a_reward_that_did_not_come_leaves_the_statistics_to_the_other_members(rewards):
     came = [reward for reward in rewards if reward is not None]
