@@ -185,13 +185,13 @@ def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_b
     buffer, twin = (ReplayBuffer(fifo(ratio=1.0, **changes), G) for _ in range(2))
     for each in (buffer, twin):
         each.insert(fresh_of(1, 3), 1)
-    batch = compose_batch(buffer, [], 2, 10, np.random.default_rng(0), draws=3)
-    assert batch.draw.update_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    batch = compose_batch(buffer, [], 2, 11, np.random.default_rng(0), draws=3)
+    assert batch.draw.update_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
     assert batch.draw.updates == 3
     rng = np.random.default_rng(0)
-    draws = [twin.draw(size, 2, rng) for size in (4, 3, 3)]
+    draws = [twin.draw(size, 2, rng) for size in (4, 4, 3)]
     assert ids(batch.rollouts) == [i for draw in draws for i in ids(draw.rollouts)]
-    assert batch.draw.ages.tolist() == [1] * 10
+    assert batch.draw.ages.tolist() == [1] * 11
     np.testing.assert_array_equal(
         batch.draw.probabilities, np.concatenate([draw.probabilities for draw in draws])
     )
