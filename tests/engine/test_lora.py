@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from core_engine import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from slow_tests import slow_except
 
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.weights import LoraAdapters, _Weight, full_adapters
 from grpo_replay.errors import CheckpointError, RecipeError
 from grpo_replay.recipe import LoraSection, resolve_recipe
@@ -293,6 +296,23 @@ def test_dropout_is_in_updates_alone_and_a_function_of_the_step(processes):
     assert torch.equal(with_dropout, moved(0.3, 5))
     assert relative(moved(0.3, 6), with_dropout) > 1e-6
     assert relative(moved(0.0, 5), with_dropout) > 1e-6
+
+
+def test_the_masks_of_dropout_differ_between_steps_updates_and_ranks():
+    recipe = engine_recipe(model={"lora": LORA | {"lora_dropout": 0.1}})
+
+    def seeds(rank: int, step: int) -> list[int]:
+        """Of the two updates of a step."""
+        adapters = SimpleNamespace(dropout=lambda seed, device: seed)
+        engine = SimpleNamespace(
+            _adapters=adapters, _recipe=recipe, _comm=Comm(rank, 2), _device="cpu", _step=step,
+            _updates_of_step=0,
+        )  # fmt: skip
+        return [DeepSpeedEngine._dropout(engine) for _ in range(2)]
+
+    found = [seed for rank in (0, 1) for step in (1, 2) for seed in seeds(rank, step)]
+    assert len(set(found)) == 8
+    assert seeds(0, 1) + seeds(0, 2) == found[:4]
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qproj"])
