@@ -344,8 +344,11 @@ def test_an_empty_completion_takes_part_without_tokens(processes):
 
 
 def test_the_reference_stays_where_it_was_while_the_policy_moves(processes):
+    """Both at the temperature of the recipe."""
     rows = make_rows(6)
-    with open_engine(processes, loss={"beta": 0.1}, engine={"zero_stage": 3}) as engine:
+    sampling = {"temperature": 0.7, "max_completion_length": 20}
+    sections = {"loss": {"beta": 0.1}, "engine": {"zero_stage": 3}, "sampling": sampling}
+    with open_engine(processes, **sections) as engine:
         before = engine.reference_logprobs(rows)
         policy_before = engine.logprobs(rows)
         first = engine.update(rows)
