@@ -77,6 +77,15 @@ def test_intervals_resample_problems_and_pair_them():
     assert low < other.aes < high and high - low > 0.2
 
 
+def test_each_resample_has_the_constant_of_its_own_sign():
+    """Right on one of two problems, where the reference is on half of each: resamples that draw
+    one problem twice, a quarter each, have ΔAcc 1 and -1."""
+    reference, candidate = report({"x": [[1, 0], [1, 0]]}), report({"x": [[1, 1], [0, 0]]})
+    (score,) = score_reports(("r", reference), [("c", candidate)])
+    assert score.aes == 0 and score.delta_accuracy_interval == (-1, 1)
+    assert score.aes_interval == (-5, 3)
+
+
 def test_without_samples_there_is_no_interval():
     whole = report({"x": [[1], [0]]})
     bare = EvaluationReport({}, whole.settings, {}, whole.sampled)
