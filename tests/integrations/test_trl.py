@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0
 
 import torch
 from outside_ranks import environment
+from test_trl_rows import EOS, PAD, TOKENS, batch, rollouts
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl_runs import PRESETS, make, preset, weights_of
@@ -22,6 +24,7 @@ from grpo_replay.api import inspect
 from grpo_replay.cli.inspect_command import _policies
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
+from grpo_replay.integrations.trl_rows import Texts
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run
 from grpo_replay.lab.verification.verify import verify_run
@@ -159,6 +162,27 @@ def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path):
         assert gap == 0.0
     assert sum(dual for *_, dual in trained) > 30
     assert any(line["replay/rollouts"] for line in metrics(tmp_path))
+
+
+def test_the_loss_is_a_mean_over_the_tokens_that_train():
+    """Not over those of a tool: 6 of 8 here, and not over rows of padding: 4 rows on 3 steps."""
+    given = batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]))
+    trained = rollouts(given)
+    trainer = SimpleNamespace(
+        _texts=Texts(["p"] * 4, ["c"] * 4, TOKENS, np.ones((4, 1))),
+        _from_main=lambda compose: (trained, trained[0]),
+        accelerator=SimpleNamespace(num_processes=1, process_index=0),
+        args=SimpleNamespace(steps_per_generation=3),
+        processing_class=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
+        reward_weights=torch.ones(1),
+    )
+    found = ReplayMixin._replayed(trainer, given)
+    assert len(found["completion_ids"]) == 6
+    assert found["num_items_in_batch"] == 6
+
+
+def test_draws_have_the_seed_of_trl(tmp_path):
+    assert make(tmp_path, preset("ours"), seed=7).replay_buffer.seed == 7
 
 
 def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
