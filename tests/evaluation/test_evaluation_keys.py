@@ -116,6 +116,15 @@ def test_at_temperature_zero_one_sample_is_enough(tmp_path):
     assert laws(plan(tmp_path, **settings, temperature=0.0)) == [only, only]
 
 
+def test_a_benchmark_with_its_own_temperature_keeps_its_samples(tmp_path):
+    """Paper B's pass@k at T = 1, beside others that are evaluated at T = 0."""
+    row = {"unique_id": "a", "problem": "1+1", "answer": "2"}
+    (tmp_path / "math500.jsonl").write_text(json.dumps(row) + "\n")
+    settings = {"samples": None, "greedy": False, "data_folder": str(tmp_path)}
+    found = laws(plan(tmp_path, **settings, benchmarks=["math_passk"], temperature=0.0))
+    assert found == [(False, sample, 1.0, 1.0, 20) for sample in range(16)]
+
+
 def test_the_settings_of_a_report_equal_those_of_the_plan(tmp_path):
     law = {"temperature": 0.6, "top_p": 0.7, "max_completion_length": 33, "max_problems": 2}
     document = plan(tmp_path, **law, reward="minerva").document
