@@ -169,7 +169,11 @@ def test_outstanding_prompts_come_first_and_the_epoch_goes_on(server):
         await harness.until(lambda: len(harness.groups()) == 4)
 
     harness.run(scenario)
-    assert {g.place for g in harness.groups()} == {(0, 1), (0, 3), (0, 5), (1, 0)}
+    places = {(0, 1), (0, 3), (0, 5), (1, 0)}
+    assert {g.place for g in harness.groups()} == places
+    assert set(server.seeds) == {
+        completion_seed(42, RequestKey(*place, i)) for place in places for i in range(2)
+    }
 
 
 def test_requests_are_continuous_and_bounded_in_flight(server):
