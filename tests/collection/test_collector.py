@@ -385,6 +385,23 @@ def test_groups_that_would_be_too_old_are_cancelled_and_counted(server):
     harness.check_balance()
 
 
+def test_a_group_that_waits_for_its_verdicts_alone_is_not_cancelled(server):
+    """Its rollouts are whole: rank 0 says whether they are too old for a step."""
+    harness = Harness([server])
+
+    async def scenario():
+        harness.scorer.stalled = True
+        harness.greet(credit=1)
+        await harness.until(lambda: harness.collector.report().grading == 2)
+        harness.collector.handle(Cancel(1))
+        assert harness.drops() == []
+        harness.scorer.stalled = False
+        await harness.until(lambda: len(harness.groups()) == 1)
+
+    harness.run(scenario)
+    harness.check_balance()
+
+
 def test_a_server_whose_version_is_too_old_gets_no_requests_until_it_is_updated(pair):
     """A server that was stopped answers again with the weights that it had."""
     harness = Harness(pair)
