@@ -100,12 +100,13 @@ def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
     assert sum(b.stored for b in bins) == len(stored)
 
 
-def test_many_advantage_magnitudes_are_binned():
+@pytest.mark.parametrize("tops", [(2.0, 2.4, 1.0), (2.4, 2.0, 1.0), (2.0, 1.0, 2.4)])
+def test_many_advantage_magnitudes_are_binned(tops):
     rng = np.random.default_rng(0)
-    kept, stored, replayed = (rng.uniform(0, top, 500) for top in (2.0, 2.4, 1.0))
+    kept, stored, replayed = (rng.uniform(0, top, 500) for top in tops)
     bins = magnitude_bins(kept, stored, replayed)
     assert len(bins) == 12
-    assert bins[0].low == 0.0 and bins[-1].high == stored.max()
+    assert bins[0].low == 0.0 and bins[-1].high == max(map(max, (kept, stored, replayed)))
     assert [sum(getattr(b, name) for b in bins) for name in ("kept", "stored", "replayed")] == [
         500
     ] * 3
