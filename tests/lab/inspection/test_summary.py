@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from slow_tests import slow_except
 from small_runs.synthetic import GROUP_SIZE, PRESETS, write_synthetic_run
+from test_what_if import two_groups
 
+from grpo_replay import ReplayConfig
 from grpo_replay.lab.inspection.buffer_summary import Inspection
-from grpo_replay.lab.inspection.compute import magnitude_bins, summarise
+from grpo_replay.lab.inspection.compute import magnitude_bins, next_draw_law, summarise
 from grpo_replay.lab.inspection.source import open_source
 
 LAST = 24
@@ -130,6 +132,23 @@ def test_the_next_draw_follows_the_stored_priorities(runs, preset):
     assert law.entropy_nats == pytest.approx(entropy)
     assert law.largest_probability == pytest.approx(largest)
     assert law.unit == ("query" if preset in ("uniform", "group_std") else "rollout")
+
+
+@pytest.mark.parametrize(
+    ("times_used", "units", "largest"), [([1, 0, 0, 0], 3, 2 / 4), ([1, 1, 1, 1], 4, 5 / 9)]
+)
+def test_the_next_draw_is_from_what_was_never_drawn_if_the_recipe_says_so(
+    times_used, units, largest
+):
+    settings = ReplayConfig.preset(
+        "fifo", with_replacement=False, unused_first=True, priority_exponent=1.0
+    )
+    stored = two_groups(
+        priority=np.array([5.0, 1.0, 1.0, 2.0]), times_used=np.array(times_used, np.int32)
+    )
+    law = next_draw_law(stored, settings)
+    assert law.units == units
+    assert law.largest_probability == pytest.approx(largest)
 
 
 @pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
