@@ -196,6 +196,12 @@ def test_what_an_asynchronous_run_dropped_as_stale_stays_dropped():
     assert found["never_drawn_share"] == 0.0
 
 
+def test_what_is_stored_is_counted_at_the_end_of_each_step():
+    """The group of the first of five steps is there after all of them."""
+    recipe = asynchronous("replay.preset=fifo", "replay.max_age_steps=5", "replay.ratio=1")
+    assert simulated_once(stale_group(), recipe, seed=0)["stored_mean"] == 2.0
+
+
 def test_a_shorter_age_limit_drops_what_arrives_late():
     log = stale_group()
     log.kept[2:] = True
