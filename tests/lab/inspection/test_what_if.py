@@ -286,6 +286,16 @@ def test_ages_are_in_steps_if_the_run_makes_several_draws_in_each(runs):
     assert result.changed["age_mean"] == pytest.approx(result.logged["age_mean"], rel=0.15)
 
 
+def test_changed_settings_make_their_own_number_of_draws(runs):
+    """Each of the two draws of a step takes all R rollouts that are stored; one could not take
+    2·R. The run itself logs one draw a step."""
+    source = open_source(runs["fifo"])
+    size = source.recipe.rollouts_per_step
+    changes = ["with_replacement=false", "ratio=2", f"capacity_rollouts={size}"]
+    found = what_if(source, changes).changed["replayed_rollouts"]
+    assert found == 2 * size * source.step
+
+
 def _copied(path, folder):
     target = folder / "lonely.parquet"
     target.write_bytes(path.read_bytes())
