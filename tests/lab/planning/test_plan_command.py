@@ -176,6 +176,13 @@ def test_growth_is_fitted_to_noisy_points_and_none_without_growth():
     assert fit_growth([(3, 0.06, 10.0)]).variance(3) == pytest.approx(math.exp(0.06))
 
 
+def test_the_fit_of_the_growth_weighs_each_age_by_its_tokens():
+    """By hand: through (log2 age, log2 value) = (0, 0), (1, 1) and (2, 1) with weights 1, 1 and 2
+    the slope is 1.25 / 2.75."""
+    fit = fit_growth([(1, 1.0, 1.0), (2, 2.0, 1.0), (4, 2.0, 2.0)])
+    assert fit.exponent == pytest.approx(5 / 11)
+
+
 def test_the_design_of_the_recipe_is_shown_with_the_recommended_one(tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(recipe_to_yaml(synthetic_recipe("ours", 50, max_age_steps=6, ratio=0.5)))
