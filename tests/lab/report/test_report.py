@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, writ
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
+from grpo_replay.lab.report import measure
 from grpo_replay.lab.report.finished_run import evaluation_at, read_run
 from grpo_replay.lab.report.measure import count_better
 from grpo_replay.storage.checkpoint import RunState
@@ -137,6 +139,21 @@ def test_compute_and_mu_count_the_rollouts_that_steps_generated(copy, capsys):
     older = arms_of(report(capsys, copy / "ours/seed-1", mu=[3.0]))["ours"]["quantities"]
     assert older["compute_3"]["mean"] == pytest.approx(trained + 3 * 12 * 16)
     assert older["mu"]["mean"] == pytest.approx(2 * mu)
+
+
+def test_all_arms_are_compared_at_the_median_mu_of_all_runs(monkeypatch):
+    monkeypatch.setattr(measure, "mu_of", lambda mu: mu)
+    baseline = SimpleNamespace(runs={1: 1.0, 2: None})
+    experiment = SimpleNamespace(baseline=baseline, runs=[1.0, None, 8.0, 3.0])
+    assert measure.measured_mu_of(experiment) == 3.0
+
+
+def test_the_ratio_of_costs_is_the_median_of_the_ratios_of_pairs(monkeypatch):
+    """1/4, 6/3 and 5/1, and one run that never gets there; the ratio of the medians is 5/3."""
+    monkeypatch.setattr(measure, "cost_to_reach", lambda cost, *_: cost)
+    pairs = [(1.0, 4.0), (6.0, 3.0), (5.0, 1.0), (np.inf, 2.0)]
+    found = measure._reach(0.5, [ours for ours, _ in pairs], pairs, None, None)
+    assert (found.ratio, found.ratio_seeds) == (2.0, 3)
 
 
 def test_a_report_and_the_planner_measure_the_same_mu_in_a_run(runs):
