@@ -136,6 +136,21 @@ def test_a_timeout_of_a_worker_without_processor_time_is_retried(monkeypatch):
     assert len(calls) == 4
 
 
+def test_a_comparison_that_timed_out_is_not_remembered(monkeypatch):
+    original, calls = math_verify.verify, []
+
+    def late_at_first(*pair):
+        calls.append(pair)
+        if len(calls) == 1:
+            logging.getLogger("math_verify.grader").warning("Timeout during comparison")
+            return False
+        return original(*pair)
+
+    monkeypatch.setattr(math_verify, "verify", late_at_first)
+    assert SymbolicGrader().grade("\\boxed{57}", "57") == ("correct", True)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize(
     "answer",
     [
