@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from slow_tests import slow_except
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
-from grpo_replay.rewards.pool import LOGGED_LINES
+from grpo_replay.rewards.pool import LOGGED_LINES, VerifierPool
 from grpo_replay.rewards.scorer import RewardScorer, _Graded
 from grpo_replay.types import Verdict
 
@@ -399,6 +400,20 @@ def test_a_value_that_is_no_finite_number_costs_only_its_own_completion():
     assert [verdict.status for verdict in verdicts] == ["scored", "crash", "crash", "scored"]
     assert [verdict.reward for verdict in verdicts] == [0.5, None, None, 0.5]
     assert "returned nan" in opened.first_error
+
+
+def test_completions_that_are_graded_together_have_the_time_of_each():
+    """Of a task of three and one of one, at two seconds a completion."""
+    limits, tasks = [], iter([(["a", "b", "c"], b"[]"), (["d"], b"[]"), None])
+    process = SimpleNamespace(answered=0, ask=lambda task, limit: limits.append(limit) or ([], ""))
+    pool = SimpleNamespace(
+        _take=lambda index: next(tasks),
+        _time_limit=2.0,
+        _closing=False,
+        _on_answers=lambda *_: None,
+    )
+    VerifierPool._serve(pool, process, 0)
+    assert limits == [6.0, 2.0]
 
 
 def test_a_batch_comes_in_the_order_of_its_keys(tmp_path):
