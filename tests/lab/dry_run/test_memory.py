@@ -26,6 +26,7 @@ from grpo_replay.lab.dry_run.memory import (
     hf_memory,
     vllm_memory,
 )
+from grpo_replay.lab.dry_run.planner import Machines, _engine_setting
 from grpo_replay.lab.dry_run.trace import (
     LiveBytes,
     Microbatch,
@@ -177,6 +178,17 @@ def traced(recipe, layers: int, rows: int, length: int, completion: int) -> Forw
     chunk = recipe.logprob_chunk_tokens(151_936)
     batch = Microbatch(rows, length, completion, chunk)
     return trace(recipe.model, load_config(recipe.model), layers, batch)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copied"),
+    [([], False), (["loss.beta=0.1"], True), (["loss.beta=0.1", "model.lora.r=8"], False)],
+)
+def test_the_reference_is_a_copy_unless_adapters_can_be_left_out(overrides, copied):
+    recipe, machines = qwen(*overrides), Machines("cpu", (1,), GIB)
+    with_kl = recipe.loss.beta > 0
+    found = _engine_setting(recipe.engine, 0, recipe.model, with_kl, machines)
+    assert found.reference_copy == copied
 
 
 def test_adapters_are_traced_as_peft_makes_them():
