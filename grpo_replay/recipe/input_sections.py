@@ -410,20 +410,6 @@ class SamplingSection(Section):
         return self.backend == "vllm_server"
 
     @property
-    def uses_vllm(self) -> bool:
-        return self.vllm_in_ranks or self.over_http
-
-    @property
-    def gpus_per_model(self) -> int:
-        """GPUs over which the sampler splits one copy of the model."""
-        return self.vllm.tensor_parallel_size if self.uses_vllm else 1
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if vLLM quantizes the weights that it samples with."""
-        return self.backend != "hf" and "quantization" in (self.vllm.model_extra or {})
-
-    @property
     def longest_asked(self) -> int | None:
         """Tokens of prompt and completion that vLLM is to have room for; None to derive them."""
         return None if self.backend == "hf" else self.vllm.max_model_len

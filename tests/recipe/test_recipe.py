@@ -325,7 +325,7 @@ def test_comments_beside_text_stay_comments_in_a_file(tmp_path):
 def test_a_sampler_of_ones_own_is_not_taken_for_vllm():
     sampling = {"backend": "mine.py:Sampler"}
     recipe = resolve_recipe([{"sampling": sampling | {"vllm": {"tensor_parallel_size": 4}}}])
-    assert recipe.sampling.gpus_per_model == 1
+    assert not (recipe.sampling.vllm_in_ranks or recipe.sampling.over_http)
 
 
 SAME = {
