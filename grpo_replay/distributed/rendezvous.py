@@ -26,9 +26,8 @@ from grpo_replay.distributed.failures import (
     PeerFailure,
     describe_disagreement,
     name_ranks,
-    raise_first_failure,
 )
-from grpo_replay.errors import GrpoReplayError, LaunchError
+from grpo_replay.errors import LaunchError
 from grpo_replay.recipe import EngineSection, Recipe
 from grpo_replay.terminal.quiet import loading_libraries
 
@@ -101,7 +100,7 @@ def _join(recipe: Recipe) -> torch.distributed.Store:
     if not environment.is_launched:
         return torch.distributed.HashStore()  # no port: many runs may share a machine
     facts = {"recipe": recipe.model_dump(mode="json"), "grpo-replay": __version__}
-    return join_run(environment, facts, None, recipe.engine.timeout_seconds)
+    return join_run(environment, facts, recipe.engine.timeout_seconds)
 
 
 _LINGER_SECONDS = 10.0
@@ -115,37 +114,26 @@ _joined: tuple[RankEnvironment, dist.Store] | None = None
 
 
 def join_run(
-    environment: RankEnvironment,
-    facts: Mapping[str, Any],
-    failure: GrpoReplayError | None,
-    timeout_seconds: float,
+    environment: RankEnvironment, facts: Mapping[str, Any], timeout_seconds: float
 ) -> dist.Store:
     """The store that the ranks share, once every rank has arrived and agrees with rank 0.
 
-    `facts` are JSON values that must be equal everywhere (the resolved recipe, versions);
-    `failure` is what went wrong on this rank before it could join, if anything. Within
-    `timeout_seconds` every rank returns or raises: LaunchError (or `failure`) on one rank, and
-    PeerFailure on the others. Ranks that reach nobody each raise LaunchError.
+    `facts` are JSON values that must be equal everywhere (the resolved recipe, versions). Within
+    `timeout_seconds` every rank returns or raises: LaunchError on one rank, and PeerFailure on the
+    others. Ranks that reach nobody each raise LaunchError.
     """
     global _joined
     store = _open_store(environment, timeout_seconds)
     _joined = (environment, store)
     # `default` because a recipe may hold paths; they only have to compare equal.
-    mine = {"facts": dict(facts), "failure": _outcome(failure)}
-    store.set(f"arrived/{environment.rank}", json.dumps(mine, default=str))
+    store.set(f"arrived/{environment.rank}", json.dumps(dict(facts), default=str))
     store.add("arrivals", 1)
     try:
-        everyone = _roll_call(environment, store, timeout_seconds)
-        raise_first_failure(environment.rank, [each["failure"] for each in everyone], failure)
-        _refuse_disagreement(environment, [each["facts"] for each in everyone])
-    except GrpoReplayError:
+        _refuse_disagreement(environment, _roll_call(environment, store, timeout_seconds))
+    except LaunchError:
         _linger(environment, store)
         raise
     return store
-
-
-def _outcome(failure: GrpoReplayError | None) -> list[Any] | None:
-    return None if failure is None else [str(failure), failure.exit_code]
 
 
 def _open_store(environment: RankEnvironment, timeout_seconds: float) -> dist.Store:
@@ -215,6 +203,7 @@ def _wait_until_reachable(environment: RankEnvironment, timeout_seconds: float) 
 def _roll_call(
     environment: RankEnvironment, store: dist.Store, timeout_seconds: float
 ) -> list[dict[str, Any]]:
+    """The facts of every rank, once all have arrived."""
     keys = [f"arrived/{rank}" for rank in range(environment.world_size)]
     deadline = time.monotonic() + timeout_seconds
     while store.add("arrivals", 0) < environment.world_size:

@@ -92,7 +92,6 @@ FAILURES = {
     "bug-on-1": (1, "rank 1: KeyError: 'surprise'"),
     "killed-on-1": (4, "rank 1 was killed by SIGKILL"),
     "disagree": (4, "the ranks disagree on the run, so none of them started:"),
-    "bad-recipe-on-1": (3, "prompts.source 'nowhere': no such file (on rank 1 of 2)"),
     "late": (4, "rank 1 of 2 did not arrive"),
 }
 
@@ -164,7 +163,7 @@ def test_single_processes_share_a_machine_without_fighting_for_a_port():
     code = (
         "from grpo_replay.distributed.environment import rank_environment; "
         "from grpo_replay.distributed.rendezvous import form_process_group, join_run; "
-        "e = rank_environment(); form_process_group(e, join_run(e, {}, None, 5), 'gloo', 5); "
+        "e = rank_environment(); form_process_group(e, join_run(e, {}, 5), 'gloo', 5); "
         "print('in', flush=True); input()"
     )
     both = [
@@ -201,7 +200,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["crash-on-1", "bad-recipe-on-1"])
+@pytest.mark.parametrize("mode", ["crash-on-1", "setup-fails"])
 def test_ranks_started_by_hand_also_print_one_message(mode):
     codes, errs = by_hand(mode, free_port())
     printed = [line for err in errs for line in errors_in(err)]

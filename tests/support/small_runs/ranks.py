@@ -44,13 +44,13 @@ def boundary(action) -> None:
     exit_rank(code)
 
 
-def join(facts, failure=None) -> Comm:
+def join(facts) -> Comm:
     import torch.distributed as dist
 
     from grpo_replay.distributed.rendezvous import form_process_group, join_run
 
     environment = rank_environment()
-    store = join_run(environment, facts, failure, TIMEOUT_SECONDS)
+    store = join_run(environment, facts, TIMEOUT_SECONDS)
     form_process_group(environment, store, "gloo", TIMEOUT_SECONDS)
     return Comm(environment.rank, environment.world_size, dist.group.WORLD)
 
@@ -68,17 +68,11 @@ def run_mode(mode: str, argument: str = "") -> int:
         time.sleep(1.0)  # they wait for it
         os.kill(os.getpid(), signal.SIGKILL)
     facts = {"recipe": {"replay": {"ratio": 0.5}}, "version": "1"}
-    failure = None
     if mode == "disagree" and rank == 1:
         facts["recipe"]["replay"]["ratio"] = 0.25
-    if mode == "bad-recipe":
-        failure = DatasetError("prompts.source 'nowhere': no such file")
-    if mode == "bad-recipe-on-1" and rank == 1:
-        failure = DatasetError("prompts.source 'nowhere': no such file")
     if mode == "late" and rank == 1:
         time.sleep(600)
-    comm = join(facts, failure)
-    return MODES.get(mode, sums)(comm)
+    return MODES.get(mode, sums)(join(facts))
 
 
 def sums(comm: Comm) -> int:
