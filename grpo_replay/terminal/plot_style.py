@@ -1,5 +1,4 @@
-"""Style shared by all figures (column width, font sizes, a colour-blind-safe palette) and by all
-HTML pages, which have no script and load nothing."""
+"""Style shared by all figures: column width, font sizes, a colour-blind-safe palette."""
 
 import io
 import os
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from grpo_replay.errors import UsageError
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from matplotlib.figure import Figure
     from matplotlib.typing import RcKeyType
 
@@ -134,22 +132,3 @@ def whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-
-
-def page_environment(folder: str) -> "Environment":
-    """A Jinja2 environment with the templates of `grpo_replay/FOLDER`, which extend
-    `page_base.html`, fill its blocks `title` and `body`, and import its macros.
-
-    It escapes every text, and refuses undefined names.
-    """
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
-    return Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("grpo_replay", folder), PackageLoader("grpo_replay", "terminal")]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

@@ -19,7 +19,7 @@ from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
 from grpo_replay.lab.report.report_findings import ArmFindings, Findings
 from grpo_replay.lab.report.report_tables import TextTable, facts_of, report_tables, warnings_of
 from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
-from grpo_replay.terminal.plot_style import page_environment, save_figure, svg_element, svg_text
+from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
 
 FORMAT = 1
 JSON_FILE = "report.json"
@@ -216,8 +216,16 @@ def render_page(
     svgs: Mapping[str, str],
 ) -> str:
     """The report as one self-contained HTML page: inline figures, no script, no network.
-    `svgs` has the SVG element of each figure by its name."""
-    environment = page_environment("lab/report")
+    `svgs` has the SVG element of each figure by its name. Every text is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("grpo_replay", "lab/report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["percent"] = percent
     return environment.get_template("report_page.html").render(
         findings=findings,
