@@ -51,7 +51,11 @@ DROPOUT_STREAM = 0x64726F70
 
 
 class DeepSpeedEngine:
-    """The policy under DeepSpeed. See `engine.Engine` for the contract."""
+    """The policy and its optimizer over all ranks, under DeepSpeed.
+
+    Methods are collective: every rank calls them in the same order. Rows are given on rank 0 and
+    None elsewhere, and results come back on rank 0.
+    """
 
     def __init__(
         self,
@@ -153,9 +157,11 @@ class DeepSpeedEngine:
         return self._wrap(frozen.to(self._device))
 
     def logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        """Per row float32 [T]: log-probs of its completion tokens under the current policy."""
         return self._row_logprobs(self._engine, rows)
 
     def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        """The same under the frozen initial policy. Needs `loss.beta` > 0."""
         if self._adapters is not None:  # the initial policy is the base
             with self._adapters.without():
                 return self.logprobs(rows)
@@ -201,6 +207,7 @@ class DeepSpeedEngine:
         return torch.as_tensor(array).to(self._device, non_blocking=True)
 
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
+        """One optimizer update on a mini-batch. Raises NonFiniteError on every rank."""
         microbatches = self._microbatches(rows)
         tables = []
         with self._dropout():
@@ -301,6 +308,9 @@ class DeepSpeedEngine:
         )
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter in full under its Hugging Face name, a tied one under each of its
+        names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the
+        iterator."""
         self._prepare_gather()
         yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
 
@@ -312,6 +322,7 @@ class DeepSpeedEngine:
             self._engine.optimizer.empty_partition_cache()
 
     def save_model(self, folder: Path) -> None:
+        """Write the policy in Hugging Face format, LoRA adapters merged, tokenizer included."""
         tied = tied_names(self._model)
         state = {}
         for name, tensor in self.named_full_tensors(2**29):
@@ -323,6 +334,7 @@ class DeepSpeedEngine:
         self._comm.barrier()
 
     def save_adapter(self, folder: Path) -> None:
+        """Write the LoRA adapters in peft's format; nothing without LoRA."""
         if self._adapters is None:
             return
         self._prepare_gather()
@@ -335,10 +347,13 @@ class DeepSpeedEngine:
         self._comm.barrier()
 
     def save(self, folder: Path) -> None:
+        """Write parameters and optimizer state."""
         layout = layout_of(self._recipe, self._comm.world_size)
         save_state(self._engine, layout, self._comm, folder)
 
     def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, also on another number of ranks, at another ZeRO stage or in
+        another dtype. The optimizer's settings are the recipe's. Raises CheckpointError."""
         layout = layout_of(self._recipe, self._comm.world_size)
         if has_other_layout(layout, folder):
             load_other_layout(self._engine, self._stage, folder)
@@ -347,6 +362,8 @@ class DeepSpeedEngine:
             load_same_layout(self._engine, layout, self._recipe.optimizer, folder)
 
     def begin_step(self, step: int) -> None:
+        """Set what depends on the training step: the learning rate of its updates, and the seed
+        of dropout."""
         self._step, self._updates_of_step = step, 0
         rate = self._recipe.optimizer.rate_of(step, self._recipe.run.steps)
         for group in param_groups(self._engine):

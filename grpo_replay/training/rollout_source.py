@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_replay.distributed.comm import Comm, Position
-from grpo_replay.engine import Engine, UpdateResult
+from grpo_replay.engine import UpdateResult
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
@@ -27,6 +27,9 @@ from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+
+if TYPE_CHECKING:
+    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 
 Metrics = dict[str, float | int | None]
 
@@ -71,7 +74,7 @@ class Parts:
 
     recipe: Recipe
     comm: Comm
-    engine: Engine
+    engine: "DeepSpeedEngine"
     sampler: Sampler
     scorer: RewardScorer
     prompts: PromptSet

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_replay.engine import Engine
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, Sampler
 from grpo_replay.types import NamedTensors, Rollout
 
 if TYPE_CHECKING:
     import torch
+
+    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 
 GAP_SAMPLE_ROLLOUTS = 64
 """The gap is measured on at least so many fresh rollouts of every step, or on all."""
@@ -76,7 +77,7 @@ def read_pushed_weights(folder: Path) -> tuple[dict[str, "torch.Tensor"], int] |
 
 
 def sync_weights(
-    engine: Engine,
+    engine: "DeepSpeedEngine",
     sampler: Sampler,
     version: int,
     pushed: PushedWeights | None = None,
