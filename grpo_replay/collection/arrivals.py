@@ -221,19 +221,12 @@ def amount_of(group: Group) -> Amount:
     return Amount(len(group.rows), group.tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TakenRollouts:
-    """The rollouts that a step takes, in the order of arrival; those to train on and store are
-    `kept`. `straddlers` counts rollouts sampled by more than one version."""
+def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple[Rollout, ...]:
+    """Rollouts of a selection, in the order of arrival; those to train on and store are `kept`.
 
-    generated: tuple[Rollout, ...]
-    straddlers: int
-
-
-def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> TakenRollouts:
-    """Rollouts of a selection, each settled in the ledger: as stale if its group is too old or it
-    straddles an update that the recipe drops it for, as no_reward if its reward did not come, as
-    zero_variance if it is not kept (no signal in its group, or masked), else as inserted."""
+    Each is settled in the ledger: as stale if its group is too old or it straddles an update that
+    the recipe drops it for, as no_reward if its reward did not come, as zero_variance if it is not
+    kept (no signal in its group, or masked), else as inserted."""
     stale = {each.number for each in selection.stale}
     generated: list[Rollout] = []
     drops = recipe.sampling.collection.straddlers == "drop"
@@ -245,7 +238,7 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> Taken
             if rollout.kept and category != "inserted":
                 rollout = replace(rollout, kept=False, advantage=None)
             generated.append(rollout)
-    return TakenRollouts(tuple(generated), sum(map(straddles, generated)))
+    return tuple(generated)
 
 
 def rollouts_to_insert(arrived: Arrived, recipe: Recipe) -> int:

@@ -26,7 +26,6 @@ from grpo_replay.collection.arrivals import (
     ArrivalRules,
     Arrivals,
     Selection,
-    TakenRollouts,
     take_rollouts,
 )
 from grpo_replay.collection.journal import Journal, JournalRecords
@@ -48,6 +47,7 @@ from grpo_replay.collection.messages import (
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection, ServersSection
 from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
+from grpo_replay.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Intake:
         """True while the journal has further steps."""
         return self._recorded_steps > 0
 
-    def take_recorded(self, step: int) -> TakenRollouts:
+    def take_recorded(self, step: int) -> tuple[Rollout, ...]:
         """Repeat a step of the journal. Raises JournalError if it is not the next one."""
         while not isinstance(record := next(self._pending), Step):
             self.arrivals.take_in(record)
@@ -137,7 +137,7 @@ class Intake:
         self._recorded_steps -= 1
         return self._settle(self.arrivals.select(step), record)
 
-    def cut(self, step: int, version: int, sampler_version: int) -> TakenRollouts:
+    def cut(self, step: int, version: int, sampler_version: int) -> tuple[Rollout, ...]:
         """End the arrivals of a step, and take its groups."""
         assert self._journal is not None
         report, ledger = self.newest_report, self.arrivals.ledger
@@ -148,7 +148,7 @@ class Intake:
         self._journal.append(record)
         return self._settle(self.arrivals.select(step), record)
 
-    def _settle(self, selection: Selection, record: Step) -> TakenRollouts:
+    def _settle(self, selection: Selection, record: Step) -> tuple[Rollout, ...]:
         ledger = self.arrivals.ledger
         taken = take_rollouts(selection, self.recipe, ledger)
         generated = Amount(record.generated_rollouts, record.generated_tokens)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_replay.collection.arrivals import TakenRollouts, rollouts_to_insert
+from grpo_replay.collection.arrivals import rollouts_to_insert, straddles
 from grpo_replay.collection.intake import Intake, unacknowledged_limit
 from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorSettings
@@ -105,7 +105,9 @@ class JournalSource:
         taken = self.intake.take_recorded(step) if self.intake else None
         return self._step_rollouts(taken, ServerShare(None, None))
 
-    def _step_rollouts(self, taken: TakenRollouts | None, servers: "ServerShare") -> StepRollouts:
+    def _step_rollouts(
+        self, taken: Sequence[Rollout] | None, servers: "ServerShare"
+    ) -> StepRollouts:
         """What the trainer gets; nothing on ranks other than 0."""
         nominal = self.recipe.rollouts_per_step
         if self.intake is None or taken is None:
@@ -113,13 +115,13 @@ class JournalSource:
         arrivals, state = self.intake.arrivals, self.state
         self._metrics = {
             "async/sampler_idle": servers.idle,
-            "async/straddlers": taken.straddlers,
+            "async/straddlers": sum(map(straddles, taken)),
             "async/outstanding_groups": self.intake.outstanding_groups(),
             **arrivals.ledger.metrics(),
         }
         return StepRollouts(
-            generated=taken.generated,
-            measured=sampled_by(taken.generated, state.policy_version),
+            generated=taken,
+            measured=sampled_by(taken, state.policy_version),
             nominal_rollouts=nominal,
             prompts=arrivals.records - state.prompt_cursor,
             groups=arrivals.arrived_groups - state.next_group_id,

@@ -1,5 +1,7 @@
 """Rollouts of the groups that a step takes."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ from grpo_replay.collection.arrivals import (
     Amount,
     ArrivalRules,
     Arrivals,
-    TakenRollouts,
     rollouts_to_insert,
+    straddles,
     take_rollouts,
 )
 from grpo_replay.collection.messages import Group
@@ -38,8 +40,8 @@ def straddler() -> Group:
     return Group(0, 9, 0, "p9", plain.prompt_token_ids, rows, 1.0, 2.0)
 
 
-def survivors(taken: TakenRollouts) -> list[Rollout]:
-    return [rollout for rollout in taken.generated if rollout.kept]
+def survivors(taken: Sequence[Rollout]) -> list[Rollout]:
+    return [rollout for rollout in taken if rollout.kept]
 
 
 def test_a_group_becomes_rollouts_with_the_samplers_logprobs():
@@ -57,8 +59,8 @@ def test_a_group_becomes_rollouts_with_the_samplers_logprobs():
 def test_ids_follow_the_order_of_arrival_and_count_every_group():
     groups = [group((0, 4), rewards=(1.0, 1.0)), group((0, 2))]
     taken, ledger = take(groups, 1, recipe())
-    assert [r.rollout_id for r in taken.generated] == [0, 1, 2, 3]
-    assert [r.kept for r in taken.generated] == [False, False, True, True]
+    assert [r.rollout_id for r in taken] == [0, 1, 2, 3]
+    assert [r.kept for r in taken] == [False, False, True, True]
     assert ledger.settled["zero_variance"] == Amount(2, 6)
     assert ledger.in_flight == Amount()
 
@@ -70,33 +72,33 @@ def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_settled_as_su
     taken, ledger = take(groups, 1, settings)
     assert [r.rollout_id for r in survivors(taken)] == [0, 2]
     assert [r.advantage for r in survivors(taken)] == pytest.approx([1.0, -1.0], abs=1e-5)
-    missing = taken.generated[1]
+    missing = taken[1]
     assert (missing.reward, missing.advantage, missing.behavior_logprobs) == (None, None, None)
     assert (missing.group_reward_mean, missing.group_reward_std) == (0.0, 1.0)
-    assert all(r.group_reward_mean is r.group_reward_std is None for r in taken.generated[3:])
+    assert all(r.group_reward_mean is r.group_reward_std is None for r in taken[3:])
     assert ledger.settled["no_reward"] == Amount(3, 9)
     assert ledger.settled["zero_variance"] == Amount(1, 3)
     assert ledger.in_flight == Amount()
-    assert mean_lengths(taken.generated) == (3.0, None)
+    assert mean_lengths(taken) == (3.0, None)
 
 
 def test_a_stale_group_is_recorded_but_not_trained_on():
     taken, ledger = take([group((0, 0), version=0), group((0, 1), version=4)], 5, recipe(), 2)
     assert [r.rollout_id for r in survivors(taken)] == [2, 3]
-    assert [r.kept for r in taken.generated] == [False, False, True, True]
-    assert all(r.advantage is None and r.behavior_logprobs is None for r in taken.generated[:2])
+    assert [r.kept for r in taken] == [False, False, True, True]
+    assert all(r.advantage is None and r.behavior_logprobs is None for r in taken[:2])
     assert ledger.settled["stale"] == Amount(2, 6)
 
 
 def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
     kept, _ = take([straddler()], 5, recipe())
     _, second = survivors(kept)
-    assert kept.straddlers == 1
+    assert sum(map(straddles, kept)) == 1
     assert (second.policy_version, second.policy_version_end) == (3, 4)
     drop = recipe(sampling={"collection": {"straddlers": "drop"}})
     dropped, ledger = take([straddler()], 5, drop)
     assert [r.rollout_id for r in survivors(dropped)] == [0]
-    assert dropped.straddlers == 1
+    assert sum(map(straddles, dropped)) == 1
     assert ledger.settled["stale"] == Amount(1, 3)
 
 
@@ -138,4 +140,4 @@ def test_the_length_of_what_is_dropped_is_reported_against_what_is_kept():
     """tinker-cookbook#822: dropping what is late favours short answers."""
     groups = [group((0, 0), version=0, tokens=9), group((0, 1), version=4, tokens=4)]
     taken, _ = take(groups, 5, recipe(), max_age=2)
-    assert mean_lengths(taken.generated) == (4.0, 9.0)
+    assert mean_lengths(taken) == (4.0, 9.0)

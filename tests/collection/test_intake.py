@@ -88,7 +88,7 @@ class Run:
             assert intake.wait(ready, lambda: False, lambda _: None, f"step {step}", self.done)
             intake.poll(self.done)
             taken = intake.cut(step, self.done, self.done)
-        self.taken[step] = [rollout.rollout_id for rollout in taken.generated]
+        self.taken[step] = [rollout.rollout_id for rollout in taken]
         self.done = step
         intake.give_credit(self.done)
 
@@ -220,7 +220,7 @@ def test_the_journal_alone_repeats_every_selection(server, tmp_path):
     again = Intake(recipe(server), None, JournalRecords.of(tmp_path), 0)
     for step in range(1, STEPS + 1):
         taken = again.take_recorded(step)
-        assert [rollout.rollout_id for rollout in taken.generated] == run.taken[step]
+        assert [rollout.rollout_id for rollout in taken] == run.taken[step]
         assert again.outstanding_groups() == len(again.arrivals)
     assert again.arrivals.ledger.settled == run.intake.arrivals.ledger.settled
 

@@ -12,7 +12,7 @@ from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
 from small_runs.trained import GROUP, PROMPTS, small_recipe
 
-from grpo_replay.collection.arrivals import Arrivals, TakenRollouts, rollouts_to_insert
+from grpo_replay.collection.arrivals import Arrivals, rollouts_to_insert
 from grpo_replay.collection.intake import arrival_rules
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Drop, Report
@@ -234,7 +234,7 @@ def test_what_a_step_takes_by_hand(is_main):
     intake.arrivals.take_in(Drop(0, 3, "lost", 0, 0))
     source.intake = intake if is_main else None
     generated = (make_rollout(8, birth_step=3), make_rollout(9, birth_step=2))
-    taken = source._step_rollouts(TakenRollouts(generated, 0), ServerShare(3.0, 0.5))
+    taken = source._step_rollouts(generated, ServerShare(3.0, 0.5))
     found = (taken.prompts, taken.groups, taken.generation_seconds, len(taken.measured))
     assert found == ((1, 1, 3.0, 1) if is_main else (0, 0, None, 0))
     assert taken.nominal_rollouts == PROMPTS * GROUP
@@ -283,18 +283,21 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     monkeypatch.setattr(asynchronous, "time", clock)
     monkeypatch.setattr(source, "_go_live", lambda: intake.went_live())
     monkeypatch.setattr(source, "_wait", lambda *_: now.append(now.pop() + 6) or True)
-    arrived = TakenRollouts((make_rollout(8, birth_step=3), make_rollout(9, birth_step=2)), 2)
+    arrived = [
+        replace(make_rollout(index, birth_step=birth), policy_version_end=3)
+        for index, birth in ((8, 3), (9, 2))
+    ]
     intake.cut = lambda *words: intake.done.append(("cut", *words)) or arrived
     intake.newest_report = Report(idle_seconds=1.0, server_seconds=4.0)
     taken = source.take(3, lambda: False)
     assert intake.done == [("went_live",), ("poll", 2), ("cut", 3, 2, 2)]
-    assert (taken.generated, taken.generation_seconds) == (arrived.generated, 3.0)
+    assert (taken.generated, taken.generation_seconds) == (arrived, 3.0)
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 12.0})
-    source.parts.buffer.insert(arrived.generated, 3)
+    source.parts.buffer.insert(arrived, 3)
     source.parts.buffer._evict_born_before(3, 99)  # both, in step 3
     draw = Draw.empty()
-    batch = ComposedBatch(arrived.generated, np.zeros(2, bool), draw.ages, draw)
-    found = source.metrics(StepRecord(3, taken, arrived.generated, None, batch, [], []))
+    batch = ComposedBatch(arrived, np.zeros(2, bool), draw.ages, draw)
+    found = source.metrics(StepRecord(3, taken, arrived, None, batch, [], []))
     assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.5, 0.25)
     assert (found["async/straddlers"], found["async/outstanding_groups"]) == (2, 7)
     assert (found["sampler/policy_version"], found["async/undrawn_evicted"]) == (2, 2)
@@ -319,7 +322,7 @@ def test_a_recorded_step_is_repeated_without_waiting(monkeypatch):
     for kind in (JournalSource, CollectorSource):
         source, intake = collector_source(async_recipe(URLS), kind)
         intake.replaying = True
-        intake.take_recorded = lambda step: TakenRollouts((make_rollout(step),), 0)
+        intake.take_recorded = lambda step: [make_rollout(step)]
         taken = source.take(3, lambda: False)
         assert [rollout.rollout_id for rollout in taken.generated] == [3]
         assert taken.generation_seconds is None
