@@ -113,16 +113,6 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivalRules:
-    """What the recipe says about arrivals. `groups_per_step` is None if a step takes whatever is
-    there (buffer_only). A group older than `max_age_steps` at its step is stale."""
-
-    groups_per_step: int | None
-    newest_first: bool
-    max_age_steps: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Arrived:
     """A group, and how many groups arrived before it in the run."""
 
@@ -145,10 +135,15 @@ class Selection:
 
 
 class Arrivals:
-    """The queue on rank 0, and the ledger."""
+    """The queue on rank 0, and the ledger. `groups_per_step` is None if a step takes whatever is
+    there (buffer_only). A group older than `max_age_steps` at its step is stale."""
 
-    def __init__(self, rules: ArrivalRules) -> None:
-        self.rules = rules
+    def __init__(
+        self, groups_per_step: int | None, newest_first: bool, max_age_steps: int | None
+    ) -> None:
+        self.groups_per_step = groups_per_step
+        self.newest_first = newest_first
+        self.max_age_steps = max_age_steps
         self.ledger = Ledger()
         self.arrived_groups = 0
         self.records = 0  # groups and drops so far
@@ -156,6 +151,16 @@ class Arrivals:
         self.dropped_groups = 0  # cancelled or lost
         self._queue: list[Arrived] = []
         self._seen: set[Place] = set()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Arrivals":
+        """An empty queue, by what the recipe says about arrivals."""
+        never_gated = recipe.replay.replays and recipe.replay.stores_first
+        return cls(
+            groups_per_step=None if never_gated else recipe.sampling.prompts_per_step,
+            newest_first=recipe.sampling.collection.order == "newest_first",
+            max_age_steps=recipe.replay.max_age_steps,
+        )
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -203,7 +208,7 @@ class Arrivals:
         """Take the groups of `step` out of the queue, and those too old for it."""
         stale = [each for each in self._queue if self._is_stale(each, step)]
         young = self.young(step)
-        count, newest = self.rules.groups_per_step, self.rules.newest_first
+        count, newest = self.groups_per_step, self.newest_first
         if count is not None and len(young) < count:
             raise JournalError(f"step {step} takes {count} groups, {len(young)} have arrived")
         taken = young if count is None else young[-count:] if newest else young[:count]
@@ -213,7 +218,7 @@ class Arrivals:
         return Selection(tuple(taken), tuple(stale))
 
     def _is_stale(self, arrived: Arrived, step: int) -> bool:
-        limit = self.rules.max_age_steps
+        limit = self.max_age_steps
         return limit is not None and step - arrived.birth_step > limit
 
 

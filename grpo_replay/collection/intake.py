@@ -23,7 +23,6 @@ from collections.abc import Callable
 
 from grpo_replay.collection.arrivals import (
     Amount,
-    ArrivalRules,
     Arrivals,
     Selection,
     take_rollouts,
@@ -45,7 +44,7 @@ from grpo_replay.collection.messages import (
     Version,
 )
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
-from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection, ServersSection
+from grpo_replay.recipe import Recipe, ServersSection
 from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
 from grpo_replay.types import Rollout
 
@@ -56,16 +55,6 @@ DRAIN_SECONDS = 10.0
 RESTARTS_WITHOUT_PROGRESS = 3
 PATIENCE = 4
 """`request_timeout_seconds` without a finished completion before a run gives up."""
-
-
-def arrival_rules(sampling: SamplingSection, replay: ReplaySection) -> ArrivalRules:
-    """What the recipe says about arrivals."""
-    never_gated = replay.replays and replay.stores_first
-    return ArrivalRules(
-        groups_per_step=None if never_gated else sampling.prompts_per_step,
-        newest_first=sampling.collection.order == "newest_first",
-        max_age_steps=replay.max_age_steps,
-    )
 
 
 def accepted_limit(max_ahead_steps: int, version: int, prompts_per_step: int, steps: int) -> int:
@@ -97,7 +86,7 @@ class Intake:
     ) -> None:
         """`journal` is None for a run that only replays."""
         self.recipe = recipe
-        self.arrivals = Arrivals(arrival_rules(recipe.sampling, recipe.replay))
+        self.arrivals = Arrivals.of(recipe)
         self.newest_report = Report()
         self._journal = journal
         self._pending = iter(records)
@@ -201,7 +190,7 @@ class Intake:
         if self._link is None:
             return
         arrivals, sampling = self.arrivals, self.recipe.sampling
-        if arrivals.rules.groups_per_step is None:
+        if arrivals.groups_per_step is None:
             self._link.send(Credit(None))
             return
         limit = accepted_limit(
@@ -215,7 +204,7 @@ class Intake:
 
     def cancel_stale(self, next_step: int) -> None:
         """Give up running groups that would be too old for `next_step`."""
-        limit = self.arrivals.rules.max_age_steps
+        limit = self.arrivals.max_age_steps
         if self._link is not None and limit is not None:
             # Age at the step: next_step - (version + 1).
             self._link.send(Cancel(next_step - 1 - limit))

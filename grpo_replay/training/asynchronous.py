@@ -193,7 +193,7 @@ class CollectorSource(JournalSource):
         recipe, servers = self.recipe, self.sampler.servers
         capacity, size = recipe.replay.capacity_rollouts, recipe.sampling.group_size
         assert self.intake is not None
-        never_gated = self.intake.arrivals.rules.groups_per_step is None
+        never_gated = self.intake.arrivals.groups_per_step is None
         return CollectorSettings(
             recipe=recipe,
             run=servers[0].prefix.removesuffix("/"),
@@ -206,7 +206,7 @@ class CollectorSource(JournalSource):
     def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
         assert self.intake is not None
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
-        needed = arrivals.rules.groups_per_step
+        needed = arrivals.groups_per_step
         if needed is not None:
             arrived = arrivals.ready(step)
             what = f"the {needed} groups of step {step}, of which {arrived} had arrived when the "

@@ -3,13 +3,13 @@
 import pytest
 from collected import group
 
-from grpo_replay.collection.arrivals import Amount, ArrivalRules, Arrivals
+from grpo_replay.collection.arrivals import Amount, Arrivals
 from grpo_replay.collection.messages import Drop, Restart
 from grpo_replay.errors import JournalError
 
 
 def arrivals(per_step: int | None = 2, newest_first=False, max_age=None) -> Arrivals:
-    return Arrivals(ArrivalRules(per_step, newest_first, max_age))
+    return Arrivals(per_step, newest_first, max_age)
 
 
 def filled(queue: Arrivals, count: int, version: int = 0) -> Arrivals:

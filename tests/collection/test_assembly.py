@@ -9,7 +9,6 @@ from collected import group, row
 
 from grpo_replay.collection.arrivals import (
     Amount,
-    ArrivalRules,
     Arrivals,
     rollouts_to_insert,
     straddles,
@@ -27,7 +26,7 @@ def recipe(**sections) -> Recipe:
 
 
 def take(groups: list[Group], step: int, settings: Recipe, max_age=None):
-    queue = Arrivals(ArrivalRules(None, False, max_age))
+    queue = Arrivals(None, False, max_age)
     for each in groups:
         queue.take_in(each)
     return take_rollouts(queue.select(step), settings, queue.ledger), queue.ledger
@@ -128,7 +127,7 @@ def test_what_a_step_waits_for_is_what_it_inserts(sections, inserted):
         msgspec.structs.replace(group((0, 2), version=3), rows=equal),
     ]
     settings = recipe(**sections)
-    queue = Arrivals(ArrivalRules(None, False, None))
+    queue = Arrivals(None, False, None)
     for each in groups:
         queue.take_in(each)
     waiting = sum(rollouts_to_insert(each, settings) for each in queue.young(5))

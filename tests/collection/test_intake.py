@@ -83,7 +83,7 @@ class Run:
         else:
             if not intake.live:
                 self.go_live()
-            needed = intake.arrivals.rules.groups_per_step or 1
+            needed = intake.arrivals.groups_per_step or 1
             ready = lambda: intake.arrivals.ready(step) >= needed  # noqa: E731
             assert intake.wait(ready, lambda: False, lambda _: None, f"step {step}", self.done)
             intake.poll(self.done)

@@ -13,7 +13,6 @@ from small_runs.asynchronous import BUFFER_ONLY, async_recipe
 from small_runs.trained import GROUP, PROMPTS, small_recipe
 
 from grpo_replay.collection.arrivals import Arrivals, rollouts_to_insert
-from grpo_replay.collection.intake import arrival_rules
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Drop, Report
 from grpo_replay.distributed.comm import Comm
@@ -64,7 +63,7 @@ class Waiting:
     """An intake whose waits end at once, and are looked at afterwards."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.arrivals = Arrivals(arrival_rules(recipe.sampling, recipe.replay))
+        self.arrivals = Arrivals.of(recipe)
         self.replaying, self.newest_report, self.done = False, Report(), []
 
     def wait(self, is_ready, stop_requested, look, what, version) -> bool:
