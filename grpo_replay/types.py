@@ -29,6 +29,9 @@ Row = Mapping[str, Any]
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Pairs of a parameter name and its full tensor, for weight transfers."""
 
+Span = tuple[int, int, int]
+"""(policy version, first token, end): output tokens that one version of the weights sampled."""
+
 
 class RequestKey(NamedTuple):
     """Identifies one completion of a run: training step (1-based), prompt index within the step

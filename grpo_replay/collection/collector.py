@@ -31,7 +31,6 @@ from grpo_replay.collection.messages import (
     Place,
     Report,
     Row,
-    Span,
     Stop,
     Version,
     pack,
@@ -43,7 +42,7 @@ from grpo_replay.replay.rollouts import group_requests
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, PoolSettings, Servers
 from grpo_replay.sampling.server.routes import VllmServer, close_kept_connections
-from grpo_replay.types import Completion, Prompt, Verdict
+from grpo_replay.types import Completion, Prompt, Span, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from grpo_replay.types import Span
+
 TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 Place = tuple[int, int]
 """(epoch, prompt_index): a prompt's place in the endless order of the run. Identifies a group."""
-
-Span = tuple[int, int, int]
-"""(policy version, first token, end): output tokens that one version of the weights sampled."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

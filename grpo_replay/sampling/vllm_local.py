@@ -37,7 +37,7 @@ from grpo_replay.sampling.vllm_requests import (
     check_request,
     engine_arguments,
     log_through_root,
-    read_spans,
+    read_versions,
     sampling_parameters,
     set_environment,
 )
@@ -147,7 +147,7 @@ class VllmLocalSampler:
             tokens,
             [entry[token].logprob for token, entry in zip(tokens, entries, strict=False)],
             sampled.finish_reason,
-            read_spans([span.version for span in sampled.weight_versions or ()], place),
+            read_versions([span.version for span in sampled.weight_versions or ()], place),
             self.stop_token_ids,
         )
 

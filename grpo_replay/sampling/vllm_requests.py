@@ -2,7 +2,6 @@
 validation of completions."""
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,6 @@ NO_LOGPROB = -9999.0
 
 ROUNDING = 1e-3
 """How far above 0 rounding may take the log-prob of a token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """The policy versions of the first and the last sampled token."""
-
-    first: int
-    last: int
 
 
 def sampling_parameters(
@@ -63,14 +54,14 @@ def build_completion(
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     finish_reason: str | None,
-    spans: Spans,
+    versions: tuple[int, int],
     stop_token_ids: Sequence[int],
     vocabulary: int = 2**31,
 ) -> Completion:
-    """The validated completion. Raises SamplerError for a missing, non-finite or positive log-prob,
-    for what is no token id, an aborted request, or an end that is neither a stop token nor the
-    maximum length."""
-    place = f"completion {tuple(request.key)} of policy version {spans.first}"
+    """The validated completion; `versions` are those of the policy that sampled its first and its
+    last token. Raises SamplerError for a missing, non-finite or positive log-prob, for what is no
+    token id, an aborted request, or an end that is neither a stop token nor the maximum length."""
+    place = f"completion {tuple(request.key)} of policy version {versions[0]}"
     if len(logprobs) != len(token_ids) or not token_ids:
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
     if odd := _no_tokens(token_ids, vocabulary):
@@ -90,8 +81,8 @@ def build_completion(
         token_ids=np.asarray(token_ids, dtype=np.int32),
         sampler_logprobs=logprobs_T,
         finish_reason=finish_reason,
-        policy_version=spans.first,
-        policy_version_end=spans.last,
+        policy_version=versions[0],
+        policy_version_end=versions[1],
     )
 
 
@@ -123,7 +114,7 @@ def _is_token(value: Any, vocabulary: int) -> bool:
     return is_whole and 0 <= value < vocabulary
 
 
-def read_spans(labels: Sequence[Any], place: str) -> Spans:
+def read_versions(labels: Sequence[Any], place: str) -> tuple[int, int]:
     """First and last policy version of the weight labels of one completion, in token order.
 
     Raises SamplerError for any other label: the weights are not this run's.
@@ -134,7 +125,7 @@ def read_spans(labels: Sequence[Any], place: str) -> Spans:
             f"{place}: sampled by weights labelled {list(labels)}, not by a policy version of "
             "this run: the server was restarted, or something else updates it"
         )
-    return Spans(versions[0], versions[-1])
+    return versions[0], versions[-1]
 
 
 CPU_VARIABLES = {

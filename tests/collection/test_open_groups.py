@@ -3,8 +3,8 @@
 import numpy as np
 
 from grpo_replay.collection.collector import Member, OpenGroup, Sampled
-from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Drop, Span, unpack
-from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Verdict
+from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Drop, unpack
+from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Span, Verdict
 
 RIGHT = Verdict(1.0, "correct", (1.0,))
 

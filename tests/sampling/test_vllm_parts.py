@@ -36,10 +36,9 @@ from grpo_replay.sampling.server.weight_transfer import FolderTransfer
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
 from grpo_replay.sampling.vllm_process import in_few_words
 from grpo_replay.sampling.vllm_requests import (
-    Spans,
     build_completion,
     engine_arguments,
-    read_spans,
+    read_versions,
     set_environment,
 )
 from grpo_replay.types import GenerationRequest, RequestKey
@@ -348,7 +347,7 @@ def test_every_worker_of_every_server_has_its_own_rank():
 def answer(tokens: list[int], finish: str | None, logprob: float = -0.5):
     """The completion of a request for at most three tokens; token 9 stops."""
     request = GenerationRequest(RequestKey(1, 0, 0), np.array([5], np.int32), 7, 3, 1.0)
-    return build_completion(request, tokens, [logprob] * len(tokens), finish, Spans(2, 4), [9])
+    return build_completion(request, tokens, [logprob] * len(tokens), finish, (2, 4), [9])
 
 
 def test_an_answer_ends_with_a_stop_token_or_at_the_maximum_length():
@@ -376,10 +375,10 @@ def test_an_answer_without_a_finite_log_prob_is_refused(logprob):
 
 
 def test_labels_of_other_runs_are_not_read():
-    assert read_spans(["3", "4"], "here").last == 4
+    assert read_versions(["3", "4"], "here") == (3, 4)
     for labels in (["default"], ["b/3"], [""], [], ["3", "default"], [3], [None]):
         with pytest.raises(SamplerError, match="here: sampled by weights labelled"):
-            read_spans(labels, "here")
+            read_versions(labels, "here")
 
 
 STUBBORN = (

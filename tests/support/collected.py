@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Group, Row, Span, pack
-from grpo_replay.types import Prompt, Verdict
+from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Group, Row, pack
+from grpo_replay.types import Prompt, Span, Verdict
 
 PROMPTS = 6
 

@@ -26,13 +26,10 @@ from grpo_replay.sampling.server.routes import (
     VllmServer,
     WeightSpan,
 )
-from grpo_replay.sampling.vllm_requests import Spans, build_completion
-from grpo_replay.types import Completion, GenerationRequest
+from grpo_replay.sampling.vllm_requests import build_completion
+from grpo_replay.types import Completion, GenerationRequest, Span
 
 logger = logging.getLogger(__name__)
-
-Span = tuple[int, int, int]
-"""Policy version, first token and the token after the last one that it sampled."""
 
 PROBE_SECONDS = 1.0
 """Time between two looks at a server that is down."""
@@ -322,7 +319,7 @@ class Dispatcher(Generic[J]):
             answer.token_ids,
             [each.logprob for each in answer.logprobs.content],
             answer.finish_reason,
-            Spans(spans[0][0], spans[-1][0]),
+            (spans[0][0], spans[-1][0]),
             self._stop_token_ids,
             self._settings.vocabulary,
         )

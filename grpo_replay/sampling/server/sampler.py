@@ -37,7 +37,6 @@ from grpo_replay.sampling.server.dispatcher import (
     Job,
     PoolSettings,
     Servers,
-    Span,
 )
 from grpo_replay.sampling.server.routes import (
     CONTROL_SECONDS,
@@ -59,7 +58,7 @@ from grpo_replay.sampling.server.weight_transfer import (
     publish,
 )
 from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
-from grpo_replay.types import Completion, GenerationRequest, NamedTensors
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors, Span
 
 logger = logging.getLogger(__name__)
 
