@@ -39,7 +39,13 @@ from grpo_replay.engine.microbatches import (
 from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
-from grpo_replay.engine.weights import LoraAdapters, full_adapters, full_tensors, tied_names
+from grpo_replay.engine.weights import (
+    LoraAdapters,
+    MergedChange,
+    full_adapters,
+    full_tensors,
+    tied_names,
+)
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe, ZeroSection
 from grpo_replay.replay.batch import TrainRow
@@ -71,6 +77,8 @@ class DeepSpeedEngine:
         self._device = device
         self._tokenizer = tokenizer
         self.notices: list[str] = []
+        self.merged_share: float | None = None
+        """`MergedChange.share` of the last merge of this step; None without one."""
         if recipe.model.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -312,7 +320,10 @@ class DeepSpeedEngine:
         names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the
         iterator."""
         self._prepare_gather()
-        yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
+        change = MergedChange() if self._adapters is not None else None
+        tensors = full_tensors(self._model, bucket_bytes, change)
+        yield from self._comm.position.each("tensor", tensors)
+        self.merged_share = None if change is None else change.share
 
     def _prepare_gather(self) -> None:
         if self._stage == 3:
@@ -364,7 +375,7 @@ class DeepSpeedEngine:
     def begin_step(self, step: int) -> None:
         """Set what depends on the training step: the learning rate of its updates, and the seed
         of dropout."""
-        self._step, self._updates_of_step = step, 0
+        self._step, self._updates_of_step, self.merged_share = step, 0, None
         rate = self._recipe.optimizer.rate_of(step, self._recipe.run.steps)
         for group in param_groups(self._engine):
             group["lr"] = rate

@@ -36,6 +36,9 @@ from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome, stream
 
 SPLIT_STREAM = 2  # purpose of a random stream of the step, as `DRAW_STREAM` is
 
+MERGED_ENOUGH = 0.9
+"""Share of the adapters' change in the merged weights below which a run says so."""
+
 
 def never() -> bool:
     """No stop is requested."""
@@ -56,6 +59,7 @@ class Trainer:
             self.recipe.reward, self.recipe.sampling, self.recipe.run.steps
         )
         self._missing = MissingWatch()
+        self._rounding_told = False
         self._correct = CorrectWatch(self.recipe.reward)
 
     def train_step(self, stop_requested: Callable[[], bool] = never) -> dict[str, Any] | None:
@@ -163,6 +167,21 @@ class Trainer:
                 "lower replay.max_age_steps"
             )
 
+    def _warn_if_merging_rounds(self, step: int) -> None:
+        """Say so at the first push, and at the end, if the sampler holds too little of what LoRA's
+        adapters change."""
+        share, last = self.parts.engine.merged_share, step == self.recipe.run.steps
+        if share is None or share >= MERGED_ENOUGH or (self._rounding_told and not last):
+            return
+        self._rounding_told = True
+        self.notices.append(
+            f"step {step}: {share:.0%} of what the adapters change is in the merged weights, with "
+            "which samples, evaluations and model/ of checkpoints are made; the rest is below the "
+            f"resolution of model.dtype {self.recipe.model.dtype}. adapter/ has all of it. The "
+            "share grows with the adapters (sampler/merged_share); model.dtype float32 loses "
+            "nothing"
+        )
+
     def advance(self) -> None:
         """The updated policy is the next version, also if nothing was trained on. The source
         pushes every `run.sync_every_steps`-th version to the sampler."""
@@ -175,6 +194,7 @@ class Trainer:
         self.generated = record.generated
         recipe, step = self.recipe, record.step
         self._warn_if_capacity_binds(step)
+        self._warn_if_merging_rounds(step)
         if record.generated:
             self.notices += self._missing.observe(
                 step, record.generated, self.parts.scorer.first_error
@@ -190,6 +210,8 @@ class Trainer:
             recipe.loss, recipe.reward, recipe.sampling.group_size, recipe.draws_per_step,
             recipe.replay.machines,
         )  # fmt: skip
+        if self.recipe.model.lora.r is not None:
+            metrics["sampler/merged_share"] = self.parts.engine.merged_share
         return {**metrics, "num_tokens": self.state.processed_tokens}
 
 

@@ -423,6 +423,7 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
 ):
     evaluated = train_small_run(
         tmp_path / "run",
+        model={"lora": {"r": 2}},
         run={"steps": 3},
         reward={"overlong_buffer_tokens": 4},
         loss={"sampler_ratio_cap": 2.0},
