@@ -22,6 +22,12 @@ from grpo_replay.distributed.environment import LAUNCH_FOLDER_VARIABLE, rank_env
 from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
 from grpo_replay.terminal.quiet import without_secrets
 
+HEARD = (
+    b"\nstopping after this step, with a checkpoint; Ctrl-C again stops now, and loses the steps "
+    b"since the last one\n"
+)
+"""What Ctrl-C shows at once: a step may take minutes."""
+
 
 class Interruption:
     """Remembers the first request to stop until the run can. `reason` says what asked, or None. A
@@ -59,6 +65,9 @@ class Interruption:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and sys.__stderr__ and rank_environment().rank == 0:
+            with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
+                os.write(sys.__stderr__.fileno(), HEARD)  # not print, amid which we may be
         self.request(signal.Signals(number).name)
 
 

@@ -72,6 +72,16 @@ def test_a_signal_is_a_request_to_save_and_stop(tmp_path, processes, caplog, num
     assert number.name in line
 
 
+def test_ctrl_c_is_answered_at_once_and_a_second_one_stops(capfd):
+    interruption = Interruption()
+    with interruption.caught():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.requested
+        assert "stopping after this step, with a checkpoint; Ctrl-C again" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
