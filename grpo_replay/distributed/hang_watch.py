@@ -15,11 +15,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from grpo_replay.distributed.comm import Comm, Place
 from grpo_replay.distributed.failures import is_lost_peer, leave_positions, name_ranks
 from grpo_replay.errors import GrpoReplayError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 STORE_SECONDS = 5.0
 """Longest wait for an answer of the store."""
@@ -27,17 +30,6 @@ _MOST_SECONDS_BETWEEN_LOOKS = 5.0
 _REPORTS = "hang/reports"
 
 logger = logging.getLogger(__name__)
-
-
-class Store(Protocol):
-    """The methods of torch's store that are used here. `get` is called for existing keys only. All
-    raise RuntimeError when the store is out of reach."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +65,11 @@ class HangWatch:
 
     Once this rank has been in one place for `report_seconds`, all ranks log a report; another one
     follows when twice the time has passed, and so on. An error about a lost rank gets a note of
-    where the ranks were last seen.
+    where the ranks were last seen. The methods of `store` raise RuntimeError when it is out of
+    reach.
     """
 
-    def __init__(self, comm: Comm, store: Store, report_seconds: float) -> None:
+    def __init__(self, comm: Comm, store: "Store", report_seconds: float) -> None:
         self._comm = comm
         self._store = store
         self._report_seconds = report_seconds
