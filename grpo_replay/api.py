@@ -146,7 +146,7 @@ def sweep(
     and `message` if it failed. `on_change` gets the row of a cell whose status changes."""
     from grpo_replay.lab.sweep.grid import check_folder, choose_arms, expand
     from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
-    from grpo_replay.lab.sweep.sweep_run import StopRequests, run_sweep
+    from grpo_replay.lab.sweep.sweep_run import Observer, StopRequests, run_sweep
 
     path = find_sweep(str(name))
     file = read_sweep_file(path)
@@ -154,8 +154,10 @@ def sweep(
     comparisons = expand(file, path, folder)
     chosen = choose_arms(comparisons, only)
     check_folder(folder, file)
-    display, stops = _Cells(on_change), StopRequests()
-    entries, _ = run_sweep(file, comparisons, chosen, folder, jobs, display, stops)
+    observer: Any = Observer()
+    if on_change is not None:
+        observer.on_change = on_change
+    entries, _ = run_sweep(file, comparisons, chosen, folder, jobs, observer, StopRequests())
     return entries
 
 
@@ -311,18 +313,3 @@ def _observer(
     if on_evaluation is not None:
         observer.on_evaluation = on_evaluation
     return observer
-
-
-class _Cells:
-    """Tells a function when the status of a cell changes."""
-
-    def __init__(self, on_change: Callable[["Entry"], object] | None) -> None:
-        self._on_change = on_change
-
-    def on_change(self, entry: "Entry") -> None:
-        if self._on_change is not None:
-            self._on_change(entry)
-
-    def on_progress(self, entries: Sequence["Entry"]) -> None: ...
-
-    def on_notice(self, text: str) -> None: ...

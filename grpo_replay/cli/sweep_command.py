@@ -24,7 +24,14 @@ from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import shell_command
 from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, expand, open_folder
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
-from grpo_replay.lab.sweep.sweep_run import Entry, Status, StopRequests, SweepRun, run_sweep
+from grpo_replay.lab.sweep.sweep_run import (
+    Entry,
+    Observer,
+    Status,
+    StopRequests,
+    SweepRun,
+    run_sweep,
+)
 from grpo_replay.terminal.console import open_console, plain_table, print_table
 
 _STYLES = {
@@ -43,7 +50,7 @@ _MOST_INTERESTING_FIRST = (
 )
 
 
-class SweepDisplay:
+class SweepDisplay(Observer):
     """Shows a live table on a terminal, and elsewhere one line per change of a cell."""
 
     def __init__(self, console: Console) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_replay.errors import INTERRUPTED, OutputDirectoryError, first_line
 from grpo_replay.lab.sweep.cell_processes import STOP_SIGNALS, Launcher
@@ -157,8 +157,8 @@ class Entry:
     accuracy: float | None = None
 
 
-class Observer(Protocol):
-    """Receives what happens in a sweep."""
+class Observer:
+    """Receives what happens in a sweep. This one ignores it."""
 
     def on_change(self, entry: Entry) -> None:
         """The status of a cell changed."""

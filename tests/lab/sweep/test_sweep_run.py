@@ -14,7 +14,7 @@ from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import CellState, locked_log, note_start
 from grpo_replay.lab.sweep.grid import expand
 from grpo_replay.lab.sweep.sweep_file import SweepFile
-from grpo_replay.lab.sweep.sweep_run import Status, StopRequests, SweepRun
+from grpo_replay.lab.sweep.sweep_run import Observer, Status, StopRequests, SweepRun
 
 GRID = "{optimizer.learning_rate: [5.0e-5, 1.0e-4, 2.0e-4]}"
 TUNED = f"{SWEEP}tune: {{seeds: [1], grid: {GRID}}}"
@@ -131,12 +131,10 @@ def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
     assert sweep.steps("ours/seed-5") == list(range(1, 26))
 
 
-class Notices:
+class Notices(Observer):
     def __init__(self):
         self.told = []
 
-    def on_change(self, entry): ...
-    def on_progress(self, entries): ...
     def on_notice(self, text):
         self.told.append(text)
 
