@@ -144,7 +144,7 @@ def sweep(
     """Run the cells of a sweep file or of a shipped sweep, each as a process of its own, `jobs` at
     a time; the same call continues it. Returns a row for each cell: `cell`, `status`, `accuracy`,
     and `message` if it failed. `on_change` gets the row of a cell whose status changes."""
-    from grpo_replay.lab.sweep.grid import check_folder, choose_arms, expand
+    from grpo_replay.lab.sweep.grid import choose_arms, expand, refuse_other_sweep
     from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
     from grpo_replay.lab.sweep.sweep_run import Observer, StopRequests, run_sweep
 
@@ -153,7 +153,7 @@ def sweep(
     folder = Path(output_dir) if output_dir is not None else Path("runs") / file.name
     comparisons = expand(file, path, folder)
     chosen = choose_arms(comparisons, only)
-    check_folder(folder, file)
+    refuse_other_sweep(folder, file)
     observer: Any = Observer()
     if on_change is not None:
         observer.on_change = on_change
@@ -170,12 +170,12 @@ def report(
     (docs/report.md). With `output`, also write pages, tables and figures to that folder."""
     from grpo_replay.lab.report.collect import collect
     from grpo_replay.lab.report.measure import measure
-    from grpo_replay.lab.report.report_files import check_folder, document, write_report
+    from grpo_replay.lab.report.report_files import document, refuse_other_files, write_report
     from grpo_replay.terminal.console import no_progress
 
     given = [paths] if isinstance(paths, str | Path) else paths
     if output is not None:
-        check_folder(Path(output))
+        refuse_other_files(Path(output))
     with no_progress():
         experiment = collect([str(path) for path in given], baseline)
         findings = measure(experiment, [], ())

@@ -11,7 +11,7 @@ from grpo_replay.errors import UsageError
 from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import default_outcome, measure
-from grpo_replay.lab.report.report_files import check_folder, document, write_report
+from grpo_replay.lab.report.report_files import document, refuse_other_files, write_report
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import facts_of, report_tables, warnings_of
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
@@ -25,7 +25,7 @@ def run(options: ReportOptions) -> int:
     _check_numbers(options.reach, options.mu)
     output = None if options.output is None else Path(options.output)
     if output is not None:
-        check_folder(output)
+        refuse_other_files(output)
     experiment = collect(options.paths, options.baseline)
     targets = [each / 100 for each in options.reach]
     outcome = _outcome(options, default_outcome(experiment))

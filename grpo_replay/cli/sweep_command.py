@@ -22,7 +22,13 @@ from grpo_replay.errors import INTERRUPTED, UsageError
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import shell_command
-from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, expand, open_folder
+from grpo_replay.lab.sweep.grid import (
+    Comparison,
+    choose_arms,
+    expand,
+    open_folder,
+    refuse_other_sweep,
+)
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.lab.sweep.sweep_run import (
     Entry,
@@ -220,7 +226,7 @@ def run(options: SweepOptions) -> int:
     output_dir = Path(options.output_dir) if options.output_dir else Path("runs") / sweep.name
     comparisons = expand(sweep, path, output_dir)
     chosen = choose_arms(comparisons, options.only)
-    check_folder(output_dir, sweep)
+    refuse_other_sweep(output_dir, sweep)
     if options.dry_run:
         return print_estimate(_entries(chosen, options.jobs, record=False))
     if not options.print_commands:

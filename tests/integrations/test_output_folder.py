@@ -10,7 +10,7 @@ from grpo_replay.cli.app import app
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.integrations.output_folder import OutputFolder, sections_of
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.report.finished_run import UnfinishedRun, read_run
+from grpo_replay.lab.report.finished_run import UnfinishedRun, read_finished_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.recipe_history import read_recipe_file
 from grpo_replay.storage.run_directory import refuse_missing
@@ -69,7 +69,7 @@ def test_a_folder_of_another_trainer_is_neither_resumed_nor_a_run_to_continue(tm
     found = CliRunner().invoke(app, ["train", "--resume", "--output-dir", str(tmp_path)])
     assert found.exit_code == 3
     with pytest.raises(UnfinishedRun, match=r"another trainer, .*: evaluate its checkpoints"):
-        read_run(tmp_path)
+        read_finished_run(tmp_path)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 

@@ -147,7 +147,7 @@ def _law_text(inspection: Inspection) -> Text:
 def _populations(inspection: Inspection) -> Panel | None:
     if not inspection.populations:
         return None
-    table = plain_table()
+    table = panel_table()
     table.add_column("")
     colours = {"stored": STORED, "replayed": REPLAYED}
     for rows in inspection.populations:
@@ -234,7 +234,7 @@ def _reuse(inspection: Inspection) -> Panel | None:
 def _by_age(inspection: Inspection) -> Panel | None:
     if not inspection.by_age:
         return None
-    table = plain_table()
+    table = panel_table()
     for name in ("age", "uses", "clipped", "", "ratio", "KL, nats"):
         table.add_column(
             name, justify="left" if not name else "right", width=11 if not name else None
@@ -258,7 +258,7 @@ def _by_age(inspection: Inspection) -> Panel | None:
 
 def trends_table(inspection: Inspection, width: int) -> Table:
     """One line per metric: mean of the first and last eighth of the run, and a sparkline."""
-    table = plain_table()
+    table = panel_table()
     for name in ("", "first", "", "last"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for metric, points in inspection.trends.items():
@@ -279,7 +279,7 @@ def _short(value: float) -> str:
 STORED, REPLAYED = "blue", "dark_orange"
 
 
-def plain_table() -> Table:
+def panel_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
 
 
@@ -288,7 +288,7 @@ def bars(
 ) -> Table:
     """A histogram for each name in `colours`, side by side; `rows` have a label and a count for
     each. Each is scaled to its own largest count."""
-    table = plain_table()
+    table = panel_table()
     table.add_column(heading, justify="right", style="dim")
     for name, colour in colours.items():
         table.add_column(name, justify="right", style=colour)

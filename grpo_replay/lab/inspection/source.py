@@ -81,7 +81,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 def _open_run(run_dir: Path, step: int | None) -> Source:
     metrics = read_metrics(run_dir / "metrics.jsonl")
-    rollout_files = step_files(run_dir / "rollouts")
+    rollout_files = files_by_step(run_dir / "rollouts")
     # While a step is written, its rollouts are on disk before its line of metrics.
     known = [int(line["step"]) for line in metrics] or [at for at, _ in rollout_files]
     snapshots = checkpoint_snapshots(run_dir)
@@ -155,12 +155,12 @@ def _source(
         run_dir=run_dir,
         recipes=read_recipes(run_dir),
         metrics=tuple(line for line in metrics if line["step"] <= step),
-        rollout_files=until(step_files(run_dir / "rollouts")),
-        draw_files=until(step_files(run_dir / "draws")),
+        rollout_files=until(files_by_step(run_dir / "rollouts")),
+        draw_files=until(files_by_step(run_dir / "draws")),
     )
 
 
-def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
+def files_by_step(folder: Path) -> tuple[tuple[int, Path], ...]:
     """(step, file) of every `step_*.parquet` in a folder, ascending; empty without a folder."""
     if not folder.is_dir():
         return ()

@@ -24,7 +24,7 @@ from grpo_replay.lab.report.finished_run import (
     FinishedRun,
     UnfinishedRun,
     read_evaluation,
-    read_run,
+    read_finished_run,
 )
 from grpo_replay.lab.sweep.cells import error_line
 from grpo_replay.lab.sweep.grid import log_of
@@ -190,7 +190,7 @@ def _add_folder(folder: Path, found: _Found) -> None:
 
 def _add_run(path: Path, found: _Found) -> None:
     """A run given by its own path must be finished; one of a sweep keeps the name of its arm."""
-    run = read_run(path)
+    run = read_finished_run(path)
     arm_folder = path.resolve().parent
     if (arm_folder.parent / SWEEP).exists():
         found.arms.append(Arm(arm_folder.name, {run.seed: run}))
@@ -217,7 +217,7 @@ def _add_sweep(folder: Path, sweep: SweepFile, found: _Found) -> None:
 
 
 def _cell(path: Path, seed: int) -> FinishedRun:
-    run = read_run(path)
+    run = read_finished_run(path)
     if run.seed != seed:
         raise DataError(
             f"{path}: its recipe has run.seed {run.seed}: the folder was renamed or belongs to "

@@ -130,7 +130,7 @@ class UnfinishedRun(DataError):
         self.reason = reason
 
 
-def read_run(path: Path) -> FinishedRun:
+def read_finished_run(path: Path) -> FinishedRun:
     """A finished run. Raises UnfinishedRun, and DataError for a damaged or newer one."""
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")

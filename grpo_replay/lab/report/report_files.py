@@ -151,7 +151,7 @@ def latex_text(text: str) -> str:
     return re.sub(r"^\[", "{[}", escaped)  # after \\ a bracket would be an argument
 
 
-def check_folder(folder: Path) -> None:
+def refuse_other_files(folder: Path) -> None:
     """Raises OutputDirectoryError if the folder holds anything but an earlier report."""
     if folder.exists() and not folder.is_dir():
         raise OutputDirectoryError(f"--output {folder} is a file; name a folder")
@@ -164,7 +164,7 @@ def check_folder(folder: Path) -> None:
 
 def write_report(experiment: Experiment, findings: Findings, folder: Path) -> None:
     """Write all forms of the report. Raises OutputDirectoryError."""
-    check_folder(folder)
+    refuse_other_files(folder)
     tables = report_tables(findings)
     axes = usable_axes(experiment, findings.given_mu)
     figures = report_figures(experiment, findings, axes)

@@ -207,7 +207,7 @@ def all_cells(comparisons: Sequence[Comparison]) -> Iterator[Cell]:
                 yield arm.comparison[seed]
 
 
-def check_folder(output_dir: Path, sweep: SweepFile) -> None:
+def refuse_other_sweep(output_dir: Path, sweep: SweepFile) -> None:
     """Raises OutputDirectoryError unless the folder is new or holds this sweep, or a part of it:
     arms and seeds may be added, whose cells change no others."""
     if output_dir.exists() and not output_dir.is_dir():
@@ -245,7 +245,7 @@ def open_folder(
         output_dir.mkdir(parents=True, exist_ok=True)
     lock = RunDirectory(output_dir)
     lock.lock()
-    check_folder(output_dir, sweep)
+    refuse_other_sweep(output_dir, sweep)
     with named_if_unwritable(output_dir):
         write_text_whole(output_dir / SWEEP, sweep_to_yaml(sweep))
         for comparison in comparisons:

@@ -205,7 +205,7 @@ class Tally:
         return Check(self.name, not self.failed, self.checked, "; ".join([detail, *self.notes]))
 
 
-def read_run(folder: Path) -> RunFiles:
+def read_run_files(folder: Path) -> RunFiles:
     """Read the files of a run. Raises SnapshotError if they are missing or damaged.
 
     Files of steps that metrics.jsonl does not list are skipped: the run was interrupted there.
@@ -249,7 +249,7 @@ def check_steps(run: RunFiles) -> Check:
     return tally.result()
 
 
-def read_snapshot(path: Path) -> tuple[Columns, pa.Table, Any]:
+def read_buffer_columns(path: Path) -> tuple[Columns, pa.Table, Any]:
     """Priorities and uses of a snapshot (-1: never used), its other columns, and the step after
     which it was written. Raises SnapshotError."""
     step = read_snapshot_facts(path)["step"]

@@ -42,8 +42,8 @@ from grpo_replay.lab.verification.run_files import (
     VerifyReport,
     check_steps,
     queries,
-    read_run,
-    read_snapshot,
+    read_buffer_columns,
+    read_run_files,
 )
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.storage.rollout_log import optional_fields, read_rollout_table, step_path
@@ -119,7 +119,7 @@ def check_snapshot(
     run: RunFiles, store: Store, priority_N: np.ndarray, step: int, path: Path, tally: Tally
 ) -> None:
     """Check content, order, uses and priorities, and each other column against rollouts/."""
-    uses, table, written_at = read_snapshot(path)
+    uses, table, written_at = read_buffer_columns(path)
     tally.expect(written_at == step, f"checkpoint {step}: its buffer is of step {written_at}")
     ids, expected_ids = table["rollout_id"].to_pylist(), run.rollouts["rollout_id"][store.rows]
     if not tally.expect(
@@ -179,7 +179,7 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     """All checks of a run, in the order of the algorithm. With `open_policy`, the policy after a
     step (0: the one that the run began with), also those that need weights. Raises SnapshotError
     or RecipeError if the files cannot be read."""
-    run = read_run(Path(run_dir))
+    run = read_run_files(Path(run_dir))
     checks = [check_steps(run), check_groups(run), check_versions(run)]
     checks += [*check_rewards(run), *check_advantages(run)]
     checks.append(check_trained(run))

@@ -20,7 +20,7 @@ from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
 from grpo_replay.lab.report import measure
-from grpo_replay.lab.report.finished_run import evaluation_at, read_run
+from grpo_replay.lab.report.finished_run import evaluation_at, read_finished_run
 from grpo_replay.lab.report.measure import count_better
 from grpo_replay.storage.checkpoint import RunState
 
@@ -262,7 +262,7 @@ def evaluation_file(path: Path, size: Size = SMALL, **settings) -> Path:
 
 
 def test_reports_do_not_read_the_completions(sweep):
-    run_read = read_run(sweep / "ours/seed-1")
+    run_read = read_finished_run(sweep / "ours/seed-1")
     for each in (run_read.final, evaluation_at(run_read, 4)):
         assert "completion_text" not in each.samples.column_names
         assert each.samples.num_rows == 2 * 10 * 4
@@ -490,10 +490,10 @@ def test_steps_repeated_from_a_journal_have_no_time(copy, capsys):
 
 def test_a_resume_with_other_samples_leaves_no_curve_of_mixed_pass_at_k(copy):
     cell = copy / f"grpo/seed-{SEEDS[0]}"
-    assert list(read_run(cell).evaluations) == [0, 4, 8, 12]
+    assert list(read_finished_run(cell).evaluations) == [0, 4, 8, 12]
     other = evaluation(0.3, Size(samples=32), np.random.default_rng(4))
     other.write(cell / "eval/step_000004.json")
-    assert list(read_run(cell).evaluations) == [0, 8, 12]
+    assert list(read_finished_run(cell).evaluations) == [0, 8, 12]
 
 
 def test_the_same_seed_twice_is_refused(tmp_path):

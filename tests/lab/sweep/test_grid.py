@@ -7,7 +7,13 @@ import pytest
 from buffer_makers import make_rollout
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.lab.sweep.grid import all_cells, check_folder, choose_arms, expand, open_folder
+from grpo_replay.lab.sweep.grid import (
+    all_cells,
+    choose_arms,
+    expand,
+    open_folder,
+    refuse_other_sweep,
+)
 from grpo_replay.lab.sweep.sweep_file import (
     SweepFile,
     TuneSection,
@@ -135,5 +141,5 @@ def test_arms_and_seeds_may_be_added_to_a_folder_and_nothing_else_changed(tmp_pa
         ({"set": ["run.steps=9"]}, "set was"),
     ]:
         with pytest.raises(OutputDirectoryError, match=words):
-            check_folder(tmp_path, more.model_copy(update=changes))
+            refuse_other_sweep(tmp_path, more.model_copy(update=changes))
     assert read_folder(tmp_path) == more

@@ -23,7 +23,7 @@ from grpo_replay.cli.app import app
 from grpo_replay.evaluation import evaluation_report
 from grpo_replay.evaluation.evaluation_report import read_samples
 from grpo_replay.lab.verification.file_checks import FileChecks
-from grpo_replay.lab.verification.run_files import read_run
+from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.storage.checkpoint import file_facts
 
 KINDS = {
@@ -301,7 +301,7 @@ def test_the_texts_of_evaluations_are_not_read_and_no_rows_are_kept(whole, monke
         return read_samples(path, with_texts)
 
     monkeypatch.setattr(evaluation_report, "read_samples", without_texts)
-    checks = FileChecks(read_run(whole))
+    checks = FileChecks(read_run_files(whole))
     checks.check()
     assert checks.evaluations.failed == 0 < len(checks.reports)
     assert all(report.samples is None for report in checks.reports.values())

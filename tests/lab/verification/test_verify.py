@@ -16,7 +16,7 @@ from small_runs.synthetic import SyntheticRun, write_synthetic_run
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification import file_checks
 from grpo_replay.lab.verification.file_checks import FileChecks, _read_safetensors_header
-from grpo_replay.lab.verification.run_files import read_run
+from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.recipe_history import RecipeHistory
@@ -387,7 +387,7 @@ def test_a_header_of_weights_that_is_no_object_is_an_error(tmp_path):
 
 
 def test_only_a_run_that_repeats_a_journal_may_have_none(run):
-    files = read_run(run)
+    files = read_run_files(run)
     for journal in ("runs/before", None):
         recipe = files.recipe.model_copy(deep=True)
         recipe.run.__dict__["mode"] = "async"
