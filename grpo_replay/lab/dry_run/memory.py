@@ -38,10 +38,6 @@ PINNED_ROUNDING = 1.5
 """Pinned host memory per byte of weights: torch rounds every block up to a power of two. Computed
 from the sizes of vLLM's fused tensors: 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 for 0.6B."""
 
-HF_CACHE_ROOM, HF_CACHE_GROWTH = 512, 256
-"""Completion tokens that fit the first cache of the `hf` sampler, and its minimum growth:
-`sampling.decoding.INITIAL_CAPACITY` and `sampling.decode_ways.GROWTH_TOKENS`."""
-
 
 class ForwardMemory(NamedTuple):
     """Bytes of activations of one micro-batch, as measured by `lab.dry_run.trace`: those that the
@@ -278,8 +274,11 @@ def hf_memory(
 def hf_cache_tokens(prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
     """Tokens that a row of the decoder's cache has room for when the longest completion ends, and
     had before it last grew; 0 if it never grew (`sampling.decode_ways.RowLayer`)."""
-    capacity, before = prompt_tokens + min(completion_tokens, HF_CACHE_ROOM), 0
+    from grpo_replay.sampling.decode_ways import GROWTH_TOKENS
+    from grpo_replay.sampling.decoding import INITIAL_CAPACITY
+
+    capacity, before = prompt_tokens + min(completion_tokens, INITIAL_CAPACITY), 0
     while capacity < prompt_tokens + completion_tokens:
         length = capacity + 1
-        capacity, before = length + max(HF_CACHE_GROWTH, length // 2), capacity
+        capacity, before = length + max(GROWTH_TOKENS, length // 2), capacity
     return capacity, before
