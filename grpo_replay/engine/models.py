@@ -263,15 +263,20 @@ def _check_local(source: str, place: str) -> None:
         raise ModelError(f"{place}: no such folder (a hub id has the form owner/name)")
 
 
-def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
-    place = f"model.path {short_path(model.path)!r}"
-    source = resolve_model_path(model.path)
-    folder = Path(source)
+def refuse_missing_weights(model: ModelSection) -> None:
+    """Raises ModelError for a folder without weights."""
+    folder = Path(resolve_model_path(model.path))
     if folder.is_dir() and not any(any(folder.glob(each)) for each in _WEIGHT_PATTERNS):
         raise ModelError(
-            f"{place}: no weights in {source} (looked for {', '.join(_WEIGHT_PATTERNS)}); "
-            "set model.random_init: true to start from random ones"
+            f"model.path {short_path(model.path)!r}: no weights in {folder} (looked for "
+            f"{', '.join(_WEIGHT_PATTERNS)}); set model.random_init: true to start from random ones"
         )
+
+
+def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
+    refuse_missing_weights(model)
+    place = f"model.path {short_path(model.path)!r}"
+    source = resolve_model_path(model.path)
     with _named_refusals(model):
         policy, report = _load(
             AutoModelForCausalLM.from_pretrained,

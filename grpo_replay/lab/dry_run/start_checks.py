@@ -265,7 +265,7 @@ def _check_model(
 
 
 def _check_weights(model: ModelSection, findings: Findings) -> None:
-    from grpo_replay.engine.models import resolve_model_path
+    from grpo_replay.engine.models import refuse_missing_weights
 
     if model.random_init:
         return
@@ -280,14 +280,7 @@ def _check_weights(model: ModelSection, findings: Findings) -> None:
                 f"weights of {model.path}: not in the local cache; they would be downloaded"
             )
         return
-    folder = _attempt(lambda: Path(resolve_model_path(model.path)), findings)
-    names = ("*.safetensors", "pytorch_model*.bin")
-    if folder is not None and not any(any(folder.glob(name)) for name in names):
-        findings.refuse(
-            f"model.path {model.path!r}: no weights in {folder}; set model.random_init: true to "
-            "start from random ones",
-            exit_code=3,
-        )
+    _attempt(lambda: refuse_missing_weights(model), findings)
 
 
 def _weights_are_cached(path: str, revision: str | None) -> bool:

@@ -411,6 +411,8 @@ def test_a_model_folder_without_weights_is_a_problem(model_folder):
         file.unlink()
     report = report_of("tiny", f"model.path={model_folder}")
     assert any("no weights in" in problem for problem in report["problems"])
+    missing = report_of("tiny", f"model.path={model_folder / 'missing'}")
+    assert not missing["fits"] and not any("no weights" in each for each in missing["problems"])
 
 
 def test_a_wrong_dataset_field_is_a_problem_with_its_line(tmp_path):
