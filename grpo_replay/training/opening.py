@@ -140,11 +140,7 @@ class RunOpener:
             before, state.reward = state.reward, reward_facts(recipe.reward, scorer.sources())
             if start.checkpoint is None:
                 return []
-            kept = recipe.replays and recipe.checkpoint.restore_buffer
-            notices = notices_of_change(start.checkpoint, before, state.reward, kept)
-            if notices and recipe.run.is_async:
-                notices.append("groups that arrived before keep the rewards that they were given")
-            return notices
+            return notices_of_change(recipe, start.checkpoint, before, state.reward)
 
         self.notices += run_on_main(self.comm, compare) or []
         return scorer

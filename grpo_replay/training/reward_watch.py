@@ -9,7 +9,7 @@ from typing import Any
 from grpo_replay.errors import RecipeError, RewardError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, try_verifier
 from grpo_replay.prompts.prompt_set import PromptSet
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
 from grpo_replay.recipe.input_sections import SamplingSection
 from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.rewards.scorer import RewardScorer
@@ -65,7 +65,7 @@ def reward_facts(section: RewardSection, sources: Mapping[str, str]) -> dict[str
 
 
 def notices_of_change(
-    checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any], buffer_is_kept: bool
+    recipe: Recipe, checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[str]:
     """Notices if the reward of a run that is resumed from `checkpoint` is `now` another. Raises
     RecipeError if the buffer is kept, and has rollouts with advantages of the one `before`."""
@@ -74,9 +74,11 @@ def notices_of_change(
         return []
     first = int(checkpoint.name.removeprefix("step_")) + 1
     described = f"the reward is another than before step {first}: {'; '.join(changes)}"
-    stored = count_stored(checkpoint / "buffer.parquet") if buffer_is_kept else 0
+    kept = recipe.replays and recipe.checkpoint.restore_buffer
+    stored = count_stored(checkpoint / "buffer.parquet") if kept else 0
     if stored == 0:
-        return [described]
+        arrived = ["groups that arrived before keep the rewards that they were given"]
+        return [described, *(arrived if recipe.run.is_async else [])]
     raise RecipeError(
         f"{described}. The buffer has {stored:,} rollouts with advantages of the old reward. "
         "Empty it with --set checkpoint.restore_buffer=false, or restore the old reward"

@@ -13,7 +13,7 @@ from grpo_replay.errors import ModelError, RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer, opening
+from grpo_replay.training import Observer, opening, reward_watch
 from grpo_replay.training.opening import RunOpener
 from grpo_replay.training.resuming import StartingPoint, open_other_logs
 
@@ -319,8 +319,9 @@ def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     monkeypatch.setattr(opening.RewardScorer, "open", lambda reward: Scorer("own"))
     monkeypatch.setattr(opening, "reward_facts", lambda reward, sources: {"now": sources})
     monkeypatch.setattr(
-        opening, "notices_of_change", lambda *words: done.compared(*words) or list(changes)
+        reward_watch, "changes_of_reward", lambda *words: done.compared(*words) or changes
     )
+    monkeypatch.setattr(reward_watch, "count_stored", lambda path: done.counted(path) or 0)
     changes = ["it changed"]
     opened = opener(tmp_path, **section)
     opened.scorer = Scorer("given") if given else None
@@ -328,17 +329,21 @@ def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     new = StartingPoint(None, RunState())
     assert opened._open_scorer(new).name == ("given" if given else "own")
     assert (done, opened.notices, new.state.reward) == ([], [], {"now": {"f": "1"}})
-    opened._open_scorer(StartingPoint(tmp_path, state))
-    assert done == [("compared", tmp_path, {"before": 1}, {"now": {"f": "1"}}, kept)]
+    checkpoint = tmp_path / "step_000007"
+    opened._open_scorer(StartingPoint(checkpoint, state))
+    counted = [("counted", checkpoint / "buffer.parquet")] if kept else []
+    assert done == [("compared", {"before": 1}, {"now": {"f": "1"}}), *counted]
+    said = "the reward is another than before step 8: it changed"
     rest = ["groups that arrived before keep the rewards that they were given"]
     rest = rest if opened.recipe.run.is_async else []
-    assert (opened.notices, state.reward) == (["it changed", *rest], {"now": {"f": "1"}})
+    assert (opened.notices, state.reward) == ([said, *rest], {"now": {"f": "1"}})
     changes.clear()
+    done.clear()
     opened.notices.clear()
-    opened._open_scorer(StartingPoint(tmp_path, state))
+    opened._open_scorer(StartingPoint(checkpoint, state))
     assert opened.notices == [] and done.pop()[0] == "compared"
     opened.stack.close()
-    assert done[1:] == ([] if given else [("close", "own")] * 3)
+    assert done == ([] if given else [("close", "own")] * 3)
 
 
 @pytest.mark.parametrize("adapters", [0, 2500])

@@ -62,7 +62,7 @@ def test_the_same_source_resumes_without_a_word_wherever_it_lies(folder, process
 def test_the_same_facts_are_no_change(folder):
     facts = reward_facts(RewardSection(), {})
     checkpoint = folder / "run" / "checkpoints" / "step_000003"
-    assert notices_of_change(checkpoint, facts, facts, buffer_is_kept=True) == []
+    assert notices_of_change(small_recipe(), checkpoint, facts, facts) == []
 
 
 def test_an_edited_source_file_is_refused_before_anything_changes(folder, processes):

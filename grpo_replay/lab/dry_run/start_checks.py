@@ -164,8 +164,7 @@ def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:
     refuse_other_shapes(recipe.model, checkpoints[-1] / "model")
     with RewardScorer.open(recipe.reward.model_copy(update={"workers": 1})) as scorer:
         now = reward_facts(recipe.reward, scorer.sources())
-    kept = recipe.replays and recipe.checkpoint.restore_buffer
-    return notices_of_change(checkpoints[-1], state.reward, now, kept)
+    return notices_of_change(recipe, checkpoints[-1], state.reward, now)
 
 
 def check_disk_space(
