@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, read_snapshot_facts
+from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION, read_snapshot_facts
 from grpo_replay.storage.checkpoint import list_checkpoints, step_of
 from grpo_replay.storage.parquet import open_parquet, refuse_nulls
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
@@ -44,7 +44,6 @@ _NEVER_NULL = (
     *("prompt_token_ids", "completion_token_ids", "finish_reason", "verdict"),
 )
 _LISTS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
-_SNAPSHOT_VERSION = 1
 _USES = ("priority", "times_used", "last_used_step")
 
 Columns = Mapping[str, np.ndarray]
@@ -253,7 +252,7 @@ def read_buffer_columns(path: Path) -> tuple[Columns, pa.Table, Any]:
     """Priorities and uses of a snapshot (-1: never used), its other columns, and the step after
     which it was written. Raises SnapshotError."""
     step = read_snapshot_facts(path)["step"]
-    with open_parquet(path, "buffer", _SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
         table = file.read()
     uses = {name: pc.fill_null(table[name], -1).to_numpy() for name in _USES}
     return uses, table.drop_columns(list(_USES)), step
