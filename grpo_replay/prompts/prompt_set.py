@@ -55,12 +55,11 @@ BATCH_PROMPTS = 2048
 
 
 class PromptSet:
-    """The prompts of a run. `skipped_too_long` counts skipped ones over `max_prompt_length`."""
+    """The prompts of a run."""
 
     def __init__(
         self,
         prompts: "_TokenisedPrompts",
-        skipped_too_long: int,
         seed: int,
         sha256: str,
         notices: Sequence[str] = (),
@@ -69,11 +68,10 @@ class PromptSet:
         self._prompts = prompts
         self._seed = seed
         self._cached_order: tuple[int, np.ndarray] | None = None
-        self.skipped_too_long = skipped_too_long
         self.sha256 = sha256
         """Of ids, problems and answers in their order, those that are too long included."""
         self.notices = (*warnings, *notices)
-        """Messages for the user on how the rows were read."""
+        """Messages for the user on how the rows were read, and how many were left out."""
         self.warnings = tuple(warnings)
         """Those of them after which nothing is likely to be learnt."""
 
@@ -210,6 +208,13 @@ def load_prompts(
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
+    if skipped:
+        remain = sum(source.per_epoch for source in kept.sources)
+        notices.insert(
+            0,
+            f"{skipped} prompts are longer than prompts.max_prompt_length "
+            f"{section.max_prompt_length} and were left out; {remain} remain",
+        )
     notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
     warning = (
@@ -217,9 +222,9 @@ def load_prompts(
         "have: the model cannot read them"
     )
     if unreadable == len(kept.ids):
-        return PromptSet(kept, skipped, seed, digest.hexdigest(), notices, [warning])
+        return PromptSet(kept, seed, digest.hexdigest(), notices, [warning])
     notices += [warning] if unreadable else []
-    return PromptSet(kept, skipped, seed, digest.hexdigest(), notices)
+    return PromptSet(kept, seed, digest.hexdigest(), notices)
 
 
 class KnownProblems(NamedTuple):

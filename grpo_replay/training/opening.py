@@ -154,11 +154,6 @@ class RunOpener:
             ),
         )
         run_collectively(self.comm, lambda: check_room(recipe, prompts.longest_prompt))
-        if prompts.skipped_too_long:
-            self.notices.append(
-                f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
-                f"{recipe.prompts.max_prompt_length} and were left out; {len(prompts)} remain"
-            )
         self.notices += prompts.notices
         return prompts
 

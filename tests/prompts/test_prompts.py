@@ -143,7 +143,8 @@ def test_long_prompts_are_skipped_and_counted(jsonl, tokenizer):
     prompts = load_prompts(
         section(jsonl(*rows), user_template="{problem}", max_prompt_length=5), tokenizer, 0
     )
-    assert (len(prompts), prompts.skipped_too_long) == (3, 2)
+    longer = "2 prompts are longer than prompts.max_prompt_length 5 and were left out; 3 remain"
+    assert len(prompts) == 3 and longer in prompts.notices
     kept = {p.prompt_id: len(p.token_ids) for p in prompts.take(0, 3)}
     assert kept == {"0": 3, "2": 4, "3": 5}, "ids are row numbers before the filter"
     assert all(p.row["problem"] == p.text for p in prompts.take(0, 3))
@@ -655,7 +656,7 @@ def test_the_tiny_set_has_ids_of_its_own():
     tokenizer = load_tokenizer(ModelSection(path="builtin:tiny"))
     tiny = section("builtin:tiny", user_template="{problem}=")
     prompts = load_prompts(tiny, tokenizer, 0)
-    assert (len(prompts), prompts.skipped_too_long) == (2560, 0)
+    assert (len(prompts), prompts.notices) == (2560, ())
     first = prompts.take(0, 1)[0]
     assert first.prompt_id == f"{first.row['benchmark']}:{first.row['problem']}"
     assert first.text == first.row["problem"] + "="

@@ -104,9 +104,6 @@ class Prompts:
 
     longest_prompt, notices = 21, ["of the prompts"]
 
-    def __init__(self, skipped: int) -> None:
-        self.skipped_too_long = skipped
-
     def __len__(self) -> int:
         return 10
 
@@ -114,20 +111,16 @@ class Prompts:
         return [f"{per_step} a step", *sorted(held_out)]
 
 
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_prompts_that_were_left_out_are_counted(tmp_path, monkeypatch, skipped):
+def test_prompts_are_those_of_the_recipe_have_room_and_say_what_was_noticed(tmp_path, monkeypatch):
     asked, rooms = [], []
-    monkeypatch.setattr(
-        opening, "load_prompts", lambda *words: asked.append(words) or Prompts(skipped)
-    )
+    monkeypatch.setattr(opening, "load_prompts", lambda *words: asked.append(words) or Prompts())
     monkeypatch.setattr(opening, "check_room", lambda *words: rooms.append(words))
     opened = opener(tmp_path, prompts={"max_prompt_length": 30}, run={"seed": 8})
     recipe = opened.recipe
     assert len(opened._load_prompts("tokenizer")) == 10
     assert asked == [(recipe.prompts, "tokenizer", 8, recipe.reward.reads_rows)]
     assert rooms == [(recipe, 21)]
-    longer = "1 prompts are longer than prompts.max_prompt_length 30 and were left out; 10 remain"
-    assert opened.notices == [longer, "of the prompts"][1 - skipped :]
+    assert opened.notices == ["of the prompts"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,7 @@ def test_what_is_noticed_of_the_rewards_is_said_once(tmp_path, monkeypatch, eval
     )
     opened = opener(tmp_path, reward={"workers": 3}, sampling={"prompts_per_step": 7})
     plan = SimpleNamespace(problem_texts={"1+1"}) if evaluated else None
-    opened._try_rewards("scorer", Prompts(0), plan)
+    opened._try_rewards("scorer", Prompts(), plan)
     verifier = f"verifier {opened.recipe.eval.reward}"
     of_evaluation = [["1+1"], [verifier]] if evaluated else [[], []]
     assert opened.notices == [

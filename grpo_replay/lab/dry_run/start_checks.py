@@ -304,11 +304,6 @@ def _check_prompts(
         findings.unchecked.append(f"prompts of {names}: reading them needs the tokenizer")
         return None
     prompts = _attempt(lambda: load_prompts(section, tokenizer, seed, whole_rows), findings)
-    if prompts is not None and prompts.skipped_too_long:
-        findings.assumptions.append(
-            f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
-            "prompts.max_prompt_length are left out"
-        )
     if prompts is not None:
         findings.warnings += prompts.warnings
         findings.assumptions += [each for each in prompts.notices if each not in prompts.warnings]
