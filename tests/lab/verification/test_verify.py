@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from small_runs.synthetic import SyntheticRun, write_synthetic_run
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification import file_checks
 from grpo_replay.lab.verification.file_checks import FileChecks, _read_safetensors_header
+from grpo_replay.lab.verification.rollout_checks import _last_pushes
 from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
@@ -208,6 +210,24 @@ def test_a_changed_reward_is_named(run):
 def test_a_changed_birth_step_is_named(run):
     edit(rollouts_at(run, 12), "birth_step", lambda birth: birth - 1)
     assert "has birth_step 11" in detail(run, "groups")
+
+
+@pytest.mark.parametrize(
+    ("every", "pushed"),
+    [
+        ([3, 3, 3, 3, 3], [0, 0, 0, 3, 3]),
+        ([1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
+        ([3, 3, 1, 1, 1], [0, 0, 2, 3, 4]),  # a resume without a lag pushes the policy
+        ([1, 1, 3, 3, 3], [0, 1, 2, 3, 3]),
+    ],
+)
+def test_the_last_push_before_each_step_by_hand(every, pushed):
+    """`run.sync_every_steps` of five steps, which resumes change."""
+    recipes = [SimpleNamespace(run=SimpleNamespace(sync_every_steps=each)) for each in every]
+    run = SimpleNamespace(
+        rows_of_step=dict.fromkeys(range(1, 6)), recipe_at=lambda step: recipes[step - 1]
+    )
+    assert list(_last_pushes(run).values()) == pushed
 
 
 def test_a_wrong_kept_flag_is_named(run):
