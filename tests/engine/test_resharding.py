@@ -2,14 +2,16 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from core_engine import SCALED, make_rows, open_engine, parameters, relative, tiny_model
 from slow_tests import slow_except
 
-from grpo_replay.engine.engine_state import ENGINE_TAG, LAYOUT
+from grpo_replay.engine.engine_state import ENGINE_TAG, LAYOUT, _apply_optimizer_settings
 from grpo_replay.errors import CheckpointError
+from grpo_replay.recipe import OptimizerSection
 
 STAGES = (0, 1, 2, 3)
 OTHER_OPTIMIZER = {
@@ -64,6 +66,16 @@ def test_a_state_from_before_the_first_update_is_restored(processes, rows, tmp_p
         losses = [engine.update(rows).loss for _ in range(2)]
         assert relative(parameters(engine), expected) < 1e-6
     assert losses == pytest.approx([update.loss for update in updates], rel=1e-5)
+
+
+def test_a_restored_optimizer_clips_and_decays_as_the_recipe_says():
+    """Stages 1 and 2 restore the limit of the saved run with its state."""
+    group: dict[str, object] = {}
+    zero = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]), clip_grad=1.0)
+    settings = OptimizerSection.model_validate(OTHER_OPTIMIZER)
+    _apply_optimizer_settings(SimpleNamespace(optimizer=zero), settings)
+    assert zero.clip_grad == 0.01
+    assert group == {"lr": 3e-4, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.5}
 
 
 @pytest.mark.parametrize("stage", slow_except([3], [0, 1, 3]))
