@@ -9,6 +9,7 @@ from fake_server import FakeServer
 from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError
+from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server.dispatcher import Dispatcher
 from grpo_replay.sampling.server.routes import (
     HttpClient,
@@ -51,6 +52,12 @@ async def other_tasks() -> int:
     """Tasks of the background loop, once those that are being cancelled have ended."""
     await asyncio.sleep(0.2)
     return len(asyncio.all_tasks()) - 1
+
+
+def test_ranks_share_the_requests_in_flight():
+    section = ServersSection(max_in_flight=8)
+    each = [PoolSettings.of(section, 24, ranks).in_flight_per_server for ranks in (1, 3, 16)]
+    assert each == [8, 2, 1]
 
 
 def test_every_request_gets_its_completion_and_servers_share_them(fakes):
