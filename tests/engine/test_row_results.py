@@ -5,6 +5,7 @@ import pytest
 
 from grpo_replay.engine.microbatches import (
     MicroBatch,
+    RankStatistics,
     join_statistics,
     join_values,
     rank_statistics,
@@ -49,6 +50,13 @@ def test_the_values_of_a_row_do_not_hold_those_of_the_others():
     assert first.base is None and second.base is None
     second[:] = 0  # a copy, which its owner may change
     assert of_both.tolist() == [30, 1, 2]
+
+
+def test_the_share_of_padding_is_of_the_positions_of_all_ranks():
+    """2 of 8 positions on one rank and 1 of 2 on the other: 3 of 10, not the mean of the shares."""
+    nothing = np.zeros(0, np.int64), np.zeros((0, len(ROW_STATISTICS)))
+    ranks = [RankStatistics(6, 8, *nothing), RankStatistics(1, 2, *nothing)]
+    assert join_statistics(ranks, 0)[1] == pytest.approx(0.3)
 
 
 def test_a_rank_without_micro_batches_adds_nothing():
