@@ -118,14 +118,16 @@ def test_a_sampler_rests_as_soon_as_no_group_is_missing(monkeypatch, survive, sl
 
     monkeypatch.setattr(SynchronousSource, "_sample_prompts", sample)
     monkeypatch.setattr(SynchronousSource, "_sleep", lambda self: slept.append(True))
-    monkeypatch.setattr(synchronous, "StepRollouts", lambda **parts: parts["generated"])
+    monkeypatch.setattr(synchronous, "StepRollouts", SimpleNamespace)
     monkeypatch.setattr(synchronous, "gap_sample", lambda *_, **__: None)
     parts = SimpleNamespace(
         recipe=recipe, comm=Comm(), clock=SimpleNamespace(seconds={"generation": 0.0})
     )
     source = SynchronousSource(parts, RunState())
-    generated = source.take(1, lambda: False)
-    assert len(slept) == sleeps and len(generated) == (2 if survive else 6)
+    taken, count = source.take(1, lambda: False), 2 if survive else 6
+    assert len(slept) == sleeps and len(taken.generated) == count
+    assert (taken.prompts, taken.groups) == (count, count)
+    assert taken.nominal_rollouts == count * recipe.sampling.group_size
     assert sampled == ([(0, 2, False)] if survive else [(0, 2, False), (2, 2, False), (4, 2, True)])
 
 
