@@ -21,7 +21,7 @@ from grpo_replay.lab.verification.rollout_checks import _last_pushes
 from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.recipe_history import RecipeHistory
+from grpo_replay.storage.recipe_history import RecipeHistory, change_file, write_recipe
 from grpo_replay.storage.rollout_log import step_path
 
 CHECKS = [
@@ -415,6 +415,16 @@ def test_only_a_run_that_repeats_a_journal_may_have_none(run):
         checks = FileChecks(replace(files, recipes=RecipeHistory(recipe)))
         checks.check()
         assert checks.journal.failed == (journal is None)
+
+
+def test_each_draw_is_checked_by_the_recipe_of_its_step(run):
+    """A resume with another exponent that made no step yet changes no draw before it."""
+    files = read_run(run)
+    other = files.recipe.replay.model_copy(update={"priority_exponent": 3.0})
+    changed = files.recipe.model_copy(update={"replay": other})
+    write_recipe(change_file(run, files.steps[-1]), changed)
+    assert read_run(run).recipe == changed
+    assert failed(run) == set()
 
 
 def test_the_rule_of_the_number_of_draws_is_that_of_the_composition(tmp_path):
