@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ from grpo_replay.sampling.vllm_requests import (
     build_completion,
     engine_arguments,
     read_versions,
+    sampling_parameters,
     set_environment,
 )
 from grpo_replay.types import GenerationRequest, RequestKey
@@ -180,6 +182,20 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 def test_the_outline_of_a_model_is_read():
     assert read_outline(OUTLINE) == {"vocabulary": 40, "hidden size": 64, "number of layers": 3}
     assert read_outline("Other()(\n  (net): Linear()\n)") == {}
+
+
+def test_a_request_asks_vllm_for_its_own_distribution_and_nothing_else():
+    """A greedy one without the nucleus."""
+    prompt = np.array([4, 5], np.int32)
+    request = GenerationRequest(RequestKey(1, 2, 3), prompt, 7, 20, temperature=0.6, top_p=0.8)
+    found = sampling_parameters(request, (1, 9))
+    own = {"seed": 7, "max_tokens": 20, "temperature": 0.6, "top_p": 0.8, "stop_token_ids": [1, 9]}
+    assert found.items() >= own.items()
+    neutral = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+               "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 0}  # fmt: skip
+    assert found.items() >= neutral.items()
+    greedy = sampling_parameters(replace(request, temperature=0.0), (1, 9))
+    assert greedy == found | {"temperature": 0.0, "top_p": 1.0}
 
 
 def test_a_server_is_started_as_an_engine_would_be(tied):

@@ -419,11 +419,11 @@ def test_only_a_run_that_repeats_a_journal_may_have_none(run):
 
 def test_each_draw_is_checked_by_the_recipe_of_its_step(run):
     """A resume with another exponent that made no step yet changes no draw before it."""
-    files = read_run(run)
+    files = read_run_files(run)
     other = files.recipe.replay.model_copy(update={"priority_exponent": 3.0})
     changed = files.recipe.model_copy(update={"replay": other})
     write_recipe(change_file(run, files.steps[-1]), changed)
-    assert read_run(run).recipe == changed
+    assert read_run_files(run).recipe == changed
     assert failed(run) == set()
 
 
