@@ -15,7 +15,12 @@ from test_what_if import two_groups
 
 from grpo_replay import ReplayConfig
 from grpo_replay.lab.inspection.buffer_summary import Inspection
-from grpo_replay.lab.inspection.compute import magnitude_bins, next_draw_law, summarise
+from grpo_replay.lab.inspection.compute import (
+    _occupancy,
+    magnitude_bins,
+    next_draw_law,
+    summarise,
+)
 from grpo_replay.lab.inspection.source import open_source
 
 LAST = 24
@@ -149,6 +154,13 @@ def test_the_next_draw_is_from_what_was_never_drawn_if_the_recipe_says_so(
     law = next_draw_law(stored, settings)
     assert law.units == units
     assert law.largest_probability == pytest.approx(largest)
+
+
+def test_early_in_a_run_survivors_are_a_mean_over_the_steps_that_there_are():
+    """Two survivors in two steps, of an age limit of ten."""
+    log = two_groups()
+    found = _occupancy(log, log, ReplayConfig.preset("ours", max_age_steps=10), 2, {})
+    assert found.survivors_per_step == 1.0
 
 
 @pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
