@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,11 @@ from grpo_replay.lab.inspection.rollout_columns import (
     updates_of_a_step,
     uses_of,
 )
-from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.source import Source, checkpoint_snapshots, files_by_step
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.priorities import draw_law, query_spans
 from grpo_replay.replay.snapshot import read_snapshot_facts
+from grpo_replay.storage.recipe_history import RECIPE_FILE
 from grpo_replay.terminal.console import tracked
 
 _BINS = 12
@@ -89,8 +91,15 @@ def summarise(source: Source) -> Inspection:
 
 def find_gaps(source: Source) -> Iterator[str]:
     """One warning for each kind of file that lacks steps up to the inspected one."""
-    if source.recipes is None:
+    if source.run_dir is None:
         return
+    if source.recipes is None:
+        yield (
+            f"{source.run_dir} has no {RECIPE_FILE}: what depends on the settings of replay is not "
+            "shown. Restore it from a copy."
+        )
+        return
+    yield from _cut_off(source.run_dir, source.last_line)
     steps = range(1, source.step + 1)
     replayed = [step for step in steps if source.recipes.at(step).replays]
     lines = [int(line["step"]) for line in source.metrics]
@@ -111,6 +120,18 @@ def find_gaps(source: Source) -> Iterator[str]:
                 f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
                 "everything shown here. Restore them from a copy."
             )
+
+
+def _cut_off(run_dir: Path, last_line: int | None) -> Iterator[str]:
+    """A warning if metrics.jsonl ends before other files do. A step writes its rollouts before its
+    line, and its checkpoint after."""
+    steps = [step - 1 for step, _ in files_by_step(run_dir / "rollouts")]
+    newest = max([*steps, *checkpoint_snapshots(run_dir)], default=0)
+    if last_line is not None and newest > last_line:
+        yield (
+            f"metrics.jsonl ends with step {last_line}, but there are files of step {newest}: it "
+            "was cut off, and without --step the last that it has is shown. Restore it from a copy."
+        )
 
 
 def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:

@@ -31,6 +31,7 @@ class Source:
     run_dir: Path | None
     recipes: RecipeHistory | None
     metrics: tuple[Mapping[str, Any], ...]
+    last_line: int | None  # the last step of metrics.jsonl, which may be after `step`
     rollout_files: tuple[tuple[int, Path], ...]  # (step, file), steps ascending and ≤ step
     draw_files: tuple[tuple[int, Path], ...]
 
@@ -145,7 +146,7 @@ def _source(
         return tuple((at, file) for at, file in files if at <= step)
 
     if run_dir is None:
-        return Source(path, kind, step, snapshot, None, None, (), (), ())
+        return Source(path, kind, step, snapshot, None, None, (), None, (), ())
     metrics = read_metrics(run_dir / "metrics.jsonl")
     return Source(
         path=path,
@@ -155,6 +156,7 @@ def _source(
         run_dir=run_dir,
         recipes=read_recipes(run_dir),
         metrics=tuple(line for line in metrics if line["step"] <= step),
+        last_line=int(metrics[-1]["step"]) if metrics else None,
         rollout_files=until(files_by_step(run_dir / "rollouts")),
         draw_files=until(files_by_step(run_dir / "draws")),
     )

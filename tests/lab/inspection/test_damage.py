@@ -73,6 +73,52 @@ def test_a_missing_file_is_a_warning_of_every_command_that_reads_it(copy, comman
     assert shown.stderr.startswith("warning: draws/ lacks the file of step 12:")
 
 
+@pytest.mark.parametrize(
+    "command", [("inspect-buffer",), ("inspect-buffer", "--where", "reward = 1"), ("plan",)]
+)
+def test_metrics_that_end_before_the_other_files_are_a_warning(copy, command):
+    """A run killed between its rollouts and its line has one file more; this is no damage."""
+    file = copy / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    shutil.rmtree(copy / "checkpoints")
+    file.write_text("".join(lines[:23]))
+    assert not any("cut off" in each for each in summarise(open_source(copy)).warnings)
+    file.write_text("".join(lines[:12]) + lines[12][:40])
+    told = "metrics.jsonl ends with step 12, but there are files of step 23: it was cut off"
+    if command == ("inspect-buffer",):
+        warned(copy, told)
+        assert open_source(copy).step == 12
+        return
+    words = (
+        ("plan", "--from-run", copy) if command == ("plan",) else (command[0], copy, *command[1:])
+    )
+    assert told in call(*words).stderr
+
+
+def test_a_checkpoint_after_the_last_line_is_a_warning(copy):
+    for step in range(21, 25):
+        (copy / f"rollouts/step_{step:06d}.parquet").unlink()
+    file = copy / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
+    warned(copy, "metrics.jsonl ends with step 20, but there are files of step 24")
+
+
+def test_a_missing_recipe_is_a_warning(copy):
+    (copy / "recipe.yaml").unlink()
+    warned(copy, "has no recipe.yaml: what depends on the settings of replay is not shown")
+    assert "has no recipe.yaml" in call("plan", "--from-run", copy).stderr
+
+
+@pytest.mark.parametrize("kept", [0, 40])
+def test_a_recipe_that_was_cut_off_is_refused(copy, kept):
+    """Its missing sections are not taken as the defaults."""
+    file = copy / "recipe.yaml"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:kept]))
+    missing = "name, model, prompts" if kept == 0 else "tracking missing"
+    refused(copy, "recipe.yaml", missing, "was cut off or emptied")
+    assert call("plan", "--from-run", copy).exit_code == 3
+
+
 def test_no_metrics_are_a_warning(copy):
     (copy / "metrics.jsonl").unlink()
     warned(copy, "metrics.jsonl does not have each of the 24 steps", "from step 1 on")
