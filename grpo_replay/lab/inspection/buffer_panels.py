@@ -156,7 +156,7 @@ def _populations(inspection: Inspection) -> Panel | None:
         ("rollouts", lambda p: f"{p.rollouts:,}"),
         ("prompts", lambda p: f"{p.prompts:,}"),
         ("top prompt's share", lambda p: f"{p.largest_prompt_share:.1%}"),
-        ("correct", lambda p: _number_or_dash(p.correct_share, ".1%")),
+        ("A > 0", lambda p: _number_or_dash(p.positive_share, ".1%")),
         ("mean |advantage|", lambda p: _number_or_dash(p.abs_advantage_mean, ".2f")),
         ("tokens, mean", lambda p: f"{p.tokens_mean:,.0f}"),
         ("  median", lambda p: f"{p.tokens_median:,.0f}"),

@@ -119,7 +119,7 @@ class Population:
     prompts: int
     largest_prompt: str
     largest_prompt_share: float
-    correct_share: float | None  # None where groups were dropped
+    positive_share: float | None  # with advantage above 0; None where groups were dropped
     abs_advantage_mean: float | None
     tokens_mean: float
     tokens_median: float
@@ -209,7 +209,7 @@ TREND_LABELS = {
     "replay/ess": "effective sample size",
     "replay/draw_entropy": "draw entropy, nats",
     "replay/ratio": "replayed per fresh",
-    "replay/positive_fraction": "correct among replayed",
+    "replay/positive_fraction": "A > 0 among replayed",
     "buffer/rollouts": "rollouts stored",
     "buffer/times_used_mean": "draws per stored",
 }

@@ -265,7 +265,7 @@ def population(name: str, rows: RolloutColumns) -> Population:
         prompts=int((uses > 0).sum()),
         largest_prompt=largest,
         largest_prompt_share=float(uses.max() / len(rows)),
-        correct_share=float(rows.correct.mean()) if signal else None,
+        positive_share=float(rows.positive.mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.tokens.mean()),
         tokens_median=median,

@@ -349,7 +349,7 @@ def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) 
         "age_p95": float(np.quantile(ages, 0.95)) if some else None,
         "abs_advantage_mean": float(magnitude[replayed].mean()) if some else None,
         "abs_advantage_share": float(replayed_mass / mass) if some and mass > 0 else None,
-        "correct_share": float(log.correct[replayed].mean()) if some else None,
+        "positive_share": float(log.positive[replayed].mean()) if some else None,
         "never_drawn_share": float((uses == 0).mean()) if fresh_count else None,
         "prompts_replayed": float(len(np.unique(log.prompt[replayed]))),
         "ess_mean": _mean(trained.ess),

@@ -96,7 +96,7 @@ class RolloutColumns:
         return len(self.rollout_id)
 
     @property
-    def correct(self) -> np.ndarray:
+    def positive(self) -> np.ndarray:
         """bool [N]: better than its group, or of a group that is all correct; False for the rest
         of what was dropped."""
         return (self.advantage > 0) | ((self.group_std == 0) & (self.group_correct > 0))

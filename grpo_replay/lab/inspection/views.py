@@ -182,7 +182,7 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("age_p95", "age in steps, 95th percentile", ".1f"),
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
     ("abs_advantage_share", "replayed share of total |A|", ".1%"),
-    ("correct_share", "correct replayed rollouts", ".1%"),
+    ("positive_share", "replayed with A > 0", ".1%"),
     ("never_drawn_share", "survivors never drawn", ".1%"),
     ("prompts_replayed", "prompts replayed", ",.0f"),
     ("ess_mean", "effective sample size", ",.1f"),

@@ -220,10 +220,10 @@ def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
         truncated = sum(row["finish_reason"] == "length" for row in rows)
         assert population.truncated_share == pytest.approx(truncated / len(rows))
         if name == "generated" and preset != "fifo":  # FIFO drops nothing
-            assert population.correct_share is None
+            assert population.positive_share is None
         else:
             right = sum(row["verdict"] == "correct" for row in rows)
-            assert population.correct_share == pytest.approx(right / len(rows))
+            assert population.positive_share == pytest.approx(right / len(rows))
             mass = sum(abs(row["advantage"]) for row in rows)
             assert population.abs_advantage_mean == pytest.approx(mass / len(rows))
 

@@ -160,7 +160,7 @@ def test_statistics_of_a_hand_made_run():
         age_p95=1.0,
         abs_advantage_mean=1.0,
         abs_advantage_share=0.5,
-        correct_share=0.0,
+        positive_share=0.0,
         never_drawn_share=0.5,
         prompts_replayed=1.0,
         ess_mean=3.0,
