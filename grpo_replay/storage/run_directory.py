@@ -31,6 +31,7 @@ from grpo_replay.storage.atomic import (
 )
 from grpo_replay.storage.checkpoint import leftovers
 from grpo_replay.storage.recipe_history import (
+    CHANGES_FOLDER,
     RECIPE_FILE,
     read_history,
     record_recipe,
@@ -185,7 +186,8 @@ class RunDirectory:
     def check(self, step: int) -> str | None:
         """Check what a resume after `step` needs, and change nothing. Returns a sentence if files
         are missing or not what the run wrote.
-        Raises CheckpointError for damaged metrics, OutputDirectoryError for a damaged recipe."""
+        Raises CheckpointError for damaged metrics, OutputDirectoryError for a recipe that
+        is damaged or was edited."""
         first_steps(self.metrics_path, step)
         try:
             history = read_history(self.path)
@@ -196,6 +198,11 @@ class RunDirectory:
         if step == 0:
             self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
         changed = changed_files(self.path, step)
+        if recipes := [each for each in changed if each.startswith((RECIPE_FILE, CHANGES_FOLDER))]:
+            raise OutputDirectoryError(
+                f"{self.path} cannot be resumed: {recipes[0]}: restore it from a copy; a resume "
+                "changes single values with --set"
+            )
         if not changed:
             return None
         return (

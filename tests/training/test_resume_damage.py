@@ -168,6 +168,15 @@ def test_damage_is_told_when_the_run_is_resumed(run):
     assert RunDirectory(run).check(3) is None
 
 
+def test_a_recipe_that_was_edited_is_refused(run):
+    """Or another run's: only --set changes the recipe of a run."""
+    file = run / "recipe.yaml"
+    seed = f"seed: {read_recipe_file(file).run.seed}\n"
+    file.write_text(file.read_text().replace(seed, "seed: 43\n"))
+    with pytest.raises(OutputDirectoryError, match=r"recipe\.yaml has .* bytes.*with --set"):
+        RunDirectory(run).check(9)
+
+
 def limit_file_size(temporary: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
