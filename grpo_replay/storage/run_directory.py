@@ -31,7 +31,6 @@ from grpo_replay.storage.atomic import (
 )
 from grpo_replay.storage.checkpoint import leftovers
 from grpo_replay.storage.recipe_history import (
-    CHANGES_FOLDER,
     RECIPE_FILE,
     read_history,
     record_recipe,
@@ -198,9 +197,10 @@ class RunDirectory:
         if step == 0:
             self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
         changed = changed_files(self.path, step)
-        if recipes := [each for each in changed if each.startswith((RECIPE_FILE, CHANGES_FOLDER))]:
+        edited = next((each for each in changed if each.startswith(f"{RECIPE_FILE} ")), None)
+        if edited and step > 0:  # before the first checkpoint a resume may rewrite it
             raise OutputDirectoryError(
-                f"{self.path} cannot be resumed: {recipes[0]}: restore it from a copy; a resume "
+                f"{self.path} cannot be resumed: {edited}: restore it from a copy; a resume "
                 "changes single values with --set"
             )
         if not changed:
