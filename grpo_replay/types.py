@@ -148,6 +148,7 @@ class Rollout:
     completion_mask: np.ndarray | None = None  # bool [T]
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     payload: Any = None  # whatever another trainer needs with its rollout; in no file
+    not_given: tuple[str, ...] = ()  # what `index_only` was not given of a priority's columns
 
     @property
     def trained_tokens(self) -> int:
@@ -165,35 +166,50 @@ class Rollout:
         advantage: float,
         group_reward_std: float,
         payload: Any = None,
-        reward: float = 0.0,
+        reward: float | None = None,
+        group_correct: int | None = None,
+        completion_tokens: int | None = None,
+        truncated: bool | None = None,
     ) -> "Rollout":
         """A rollout whose tokens and log-probs the trainer keeps itself, under `payload`: what the
-        buffer needs to draw and evict it. It has no tokens; `advantage`, `group_reward_std` and
-        `reward` are rounded to float32, as they are stored."""
-        none = np.zeros(0, np.float32)
+        buffer needs to draw and evict it. The last four are for a priority that reads them; one
+        that is None is refused to it. `advantage`, `group_reward_std` and `reward` are rounded to
+        float32, as they are stored."""
+        read = {"reward": reward, "group_correct": group_correct, "truncated": truncated}
+        read["completion_tokens"] = completion_tokens
         return cls(
             rollout_id=rollout_id,
             group_id=group_id,
-            prompt_id="",
-            completion_index=0,
             birth_step=birth_step,
             policy_version=birth_step - 1,
             policy_version_end=birth_step - 1,
-            prompt_token_ids=none.astype(np.int32),
-            completion_token_ids=none.astype(np.int32),
-            completion_text="",
-            behavior_logprobs=none,
-            sampler_logprobs=none,
-            reward=float(np.float32(reward)),
+            reward=float(np.float32(reward or 0.0)),
             advantage=float(np.float32(advantage)),
-            group_reward_mean=0.0,
             group_reward_std=float(np.float32(group_reward_std)),
-            group_correct=0,
-            finish_reason="stop",
-            verdict="",
-            kept=True,
+            group_correct=group_correct or 0,
+            finish_reason="length" if truncated else "stop",
             payload=payload,
+            not_given=tuple(name for name, value in read.items() if value is None),
+            **_completion_of_zeros(completion_tokens or 0),
         )
+
+
+def _completion_of_zeros(tokens: int) -> dict[str, Any]:
+    """The fields of an index-only rollout that stand for a completion of this length. An array
+    holds one number in memory, whatever its length."""
+    logprobs_T = np.broadcast_to(np.float32(0), tokens)
+    return {
+        "prompt_id": "",
+        "completion_index": 0,
+        "prompt_token_ids": np.zeros(0, np.int32),
+        "completion_token_ids": np.broadcast_to(np.int32(0), tokens),
+        "completion_text": "",
+        "behavior_logprobs": logprobs_T,
+        "sampler_logprobs": logprobs_T,
+        "group_reward_mean": 0.0,
+        "verdict": "",
+        "kept": True,
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,10 +74,12 @@ def load_priority(name: str) -> Any:
 def rollout_priorities(name: str, rollouts: Sequence[Rollout]) -> np.ndarray:
     """p_i before the exponent, float64 [N]: the function `name` of `replay.priority`, plus ε.
 
-    Raises RecipeError for values that are no priorities, and for a function that does not take
-    each row by itself: a rollout keeps the priority with which it was stored.
+    Raises RecipeError for values that are no priorities, for a column that an index-only rollout
+    was not given, and for a function that does not take each row by itself: a rollout keeps the
+    priority with which it was stored.
     """
     function = load_priority(name)
+    _check_given(name, function.columns, rollouts)
     columns: dict[str, np.ndarray] = {
         column: np.array([COLUMNS[column][1](rollout) for rollout in rollouts], COLUMNS[column][0])
         for column in function.columns
@@ -99,6 +101,18 @@ def rollout_priorities(name: str, rollouts: Sequence[Rollout]) -> np.ndarray:
                 f"{p_alone} for it alone; return one number per row, which depends on that row only"
             )
     return p_N + EPSILON if getattr(function, "epsilon", True) else p_N
+
+
+def _check_given(name: str, columns: Sequence[str], rollouts: Sequence[Rollout]) -> None:
+    """Raises RecipeError for a column that an index-only rollout was not given."""
+    for rollout in rollouts:
+        for column in columns:
+            if column in rollout.not_given:
+                raise RecipeError(
+                    f"replay.priority {name} reads {column}, which index-only rollout "
+                    f"{rollout.rollout_id} was not given: make it with Rollout.index_only(…, "
+                    f"{column}=…)"
+                )
 
 
 def one_number_each(place: str, found: Any, count: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from buffer_makers import check_valid, ids, make_group, make_rollout
 
 from grpo_replay import ReplayBuffer, ReplayConfig, Rollout
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, load_recipe, resolve_recipe
 from grpo_replay.replay import replay_buffer
 from grpo_replay.replay.compose import compose_batch
@@ -283,6 +283,35 @@ def handles(step, count=4):
         )
         for i in range(count)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "column, values",
+    [("reward", [0.0, 1.0]), ("group_correct", [0, 2]), ("completion_tokens", [3, 9]),
+     ("truncated", [False, True])],
+)  # fmt: skip
+def test_a_priority_reads_what_a_handle_was_given_and_refuses_what_it_was_not(
+    tmp_path, column, values
+):
+    own = tmp_path / "own.py"
+    own.write_text(
+        f"def own(columns):\n    return columns[{column!r}] * 1.0\n\nown.columns = ({column!r},)\n"
+    )
+    buffer = ReplayBuffer(ReplayConfig.preset("ours", priority=f"{own}:own"), G)
+    whole = [
+        Rollout.index_only(
+            rollout_id=i, group_id=1, birth_step=1, advantage=1.0, group_reward_std=0.5,
+            **{column: value},
+        )
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+    message = rf"own.py:own reads {column}, which index-only .* 10 .*index_only\(…, {column}=…\)"
+    with pytest.raises(RecipeError, match=message):
+        buffer.step(handles(1))
+    buffer.step(whole)
+    assert buffer.column("priority").tolist() == [value + 1e-6 for value in map(float, values)]
+    buffer.save(tmp_path / "buffer.parquet")
+    assert len(ReplayBuffer.load(tmp_path / "buffer.parquet")) == 2
 
 
 # Where 100 rollouts have room, the age limit binds.

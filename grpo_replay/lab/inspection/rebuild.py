@@ -33,23 +33,17 @@ from grpo_replay.types import ComposedBatch, Rollout
 
 def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
     """Rollouts with all that the buffer and priorities read: of the completion its length."""
-    longest = int(columns.tokens.max(initial=0))
-    token_ids, logprobs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
     return [
-        replace(
-            Rollout.index_only(
-                rollout_id=int(columns.rollout_id[i]),
-                group_id=int(columns.group_id[i]),
-                birth_step=int(columns.birth_step[i]),
-                advantage=float(columns.advantage[i]),
-                group_reward_std=float(columns.group_std[i]),
-                reward=float(columns.reward[i]),
-            ),
-            completion_token_ids=token_ids[:length],
-            behavior_logprobs=logprobs[:length],
-            sampler_logprobs=logprobs[:length],
+        Rollout.index_only(
+            rollout_id=int(columns.rollout_id[i]),
+            group_id=int(columns.group_id[i]),
+            birth_step=int(columns.birth_step[i]),
+            advantage=float(columns.advantage[i]),
+            group_reward_std=float(columns.group_std[i]),
+            reward=float(columns.reward[i]),
             group_correct=int(columns.group_correct[i]),
-            finish_reason="length" if columns.truncated[i] else "stop",
+            completion_tokens=length,
+            truncated=bool(columns.truncated[i]),
         )
         for i, length in enumerate(columns.tokens.tolist())
     ]
