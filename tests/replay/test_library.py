@@ -275,6 +275,24 @@ def test_new_groups_have_the_next_ids_and_keep_what_the_config_keeps():
     assert [rollout.advantage for rollout in kept] == [0.0, 0.0]
 
 
+def test_rollouts_of_a_new_group_have_the_payload_of_their_completion():
+    gone = []
+    buffer = ReplayBuffer(ReplayConfig.preset("fifo", capacity_rollouts=2), 3, on_evict=gone.extend)
+    given = {
+        "prompt_id": "p", "prompt_token_ids": [1], "completion_token_ids": [[2], [3], [4]],
+        "behavior_logprobs": [[-1.0], [-2.0], [-2.0]], "rewards": [1.0, None, 0.0],
+    }  # fmt: skip
+    fresh = buffer.new_group(**given, payloads=np.array([7, 8, 9]))
+    assert [rollout.payload for rollout in fresh] == [7, 9]
+    assert [rollout.payload for rollout in buffer.new_group(**given)] == [None, None]
+    buffer.step(fresh)
+    buffer.step(buffer.new_group(**given, payloads=[1, 2, 3]))
+    buffer.step([])
+    assert [rollout.payload for rollout in gone] == [7, 9]
+    with pytest.raises(ValueError, match="2 payloads for 3 completions"):
+        buffer.new_group(**given, payloads=[1, 2])
+
+
 def handles(step, count=4):
     return [
         Rollout.index_only(
