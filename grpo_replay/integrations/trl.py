@@ -39,7 +39,7 @@ from grpo_replay.integrations.trl_rows import (
     rows_of,
     to_tensors,
 )
-from grpo_replay.recipe.recipe import ReplayConfig
+from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.replay_buffer import checked_settings
 from grpo_replay.storage.atomic import json_values

@@ -35,7 +35,8 @@ from grpo_replay.recipe.layers import (
     resolve_recipe,
 )
 from grpo_replay.recipe.open_lists import BUILTIN_VERIFIERS
-from grpo_replay.recipe.recipe import Recipe, ReplayConfig
+from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.recipe.replay_config import ReplayConfig
 from grpo_replay.recipe.run_sections import (
     EngineSection,
     EvalSection,

@@ -153,7 +153,7 @@ def resolve_recipe(
     merged: dict[str, Any] = {}
     of_preset: set[str] = set()
     for layer, origin in zip(layers, sources, strict=True):
-        _check_keys(layer, Recipe, (), origin)
+        check_keys(layer, Recipe, (), origin)
         replay = layer.get("replay", {})
         preset = replay.get("preset")
         if isinstance(preset, str) and preset in REPLAY_PRESETS:
@@ -163,7 +163,7 @@ def resolve_recipe(
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise RecipeError(_explain(error, list(zip(layers, sources, strict=True)))) from error
+        raise RecipeError(explain(error, list(zip(layers, sources, strict=True)))) from error
 
 
 def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> set[str]:
@@ -196,9 +196,11 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
             target[key] = copy.deepcopy(value)
 
 
-def _check_keys(
+def check_keys(
     layer: Mapping[str, Any], section: type[BaseModel], at: tuple[str, ...], source: str
 ) -> None:
+    """Raises RecipeError for an unknown key in a section `at` these keys, and for true or false in
+    place of a number."""
     fields = section.model_fields
     for key, value in layer.items():
         place = ".".join((*at, str(key)))
@@ -211,7 +213,7 @@ def _check_keys(
                 raise RecipeError(
                     f"{source}: {place} is a section and needs keys, found {shown(value)}"
                 )
-            _check_keys(value, inner, (*at, str(key)), source)
+            check_keys(value, inner, (*at, str(key)), source)
         elif isinstance(value, bool) and is_number(inner):
             raise RecipeError(
                 f"{source}: {place}: expected a number, found {str(value).lower()} (YAML reads "
@@ -238,16 +240,22 @@ def _check_unknown(
     )
 
 
-def _explain(error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """One line per problem: the source of the bad value, its key, what is allowed, the value."""
+def explain(
+    error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], str]], *at: str
+) -> str:
+    """One line per problem: the source of the bad value, its key, what is allowed, the value. `at`
+    is the section that was validated; without it, it is a whole recipe."""
     lines = []
     for item in error.errors():
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "string_type" and not isinstance(item["input"], (Mapping, list)):
+        if item["type"] == "string_type" and callable(item["input"]):
+            message += ": name a function as module:function or file.py:function"
+        elif item["type"] == "string_type" and not isinstance(item["input"], (Mapping, list)):
             message += ": put it in quotes"
         if item["loc"]:
-            source = _source_of(item["loc"], origins)
-            place = ".".join(str(part) for part in item["loc"])
+            loc = (*at, *item["loc"])
+            source = _source_of(loc, origins)
+            place = ".".join(str(part) for part in loc)
             lines.append(f"{source}: {place}: {message}, found {shown(item['input'])}")
         else:
             sources = " with ".join(dict.fromkeys(source for layer, source in origins if layer))

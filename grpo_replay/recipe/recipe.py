@@ -1,12 +1,11 @@
-"""The complete recipe: all sections in data order, and the values derived from several of them; and
-the replay section of a trainer that has no recipe. Both are checked for contradictions.
+"""The complete recipe: all sections in data order, the values derived from several of them, and the
+check for contradictions.
 
 The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
 """
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, final
 
 from pydantic import Field, field_validator, model_validator
 
@@ -146,35 +145,6 @@ class Recipe(Section):
         if self.sampling.backend != "hf" and self.sampling.vllm.dtype != "auto":
             return self.sampling.vllm.dtype
         return self.model.dtype
-
-
-@final
-class ReplayConfig(ReplaySection):
-    """The settings of a replay buffer: the keys of `replay` in docs/recipe.md.
-
-    `ReplayConfig.preset(name, **changes)` has the values of a preset, and `changes`. A bad value,
-    an unknown key or a contradiction raises pydantic's ValidationError, which is a ValueError.
-    """
-
-    if TYPE_CHECKING:
-
-        @classmethod  # type: ignore[misc]
-        def preset(cls, name: str, **changes: Any) -> "ReplayConfig": ...  # type: ignore[override]
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> "ReplayConfig":
-        if problems := list(replay_contradictions(self)):
-            raise ValueError("; ".join(problems))
-        return self
-
-
-def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:
-    """The settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
-    return cls.model_validate({**changes, "preset": name})
-
-
-# Set here, because the field of an instance has the same name.
-ReplayConfig.preset = classmethod(_preset)  # type: ignore[method-assign, assignment]
 
 
 def find_contradictions(recipe: Recipe) -> list[str]:

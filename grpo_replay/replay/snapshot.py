@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
 from grpo_replay.storage.parquet import open_parquet, refuse_nulls, write_parquet
@@ -151,7 +151,7 @@ def load_buffer(
         )
     try:
         settings = ReplayConfig.model_validate(facts["settings"])
-    except ValueError as error:
+    except RecipeError as error:
         raise SnapshotError(f"{path}: its replay settings are not valid: {error}") from error
     buffer = ReplayBuffer(settings, facts["group_size"], on_evict=on_evict)
     buffer.last_step = restore_snapshot(path, buffer)

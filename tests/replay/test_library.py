@@ -144,16 +144,25 @@ def test_a_preset_is_applied_to_a_section_as_to_a_recipe(preset, section):
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("paper", {}, "Input should be 'grpo'"),
-        ("ours", {"ratoi": 1}, "ratoi"),
+        ("paper", {}, r"^ReplayConfig: replay.preset: Input should be 'grpo'.* found 'paper'$"),
+        ("ours", {"ratio": -1}, "^ReplayConfig: replay.ratio: Input .* equal to 0, found -1$"),
+        (
+            "ours",
+            {"ratoi": 1},
+            r"key 'replay.ratoi' \(did you mean 'ratio'\?\); section",
+        ),
+        ("ours", {"ratio": True}, "replay.ratio: expected a number, found true"),
+        ("ours", {"priority": len}, "replay.priority: .* name a function as module:function or"),
         ("ours", {"unit": "query"}, "use replay.priority group_std or uniform"),
         ("fifo", {"warmup_steps": 5}, "set replay.warmup_steps 0"),
         ("fifo", {"unused_first": True}, "set replay.with_replacement false"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(name, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         ReplayConfig.preset(name, **changes)
+    with pytest.raises(RecipeError, match=message):
+        ReplayConfig(preset=name, **changes)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.01])
