@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
 from grpo_replay.lab.dry_run.estimates import Known
 from grpo_replay.lab.inspection.source import open_source
@@ -51,9 +52,10 @@ def run(
 ) -> int:
     """Print what the recipe needs; returns 0 if nothing was found that would stop the run, else
     the exit code that it would end with, 2 or 3. With an `output_dir`, whether the run may begin
-    there, or go on, is checked too."""
+    there, or go on, is checked too; one that goes on has the lengths, survival and speed that it
+    measured, unless `from_run` is another."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
-    known = None if from_run is None else _measured(from_run)
+    known = _known(from_run, output_dir if resume else None)
     of_folder = resume if output_dir else None
     report = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample, of_folder)
     code: int = report["exit_code"]
@@ -118,6 +120,17 @@ def _hints(report: Mapping[str, Any]) -> Iterable[str]:
         yield "hours come with --from-run DIR, a finished run, or --sample N, a first look"
     if report["hardware"]["assumed"]:
         yield "other machines with --gpu-memory-gib, --num-processes (on each node) and --nodes"
+
+
+def _known(from_run: str | None, resumed: str | None) -> Known | None:
+    """What the run of `from_run` tells, or else the one that is `resumed`; None if neither is named
+    or the second has measured nothing yet."""
+    if from_run is not None:
+        return _measured(from_run)
+    try:
+        return None if resumed is None else _measured(resumed)
+    except SnapshotError:
+        return None
 
 
 def _measured(run: str) -> Known:

@@ -58,6 +58,18 @@ def test_a_run_goes_on_in_its_own_folder_with_its_own_reward(ours_run):
     assert any("the reward is another than" in each for each in emptied["assumptions"])
 
 
+def test_a_run_that_goes_on_has_the_lengths_and_the_speed_that_it_measured(ours_run, tmp_path):
+    own = report_of("--resume", "--output-dir", ours_run.path)
+    named = report_of("--resume", "--output-dir", ours_run.path, "--from-run", ours_run.path)
+    for part in ("step", "time", "assumptions"):
+        assert own[part] == named[part]
+    assert any("kept (measured in the run)" in each for each in own["assumptions"])
+    assert own["time"]["hours"] is not None
+    (tmp_path / "log").mkdir()  # it died while it began
+    unborn = report_of("tiny", "--resume", "--output-dir", tmp_path)
+    assert unborn["exit_code"] == 0 and unborn["time"]["hours"] is None
+
+
 def test_what_a_journal_holds_decides_which_changes_a_resume_takes(ours_run, monkeypatch):
     asked = []
 
