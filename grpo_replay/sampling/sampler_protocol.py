@@ -306,6 +306,13 @@ def find_stop_tokens(
     return tuple(sorted(ids))
 
 
+def name_stop_tokens(sampler: Sampler, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The tokens that end a completion, as text and id: `<|im_end|> (2)`."""
+    ids = sampler.stop_token_ids
+    texts = tokenizer.convert_ids_to_tokens(list(ids))
+    return " or ".join(f"{text} ({each})" for text, each in zip(texts, ids, strict=True))
+
+
 def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The ids of a text; none if they do not decode to it, as where a character is unknown."""
     ids = tokenizer.encode(text, add_special_tokens=False)

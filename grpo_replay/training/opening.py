@@ -35,6 +35,7 @@ from grpo_replay.rewards.trial import notices_of_workers
 from grpo_replay.sampling.sampler_protocol import (
     Sampler,
     check_room,
+    name_stop_tokens,
     open_sampler,
     sampler_class,
 )
@@ -284,7 +285,5 @@ class RunOpener:
 
 
 def _describe_stop_tokens(sampler: Sampler, tokenizer: Any) -> str:
-    ids = sampler.stop_token_ids
-    texts = tokenizer.convert_ids_to_tokens(list(ids))
-    named = " or ".join(f"{text} ({each})" for text, each in zip(texts, ids, strict=True))
-    return f"completions end at {named}; sampling.stop_tokens chooses others"
+    ends = name_stop_tokens(sampler, tokenizer)
+    return f"completions end at {ends}; sampling.stop_tokens chooses others"

@@ -12,6 +12,7 @@ from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
     MissingWatch,
+    advice_on_cut_off,
     refuse_failed_verdicts,
 )
 from grpo_replay.types import Rollout
@@ -32,7 +33,7 @@ def recipe_of(steps: int = 200, **reward) -> Recipe:
 
 
 def watch_of(recipe: Recipe) -> LearningWatch:
-    return LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
+    return LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps, lambda: "<e> (2)")
 
 
 def group(**changes) -> list[Rollout]:
@@ -79,6 +80,17 @@ def test_the_notice_says_why(changes, share, advice):
     (notice,) = notices
     assert "nothing to learn from for 5 steps" in notice and "Of 20 completions" in notice
     assert share in notice and advice in notice
+
+
+@pytest.mark.parametrize(
+    ("share", "stop_tokens", "named"),
+    [(1.0, None, True), (0.96, None, False), (0.96, ["X"], True), (0.9, ["X"], False)],
+)
+def test_where_hardly_a_completion_ends_the_stop_tokens_are_named(share, stop_tokens, named):
+    sampling = resolve_recipe([{"sampling": {"stop_tokens": stop_tokens}}]).sampling
+    room = "raise sampling.max_completion_length, 8192 tokens"
+    tokens = ", or set sampling.stop_tokens: the model may never sample <e> (2)"
+    assert advice_on_cut_off(share, sampling, "<e> (2)") == room + tokens * named
 
 
 @pytest.mark.parametrize("changes", [

@@ -15,8 +15,9 @@ import numpy as np
 
 from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
-from grpo_replay.recipe import ModelSection, Recipe
+from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.training.reward_watch import advice_on_cut_off
 from grpo_replay.types import Rollout
 
 OFTEN_CUT = 0.2
@@ -55,8 +56,9 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     memory of the run. Only for what `no_look_at` has nothing against. Raises what a run raises.
     """
     share = groups / recipe.sampling.prompts_per_step
-    rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
-    look = replace(judge(rollouts), example=_example(recipe.model, rollouts[0]))
+    rollouts, metrics, ends = _throwaway_step(_for_a_look(recipe, groups))
+    look = judge(rollouts, recipe.sampling, ends)
+    look = replace(look, example=_example(recipe.model, rollouts[0]))
     survivors = sum(rollout.kept for rollout in rollouts)
     known = {"completion_tokens": look.completion_tokens, "prompt_tokens": look.prompt_tokens}
     if survivors:
@@ -99,8 +101,9 @@ def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
     return recipe.model_copy(update=sections)
 
 
-def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any]]:
-    """Rollouts and metrics of the recipe's first step. Nothing of it stays."""
+def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any], str]:
+    """Rollouts and metrics of the recipe's first step, and the tokens that end a completion.
+    Nothing of it stays."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.storage.run_directory import RunDirectory
@@ -121,7 +124,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()
         assert metrics is not None  # nobody asked it to stop
-        return trainer.generated, metrics
+        return trainer.generated, metrics, trainer.end_tokens()
 
 
 def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
@@ -138,8 +141,8 @@ def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
     )
 
 
-def judge(rollouts: Sequence[Rollout]) -> FirstLook:
-    """What the groups of some rollouts say."""
+def judge(rollouts: Sequence[Rollout], sampling: SamplingSection, ends: str) -> FirstLook:
+    """What the groups of some rollouts say. `ends` names the tokens that end a completion."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)
@@ -148,6 +151,9 @@ def judge(rollouts: Sequence[Rollout]) -> FirstLook:
     mixed = any(0 < group[0].group_correct < _rewarded(group) for group in groups.values())
     signal = sum(any(r.group_reward_std for r in group) for group in groups.values())
     cut_off = float(np.mean([r.finish_reason == "length" for r in rollouts]))
+    verdict = _verdict(rollouts, correct, len(groups), signal, mixed)
+    if cut_off > OFTEN_CUT:
+        verdict += f"; {cut_off:.0%} are cut off: {advice_on_cut_off(cut_off, sampling, ends)}"
     return FirstLook(
         groups=len(groups),
         rollouts=len(rollouts),
@@ -159,7 +165,7 @@ def judge(rollouts: Sequence[Rollout]) -> FirstLook:
         prompt_tokens=float(np.mean([len(r.prompt_token_ids) for r in rollouts])),
         cut_off=cut_off,
         can_learn=signal > 0,
-        verdict=_verdict(rollouts, correct, len(groups), signal, mixed, cut_off),
+        verdict=verdict,
     )
 
 
@@ -167,9 +173,7 @@ def _rewarded(rollouts: Sequence[Rollout]) -> int:
     return sum(each.reward is not None for each in rollouts)
 
 
-def _verdict(
-    seen: Sequence[Rollout], correct: int, groups: int, signal: int, mixed: bool, cut_off: float
-) -> str:
+def _verdict(seen: Sequence[Rollout], correct: int, groups: int, signal: int, mixed: bool) -> str:
     """`mixed` is whether a group has both right and wrong rollouts."""
     rollouts = len(seen)
     if signal and mixed:
@@ -198,6 +202,4 @@ def _verdict(
             f"none of {groups} groups has both right and wrong rollouts: look at more groups, or "
             "raise sampling.group_size"
         )
-    if cut_off > OFTEN_CUT:
-        text += f"; {cut_off:.0%} are cut off: raise sampling.max_completion_length"
     return text

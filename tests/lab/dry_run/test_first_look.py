@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, judge
 from grpo_replay.recipe import recipe_to_yaml
+from grpo_replay.types import Rollout
 
 
 def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
@@ -49,20 +50,24 @@ def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_p
     assert known.speed is None and "survival" not in known.measured
 
 
+def judged(rollouts: list[Rollout]) -> FirstLook:
+    return judge(rollouts, small_recipe().sampling, "<end> (2)")
+
+
 def test_no_success_is_no_proof_of_none():
     """Ten groups of eight without a success: every group counts as about one observation, and of
     twelve with both answers the upper bound is that of Clopper and Pearson for 0 of 11."""
     rollouts = [
         replace(make_rollout(i, group_id=i // 8), group_correct=0, reward=0.0) for i in range(80)
     ]
-    low, high = judge(rollouts).success_interval
+    low, high = judged(rollouts).success_interval
     assert low == 0 and high == pytest.approx(1 - 0.025 ** (1 / 11), abs=1e-3)
-    assert judge(rollouts[:8]).success_interval is None
+    assert judged(rollouts[:8]).success_interval is None
 
 
 def looked_at(correct: list[int], signal: float, reward: float | None = 0.0) -> FirstLook:
     """Groups of four with so many correct rollouts each, and rewards that differ by `signal`."""
-    return judge([
+    return judged([
         replace(
             make_rollout(4 * group + i, group_id=group), group_correct=right, reward=reward,
             group_reward_std=signal, verdict="incorrect" if reward is not None else "crash",
@@ -87,6 +92,14 @@ def test_rewards_that_did_not_come_are_no_failures_of_the_model():
     assert look.can_learn is False and "easier task" not in look.verdict
     assert "no reward came for any of 8 rollouts (verdict: crash)" in look.verdict
     assert "no success in 8: it cannot learn" in looked_at([0, 0], signal=0.0).verdict
+
+
+def test_a_look_in_which_nothing_ends_names_the_tokens_that_would_end_it():
+    ended, cut = make_rollout(0), replace(make_rollout(1), finish_reason="length")
+    room = "are cut off: raise sampling.max_completion_length"
+    assert "cut off" not in judged([ended] * 4 + [cut]).verdict
+    assert judged([ended, cut]).verdict.endswith(f"; 50% {room}, 16 tokens")
+    assert judged([cut, cut]).verdict.endswith("the model may never sample <end> (2)")
 
 
 def look_of(tmp_path, *options: str):
