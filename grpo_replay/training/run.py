@@ -117,7 +117,9 @@ class Run:
             self._announce(opened.notices, stack)
 
     def _announce(self, notices: list[str], stack: ExitStack) -> None:
-        self.trackers = open_trackers(self.recipe, self.run_dir.path, self.state.step + 1)
+        step = self.state.step
+        first_step = step + 1 if step else 0  # the evaluation of the base model is at step 0
+        self.trackers = open_trackers(self.recipe, self.run_dir.path, first_step)
         for tracker in self.trackers:
             stack.callback(tracker.close)
         for notice in notices:
@@ -183,16 +185,21 @@ class Run:
         whether to go on."""
         step = self.state.step
         report, is_evaluated = self._evaluate(step)
-        if report is not None and step > 0:
-            accuracies = _accuracies(report)
-            card = self.run_dir.checkpoints / checkpoint_name(step) / MODEL_CARD
-            if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
-                write_text_whole(card, self._model_card())
-            if self.run_dir.add_to_last_metrics(accuracies):
-                self.state.wall_seconds = time.perf_counter() - self._started
-                for tracker in self.trackers:
-                    tracker.log(step, accuracies)
+        if report is not None and (step == 0 or self._adds_to_its_step(step, report)):
+            for tracker in self.trackers:
+                tracker.log(step, _accuracies(report))
         return is_evaluated
+
+    def _adds_to_its_step(self, step: int, report: EvaluationReport) -> bool:
+        """Complete the model card and the line of metrics of a step that was saved without its
+        evaluation. Returns whether the line lacked it."""
+        card = self.run_dir.checkpoints / checkpoint_name(step) / MODEL_CARD
+        if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
+            write_text_whole(card, self._model_card())
+        if not self.run_dir.add_to_last_metrics(_accuracies(report)):
+            return False
+        self.state.wall_seconds = time.perf_counter() - self._started
+        return True
 
     def _model_card(self) -> str:
         return model_card(self.recipe, self.state, self.evaluation.base_and_last())

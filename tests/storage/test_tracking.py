@@ -1,11 +1,12 @@
 """What reaches the hosted trackers, and that a resumed run continues there."""
 
 import sys
+import time
 import types
 
 from small_runs.trained import small_recipe
 
-from grpo_replay.storage.tracking import open_trackers
+from grpo_replay.storage.tracking import TensorBoardTracker, open_trackers
 
 
 def recorded(monkeypatch, name: str) -> list:
@@ -65,3 +66,18 @@ def test_tensorboard_is_loaded_by_the_first_record_or_a_resume(tmp_path):
     (resumed,) = open_trackers(recipe, tmp_path / "resumed", 6)
     resumed.close()
     assert (files("unused"), before, files("new"), files("resumed")) == (0, 0, 1, 1)
+
+
+def test_a_run_that_begins_again_at_step_0_has_one_point_of_its_base_model(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for accuracy in (0.5, 0.25):
+        tracker = TensorBoardTracker(tmp_path, 0)
+        tracker.log(0, {"eval/mean": accuracy})
+        tracker.log(1, {"step": 1, "reward": 1.0})
+        tracker.close()
+        time.sleep(1)  # TensorBoard reads the files by their second
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    points = [(each.step, each.value) for each in events.Scalars("eval/mean")]
+    assert points == [(0, 0.25)] and len(events.Scalars("reward")) == 1

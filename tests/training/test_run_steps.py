@@ -148,14 +148,15 @@ def test_a_run_records_every_step_and_saves_every_nth_and_the_last(tmp_path, mon
     assert made.evaluated == [0, 3]
     rows = [{"step": step} | (AS_METRICS if step == 3 else {}) for step in range(1, 6)]
     assert made.lines() == rows
-    assert made.tracking.logged == [(row["step"], row) for row in rows]
+    base = [(0, AS_METRICS)]
+    assert made.tracking.logged == base + [(row["step"], row) for row in rows]
     assert made.listener.told == [
         ("start", tmp_path, ["a notice"]), *(("step", step) for step in range(1, 6))
     ]  # fmt: skip
     written = json.loads((tmp_path / "summary.json").read_text())
     assert result == RunResult(tmp_path, 5, False, written)
     assert (written["steps"], written["wall_seconds"]) == (5, 150.0)
-    assert made.first_steps == [1] and made.tracking.closed == 0
+    assert made.first_steps == [0] and made.tracking.closed == 0
     made.stack.close()
     assert made.tracking.closed == 1
 
