@@ -242,15 +242,13 @@ class RunDisplay(Observer):
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
         self._line = ""
-        accuracies, errors = report.accuracies(), report.standard_errors()
-        self._held_out = accuracies["mean"]
+        self._held_out = report.accuracies()["mean"]
         greedy = report.greedy_accuracies()
         greedy_part = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
-        error = errors.get("mean")
-        spread = f" ± {100 * error:.1f}" if error is not None else ""
+        accuracy = _with_error(self._held_out, report.standard_errors().get("mean"))
+        interval = _interval_without_error(report)
         self._console.print(
-            f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{greedy_part}",
-            soft_wrap=True,
+            f"step {step}: held-out accuracy {accuracy} %{interval}{greedy_part}", soft_wrap=True
         )
         if missing := report.missing_verdicts():
             self.on_notice(missing)
@@ -435,9 +433,21 @@ def result_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _with_error(value: float | None, error: float | None) -> str:
+    """In %. A standard error of 0 is left out: the problems were all right or all wrong, say, which
+    does not make the accuracy exact."""
     if value is None:
         return ""
-    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")
+
+
+def _interval_without_error(report: "EvaluationReport") -> str:
+    """The 95 % interval of the mean where its standard error is 0; else nothing."""
+    interval = report.sampled.mean.avg_at_k_interval
+    if interval is None or report.standard_errors().get("mean") != 0:
+        return ""
+    from grpo_replay.evaluation.evaluation_tables import percent_interval
+
+    return f" {percent_interval(interval)} at 95 %"
 
 
 def _change(before: float | None, after: float | None) -> str:

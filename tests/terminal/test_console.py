@@ -3,13 +3,14 @@
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.cli.train_command import RunDisplay
+from grpo_replay.cli.train_command import RunDisplay, result_table
 from grpo_replay.terminal.console import PlainConsole, open_console, printable, tracked
 
 RED = "\x1b[31mred\x1b[0m"
@@ -57,6 +58,25 @@ def test_a_run_directory_of_any_name_is_shown_as_it_is(name, terminal, capsys):
         console.print(display._screen())
     assert f"note: run directory {printable(name)}" in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(0.021, "0.0 ± 2.1 %, greedy 0.0 %"), (0.0, "0.0 % [0.0, 33.6] at 95 %, greedy 0.0 %")],
+)
+def test_an_accuracy_whose_problems_are_all_wrong_has_its_interval(error, shown):
+    console = PlainConsole(file=io.StringIO(), width=80, force_terminal=False)
+    report = SimpleNamespace(
+        accuracies=lambda: {"mean": 0.0}, standard_errors=lambda: {"mean": error},
+        greedy_accuracies=lambda: {"mean": 0.0}, missing_verdicts=lambda: None,
+        sampled=SimpleNamespace(mean=SimpleNamespace(avg_at_k_interval=(0.0, 0.336))),
+    )  # fmt: skip
+    RunDisplay(console).on_evaluation(0, report)
+    assert console.file.getvalue() == f"step 0: held-out accuracy {shown}\n"
+    named = {f"{name}_{each}": {} for name in ("base", "final") for each in ("stderr", "greedy")}
+    summary = named | {"base": {"mean": 0.0}, "final": {"mean": 0.5}}
+    summary["base_stderr"] = {"mean": error}
+    assert list(result_table(summary).columns[1].cells) == ["0.0" + " ± 2.1" * bool(error)]
 
 
 def test_the_progress_of_a_run_is_complete_in_80_columns():
