@@ -87,6 +87,11 @@ class Recipe(Section):
         return self.sampling.rollouts_per_step
 
     @property
+    def longest_rollout(self) -> int:
+        """Maximum prompt length plus maximum completion length, in training."""
+        return self.prompts.max_prompt_length + self.sampling.max_completion_length
+
+    @property
     def longest_sequence(self) -> int:
         """Maximum prompt length plus maximum completion length, in training or evaluation."""
         evaluated = self.eval.max_completion_length or 0
@@ -371,7 +376,7 @@ def _lag_contradictions(recipe: Recipe) -> Iterable[str]:
 
 def _engine_contradictions(recipe: Recipe) -> Iterable[str]:
     engine, servers = recipe.engine, recipe.sampling.servers
-    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    longest = recipe.longest_rollout
     if recipe.batch.max_tokens_per_microbatch < longest:
         yield (
             f"batch.max_tokens_per_microbatch {recipe.batch.max_tokens_per_microbatch} is less "

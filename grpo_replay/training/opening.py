@@ -238,7 +238,7 @@ class RunOpener:
     def _note_limits(self) -> None:
         """Notices about attention memory, room on disk and the precision of gradients."""
         recipe, checkpoints = self.recipe, self.run_dir.checkpoints
-        longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+        longest = recipe.longest_rollout
         config, on_cuda = load_config(recipe.model), self.device.type == "cuda"
         if warning := float32_warning(recipe.model, config, longest, on_cuda):
             self.notices.append(warning)

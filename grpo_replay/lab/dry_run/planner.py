@@ -454,7 +454,7 @@ def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
     """Overrides that save memory, in the order in which they are added: what only moves memory,
     what costs time, and then what changes the run. Never more GPUs than a node has."""
     model, engine, vllm = recipe.model, recipe.engine, recipe.sampling.vllm
-    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    longest = recipe.longest_rollout
     if machines.gpus and max(machines.ranks) != machines.gpus:
         yield [f"engine.num_processes={machines.gpus}"]
     else:

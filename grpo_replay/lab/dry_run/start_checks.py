@@ -67,7 +67,7 @@ def check_parts(
     if tokenizer is not None and recipe.sampling.stop_tokens is not None:
         stop_tokens = recipe.sampling.stop_tokens
         _attempt(lambda: find_stop_tokens(stop_tokens, recipe.model, tokenizer), findings)
-    _check_model(recipe.model, known_model, recipe.longest_sequence, machines, findings)
+    _check_model(recipe.model, known_model, recipe.longest_rollout, machines, findings)
     _attempt(lambda: sampler_class(recipe.sampling), findings)
     prompts = _check_prompts(
         recipe.prompts, recipe.run.seed, recipe.reward.reads_rows, tokenizer, findings

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
 from grpo_replay.cli.dry_run_display import _measured
+from grpo_replay.engine import models
 from grpo_replay.engine.models import load_config
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run import planner
@@ -279,6 +280,13 @@ def test_vllm_needs_room_for_no_more_tokens_than_the_model_has_positions():
         ]
         == 128
     )
+
+
+def test_the_warning_of_float32_counts_the_rollouts_that_train(monkeypatch):
+    asked = []
+    monkeypatch.setattr(models, "float32_warning", lambda *words: asked.append(words[2]))
+    report_of("tiny", "sampling.max_completion_length=24", "eval.max_completion_length=90")
+    assert asked == [16 + 24]
 
 
 def test_a_max_model_len_beyond_the_positions_is_refused_only_with_vllm():
