@@ -38,6 +38,7 @@ from grpo_replay.evaluation.session import (
     recipe_path,
     resolve_evaluation,
 )
+from grpo_replay.named_functions import is_place
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
@@ -216,6 +217,11 @@ def _regrade(path: Path, options: EvalOptions) -> None:
     verifier = options.grade_with
     if verifier is None:
         raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
+    if is_place(verifier):
+        raise UsageError(
+            f"--grade-with {verifier}: own functions grade only while sampling, with --set "
+            f"eval.reward={verifier}; --regrade takes {', '.join(BUILTIN_VERIFIERS)}"
+        )
     if verifier not in BUILTIN_VERIFIERS:
         raise UsageError(
             f"--grade-with {verifier}: no such verifier{did_you_mean(verifier, BUILTIN_VERIFIERS)};"

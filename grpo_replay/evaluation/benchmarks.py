@@ -20,13 +20,11 @@ from grpo_replay.prompts.sources import (
     MappingRows,
     ProblemRows,
     ProblemStatement,
-    answer_after,
-    checked_column,
     column_of,
     data_kind,
     is_local_source,
     known_field,
-    problem_statement,
+    problems_and_answers,
     read_hub_rows,
     read_local_rows,
     statement_text,
@@ -186,9 +184,9 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
         raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
     if benchmark.options is not None:
         benchmark = _with_columns_of(rows, benchmark)
-    problems = checked_column(rows, benchmark.problem_field, problem_statement)
-    as_answer = answer_after(benchmark.answer_marker)
-    answers = checked_column(rows, benchmark.answer_field, as_answer)
+    columns = benchmark.problem_field, benchmark.answer_field, benchmark.answer_marker
+    by_recipe = benchmark.options is not None
+    problems, answers = problems_and_answers(rows, *columns, by_recipe=by_recipe)
     ids = unique_ids(rows, benchmark.id_field)
     if settings.max_problems is None and benchmark.problems not in (None, len(rows)):
         logger.warning(

@@ -20,8 +20,6 @@ from grpo_replay.prompts.sources import (
     MappingRows,
     ProblemRows,
     ProblemStatement,
-    answer_after,
-    checked_column,
     column_of,
     fingerprint,
     is_local_source,
@@ -30,7 +28,7 @@ from grpo_replay.prompts.sources import (
     notices_of_reading,
     notices_of_template,
     notices_of_use,
-    problem_statement,
+    problems_and_answers,
     read_hub_rows,
     read_local_rows,
     statement_text,
@@ -280,16 +278,8 @@ def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {_shown(section)} has no rows")
     known = _with_known_fields(section, rows.names)
-    try:
-        problems = checked_column(rows, known.problem_field, problem_statement)
-        answers = checked_column(rows, known.answer_field, answer_after(ANSWER_MARKER))
-    except DatasetError as error:
-        keys = ("problem_field", "answer_field")
-        missing = [k for k in keys if column_of(getattr(known, k), rows.names) not in rows.names]
-        if not missing:
-            raise
-        advice = " and ".join(f"prompts.{key}" for key in missing)
-        raise DatasetError(f"{error}: set {advice} to the column with it") from None
+    fields = known.problem_field, known.answer_field
+    problems, answers = problems_and_answers(rows, *fields, ANSWER_MARKER)
     notices = notices_of_reading(problems, rows.column(known.answer_field))
     if known != section:
         columns = f"problems from {known.problem_field!r}, answers from {known.answer_field!r}"

@@ -511,6 +511,31 @@ def checked_column(rows: ProblemRows, field: str, convert: Callable[[Any], _Valu
     return converted
 
 
+def problems_and_answers(
+    rows: ProblemRows,
+    problem_field: str,
+    answer_field: str,
+    marker: str | None,
+    by_recipe: bool = True,
+) -> tuple[list[ProblemStatement], list[str]]:
+    """The problems and the reference answers, as text after the last `marker`. Raises DatasetError;
+    for a column that is not there, with the key that names it if the fields are `by_recipe`."""
+    try:
+        problems = checked_column(rows, problem_field, problem_statement)
+        return problems, checked_column(rows, answer_field, answer_after(marker))
+    except DatasetError as error:
+        fields = {"prompts.problem_field": problem_field, "prompts.answer_field": answer_field}
+        missing = [key for key, field in fields.items() if not _has_column(rows, field)]
+        if not (missing and by_recipe):
+            raise
+        advice = f"set {' and '.join(missing)} to the column with it"
+        raise DatasetError(f"{error}: {advice}") from None
+
+
+def _has_column(rows: ProblemRows, field: str) -> bool:
+    return column_of(field, rows.names) in rows.names
+
+
 def unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
     """The ids of the rows; their numbers if there is no field.
 

@@ -76,6 +76,21 @@ def test_a_users_file_may_have_other_field_names(tmp_path):
     assert names(str(path)) == ["mine"]
 
 
+def test_a_file_without_the_columns_says_which_keys_name_them(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("task,result\n1+1,2\n")
+    with pytest.raises(
+        DatasetError,
+        match=r"no column 'problem'; there are.* task, result: set prompts.problem_field and "
+        r"prompts.answer_field to the column with it$",
+    ):
+        load(str(path))
+    (tmp_path / "aime26.jsonl").write_text('{"task": "1+1", "id": 1}\n')
+    with pytest.raises(DatasetError) as caught:  # its columns are those that were published
+        load("aime26", data_folder=str(tmp_path))
+    assert "no field 'problem'" in str(caught.value) and "prompts." not in str(caught.value)
+
+
 def test_a_folder_is_read_as_one_of_prompts(tmp_path, monkeypatch):
     folder = tmp_path / "held.out"
     folder.mkdir()
