@@ -24,6 +24,7 @@ from grpo_replay.engine.weights import lora_targets
 from grpo_replay.errors import ModelError, first_line
 from grpo_replay.lab.dry_run.memory import ForwardMemory, ModelShape
 from grpo_replay.recipe import LoraSection, ModelSection
+from grpo_replay.terminal.quiet import quiet_libraries
 
 # Names with "flash" in them make transformers look for that package.
 _FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
@@ -209,7 +210,7 @@ def forward_memory(
     """
     key = (section.model_dump_json(), config.to_json_string(use_diff=False), batch, on_cuda)
     if key not in _traced:
-        with _untraceable(config):
+        with _untraceable(config), quiet_libraries():
             _traced[key] = _forward_memory(section, config, batch, on_cuda)
     return _traced[key]
 

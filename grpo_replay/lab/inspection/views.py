@@ -333,7 +333,8 @@ def print_life(life: Life, console: Console) -> None:
         f"{_short(rollout['group_reward_mean'])}, std {_short(rollout['group_reward_std'])}"
     )
     console.print(_group_table(life))
-    console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")
+    times = "once" if len(life.uses) == 1 else f"{len(life.uses)} times"
+    console.print(f"[bold]life[/bold]: drawn {times}")
     if life.uses or life.fresh_outcome is not None:
         console.print(_life_table(life))
     console.print(f"→ {escape(life.fate)}")

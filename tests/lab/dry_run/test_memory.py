@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from grpo_replay.engine.models import load_config
+from grpo_replay.lab.dry_run import trace as tracing
 from grpo_replay.lab.dry_run.memory import (
     PROCESS,
     PROCESS_ZERO,
@@ -233,6 +235,20 @@ def test_live_bytes_follow_allocation_and_release():
 def test_checkpointing_saves_one_hidden_state_per_layer_and_token():
     two, three = (traced(qwen(), layers, 2, 256, 128) for layers in (2, 3))
     assert three.saved - two.saved == 2 * 256 * 1024 * 2
+
+
+def test_what_a_library_warns_of_while_its_model_is_traced_is_not_shown(recwarn, monkeypatch):
+    recipe, memory = qwen(), ForwardMemory(1, 2)
+
+    def traced_with_warning(*_):
+        warnings.warn("deprecated", FutureWarning, stacklevel=1)
+        return memory
+
+    monkeypatch.setattr(tracing, "_traced", {})
+    monkeypatch.setattr(tracing, "trace", traced_with_warning)
+    batch = Microbatch(1, 64, 32, 1024)
+    assert forward_memory(recipe.model, load_config(recipe.model), batch) == memory
+    assert [str(each.message) for each in recwarn] == []
 
 
 def test_without_checkpointing_a_layer_keeps_its_attention_and_mlp():

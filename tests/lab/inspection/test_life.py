@@ -37,6 +37,14 @@ def test_a_life_lists_every_use_and_the_eviction(runs):
     assert life.fresh_outcome["tokens"] == len(life.rollout["completion_token_ids"])
 
 
+def test_a_life_says_how_often_a_rollout_was_drawn(runs, capsys):
+    draws = by_hand.rows_of(runs["ours"] / "draws")
+    life = read_life(open_source(runs["ours"]), draws[0]["rollout_id"])
+    for count, said in ((0, "0 times"), (1, "once"), (2, "2 times")):
+        print_life(replace(life, uses=life.uses[:1] * count), open_console(markup=True))
+        assert f"life: drawn {said}\n" in capsys.readouterr().out
+
+
 def test_a_life_lists_the_whole_group(runs):
     rows = by_hand.rows_of(runs["ours"] / "rollouts")
     life = read_life(open_source(runs["ours"]), 300)
