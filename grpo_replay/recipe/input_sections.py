@@ -137,7 +137,9 @@ class PromptsSection(Section):
     """`chat` renders the tokenizer's chat template, and so does a mapping of variables for it, such
     as `{enable_thinking: false}`; `plain` formats only `user_template`."""
     system_prompt: str | None = PAPER_SYSTEM_PROMPT
-    """System message of the chat template. No system message if null. Ignored by `plain`."""
+    """System message of the chat template. No system message if null, unless the template inserts
+    one of its own (that of SmolLM2: "You are a helpful AI assistant named SmolLM…"). Ignored by
+    `plain`."""
     user_template: str = PAPER_USER_TEMPLATE
     """Python format string with the placeholder `{problem}`."""
     max_prompt_length: Positive = 1024
