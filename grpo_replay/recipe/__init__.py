@@ -26,6 +26,7 @@ from grpo_replay.recipe.input_sections import (
     VllmSection,
 )
 from grpo_replay.recipe.layers import (
+    ReplayConfig,
     find_recipe,
     load_recipe,
     parse_overrides,
@@ -36,7 +37,6 @@ from grpo_replay.recipe.layers import (
 )
 from grpo_replay.recipe.open_lists import BUILTIN_VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.replay_config import ReplayConfig
 from grpo_replay.recipe.run_sections import (
     EngineSection,
     EvalSection,

@@ -1,4 +1,5 @@
-"""Recipes from files, presets and `--set` overrides: find, read, merge, validate.
+"""Recipes from files, presets and `--set` overrides: find, read, merge, validate; and the replay
+section of a trainer that has no recipe.
 
 Relative paths in a recipe file start at the folder of the file, those of `--set` at the working
 directory. So a recipe works from every working directory. Both become absolute, so that the recipe
@@ -18,15 +19,15 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, final, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Passthrough, Section
-from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS
-from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS, ReplaySection
+from grpo_replay.recipe.recipe import Recipe, replay_contradictions
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 
@@ -153,7 +154,7 @@ def resolve_recipe(
     merged: dict[str, Any] = {}
     of_preset: set[str] = set()
     for layer, origin in zip(layers, sources, strict=True):
-        check_keys(layer, Recipe, (), origin)
+        _check_keys(layer, Recipe, (), origin)
         replay = layer.get("replay", {})
         preset = replay.get("preset")
         if isinstance(preset, str) and preset in REPLAY_PRESETS:
@@ -163,7 +164,7 @@ def resolve_recipe(
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise RecipeError(explain(error, list(zip(layers, sources, strict=True)))) from error
+        raise RecipeError(_explain(error, list(zip(layers, sources, strict=True)))) from error
 
 
 def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> set[str]:
@@ -196,7 +197,7 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
             target[key] = copy.deepcopy(value)
 
 
-def check_keys(
+def _check_keys(
     layer: Mapping[str, Any], section: type[BaseModel], at: tuple[str, ...], source: str
 ) -> None:
     """Raises RecipeError for an unknown key in a section `at` these keys, and for true or false in
@@ -213,7 +214,7 @@ def check_keys(
                 raise RecipeError(
                     f"{source}: {place} is a section and needs keys, found {shown(value)}"
                 )
-            check_keys(value, inner, (*at, str(key)), source)
+            _check_keys(value, inner, (*at, str(key)), source)
         elif isinstance(value, bool) and is_number(inner):
             raise RecipeError(
                 f"{source}: {place}: expected a number, found {str(value).lower()} (YAML reads "
@@ -240,7 +241,7 @@ def _check_unknown(
     )
 
 
-def explain(
+def _explain(
     error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], str]], *at: str
 ) -> str:
     """One line per problem: the source of the bad value, its key, what is allowed, the value. `at`
@@ -464,3 +465,50 @@ def shown(value: Any) -> str:
     """The value for an error message, shortened if it is long or deep, and without the user name
     and password of a URL."""
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", _SHORT.repr(value))
+
+
+_OF_CONFIG = "ReplayConfig"
+"""Where the values of one come from, in messages."""
+
+
+@final
+class ReplayConfig(ReplaySection):
+    """The settings of a replay buffer: the keys of `replay` in docs/recipe.md.
+
+    `ReplayConfig.preset(name, **changes)` has the values of a preset, and `changes`. A bad value,
+    an unknown key or a contradiction raises RecipeError, as in a recipe.
+    """
+
+    if TYPE_CHECKING:
+
+        @classmethod  # type: ignore[misc]
+        def preset(cls, name: str, **changes: Any) -> "ReplayConfig": ...  # type: ignore[override]
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> "ReplayConfig":
+        if problems := list(replay_contradictions(self)):
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_as_a_recipe_does(
+        cls, given: Any, validated: ModelWrapValidatorHandler["ReplayConfig"]
+    ) -> "ReplayConfig":
+        if isinstance(given, Mapping):
+            _check_keys(given, cls, ("replay",), _OF_CONFIG)
+        try:
+            return validated(given)
+        except ValidationError as error:
+            raise RecipeError(
+                _explain(error, [({"replay": given}, _OF_CONFIG)], "replay")
+            ) from None
+
+
+def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:
+    """The settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
+    return cls.model_validate({**changes, "preset": name})
+
+
+# Set here, because the field of an instance has the same name.
+ReplayConfig.preset = classmethod(_preset)  # type: ignore[method-assign, assignment]
