@@ -103,6 +103,9 @@ def _main_options(
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
     for safety, 130 interrupted."""
+    from grpo_replay.terminal.console import prepare_streams
+
+    prepare_streams()
     from grpo_replay.distributed.failures import exit_as_rank
 
     # A notebook's kernel names its own, which may not be installed here. Figures go to files.

@@ -1,6 +1,7 @@
-"""What commands print: consoles that show text of a run as text, tables, bars and progress, and
-streams whose reader may go away."""
+"""What commands print: consoles that show text of a run as text, tables, bars and progress; and
+their streams: a reader may go away, and they may be closed, full or not UTF-8."""
 
+import codecs
 import contextlib
 import errno
 import json
@@ -80,8 +81,10 @@ def open_console(
 
 
 def print_json(document: Any) -> None:
-    """Print the one JSON document of `--json`, without NaN, to stdout."""
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    """Print the one JSON document of `--json`, without NaN, to stdout. What a stdout that is not
+    UTF-8 may lack is escaped."""
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    print(json.dumps(document, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
 
 
 SHORT_NAME = 12
@@ -202,10 +205,12 @@ _READER_GONE = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung u
 
 class GuardedStream:
     """A text stream that drops what is written once its reader is gone: then `lost_reader` is True,
-    and its descriptor leads to /dev/null, so that nothing fails when Python ends."""
+    and its descriptor leads to /dev/null, so that nothing fails when Python ends. With `may_fail`
+    any failed write, on a full disk for example, leads it there."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, may_fail: bool = False) -> None:
         self._stream = stream
+        self._may_fail = may_fail
         self.lost_reader = False
 
     def write(self, text: str) -> int:
@@ -222,9 +227,10 @@ class GuardedStream:
         try:
             yield
         except OSError as error:
-            if error.errno not in _READER_GONE:
+            is_gone = error.errno in _READER_GONE
+            if not (is_gone or self._may_fail):
                 raise
-            self.lost_reader = True
+            self.lost_reader = self.lost_reader or is_gone
             self._lead_nowhere()
 
     def _lead_nowhere(self) -> None:
@@ -241,9 +247,23 @@ class GuardedStream:
 def guarded_stderr() -> Iterator[GuardedStream]:
     """A context in which sys.stderr is guarded; yields it."""
     before = sys.stderr
-    stream = GuardedStream(before)
+    stream = before if isinstance(before, GuardedStream) else GuardedStream(before)
     sys.stderr = cast(TextIO, stream)
     try:
         yield stream
     finally:
         sys.stderr = before
+
+
+def prepare_streams() -> None:
+    """Make stdin, stdout and stderr usable for a whole command, its first act: what is closed leads
+    to /dev/null, characters that stdout lacks become `?`, and no failed write to stderr fails more
+    than that message."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115  # gets the number of the closed one
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stderr = cast(TextIO, GuardedStream(sys.stderr, may_fail=True))
