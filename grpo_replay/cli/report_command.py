@@ -1,6 +1,5 @@
 """`grpo-replay report`: compare runs, sweeps and evaluation files."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from grpo_replay.lab.report.measure import default_outcome, measure
 from grpo_replay.lab.report.report_files import document, refuse_other_files, write_report
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import facts_of, report_tables, warnings_of
+from grpo_replay.recipe.base import MOST_COST_RATIO
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 
@@ -55,8 +55,8 @@ def _check_numbers(targets: Sequence[float], given_mu: Sequence[float]) -> None:
                 f"--reach {target:g}: expected an accuracy in percent, from 1 to 100{meant}"
             )
     for mu in given_mu:
-        if not 0 <= mu < math.inf:
-            raise UsageError(f"--mu {mu:g}: expected a finite number of at least 0")
+        if not 0 <= mu <= MOST_COST_RATIO:
+            raise UsageError(f"--mu {mu:g}: expected a number from 0 to {MOST_COST_RATIO:,.0f}")
 
 
 def print_report(findings: Findings, console: Console) -> None:

@@ -10,8 +10,22 @@ from grpo_replay.recipe.open_lists import OpenList
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+"""A time limit, of a week at most: clocks of the system overflow."""
+MOST_COST_RATIO = 1e9
+"""μ beyond it means nothing, and overflows."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this one, and logs it."""
+
+
+def _fits_fp32(score: float) -> float:
+    if abs(score) > 1e30:  # sums of scores too
+        raise ValueError("rewards are stored as fp32: at most 1e30, and at least -1e30")
+    return score
+
+
+Score = Annotated[float, AfterValidator(_fits_fp32)]
+"""A score, or the weight of one."""
 
 
 def one_of(functions: OpenList) -> Any:

@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_replay.recipe.base import Fraction, Passthrough, Positive, Section, one_of
+from grpo_replay.recipe.base import (
+    MOST_COST_RATIO,
+    Fraction,
+    Passthrough,
+    Positive,
+    Score,
+    Seconds,
+    Section,
+    one_of,
+)
 from grpo_replay.recipe.open_lists import (
     ADVANTAGES,
     BUILTIN_VERIFIERS,
@@ -58,7 +67,7 @@ class WeightedReward(Section):
     """One of several reward functions."""
 
     function: str
-    weight: float = 1.0
+    weight: Score = 1.0
     name: str | None = None
 
 
@@ -70,9 +79,9 @@ class RewardSection(Section):
     names or of `{function: …, weight: 1.0, name: null}`; the reward is the weighted sum of their
     scores (TRL: reward_funcs, reward_weights), and the first alone decides which rollouts count as
     correct."""
-    correct: float = 1.0
+    correct: Score = 1.0
     """Score of a correct answer. A score of your own function counts as correct from here on."""
-    incorrect: float = -1.0
+    incorrect: Score = -1.0
     """Score of any other answer."""
     overlong_buffer_tokens: Positive | None = None
     """L_cache of DAPO's soft overlong punishment: within so many tokens of
@@ -87,7 +96,7 @@ class RewardSection(Section):
     larger share of a step's completions. 1 never stops."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Verifier processes per rank."""
-    time_limit_seconds: Annotated[float, Field(gt=0)] = 10.0
+    time_limit_seconds: Seconds = 10.0
     """Maximum time to grade one completion. A worker that takes longer is killed."""
 
     @field_validator("function", mode="before")
@@ -172,7 +181,7 @@ class Machines(Section):
 
     workers: Positive
     trainers: Positive
-    mu: Annotated[float, Field(gt=0)]
+    mu: Annotated[float, Field(gt=0, le=MOST_COST_RATIO)]
 
     @property
     def ratio(self) -> float:

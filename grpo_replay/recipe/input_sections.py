@@ -7,7 +7,14 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Section, one_of
+from grpo_replay.recipe.base import (
+    LEAST_TEMPERATURE,
+    Passthrough,
+    Positive,
+    Seconds,
+    Section,
+    one_of,
+)
 from grpo_replay.recipe.open_lists import SAMPLERS
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
@@ -159,11 +166,12 @@ class PromptsSection(Section):
     def _has_one_placeholder(cls, template: str) -> str:
         remedy = "the only placeholder is {problem}; other braces are written twice, {{ and }}"
         try:
-            fields = {field for _, field, _, _ in string.Formatter().parse(template)} - {None}
-            template.format(problem="")
+            parts = {(field, form) for _, field, form, _ in string.Formatter().parse(template)}
+            if not any(form for _, form in parts):  # such as a width beyond the memory
+                template.format(problem="")
         except (LookupError, ValueError, AttributeError) as error:
             raise ValueError(f"{error!r}; {remedy}") from None
-        if fields != {"problem"}:
+        if parts - {(None, None)} != {("problem", "")}:
             raise ValueError(f"it must contain {{problem}}; {remedy}")
         return template
 
@@ -262,7 +270,7 @@ class ServersSection(Section):
     address: str = "127.0.0.1:8300"
     """Where launched servers listen: the first at this port, each further one at the next. Their
     control routes are unauthenticated."""
-    request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    request_timeout_seconds: Seconds = 600.0
     """A server is lost if it has outstanding requests and generates no token for this long, takes
     longer than this to load new weights, or to become healthy after its start. The time of a whole
     completion is not limited."""

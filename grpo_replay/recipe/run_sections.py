@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Section
+from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Seconds, Section
 from grpo_replay.recipe.open_lists import VERIFIERS
 
 
@@ -43,7 +43,7 @@ class EngineSection(Section):
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch per rank. If null, CPU cores divided by ranks, at most
     `OMP_NUM_THREADS`."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    timeout_seconds: Seconds = 1800.0
     """Maximum wait in a collective before the run fails. After a sixth of it without progress every
     rank logs where it waits."""
 
@@ -92,7 +92,7 @@ class EvalSection(Section):
     """Training steps between evaluations. If null, only at the start and at the end."""
     at_start: bool = True
     """Evaluate the base model before the first step."""
-    samples: Positive | None = None
+    samples: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """k, completions per problem. Each benchmark's own k if null."""
     temperature: Annotated[float, Field(ge=0)] = 0.6
     """Sampling temperature. 0 decodes greedily."""

@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from grpo_replay.errors import UsageError
+from grpo_replay.recipe.base import MOST_COST_RATIO
 
 Values = TypeVar("Values", float, np.ndarray)
 
@@ -110,11 +111,11 @@ class Optimum:
 
 
 def check_inputs(mu: float, rho: float) -> None:
-    """Raises UsageError for a μ that is not positive and finite, or a ρ outside [0, 1]."""
-    if not (math.isfinite(mu) and mu > 0):
+    """Raises UsageError for a μ that is not above 0 and at most 1e9, or a ρ outside [0, 1]."""
+    if not 0 < mu <= MOST_COST_RATIO:
         raise UsageError(
             f"--mu {mu}: μ is the cost of generating one rollout over the cost of training on it "
-            "once, a positive number (paper B measured 5.28 and 6.84)"
+            f"once, above 0 and at most {MOST_COST_RATIO:,.0f} (paper B measured 5.28 and 6.84)"
         )
     if not 0 <= rho <= 1:
         raise UsageError(
@@ -123,10 +124,10 @@ def check_inputs(mu: float, rho: float) -> None:
 
 
 def check_growth(exponent: float) -> None:
-    """Raises UsageError for a growth exponent that is negative or not finite."""
-    if not (math.isfinite(exponent) and exponent >= 0):
+    """Raises UsageError for a growth exponent that is negative or above 1,000."""
+    if not 0 <= exponent <= 1000:
         raise UsageError(
-            f"--growth {exponent}: a of σ(s) = (s/τ)^a is 0 or more; negative would mean that old "
+            f"--growth {exponent}: a of σ(s) = (s/τ)^a is 0 to 1000; negative would mean that old "
             "rollouts are better than fresh ones"
         )
 
