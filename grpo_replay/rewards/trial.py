@@ -52,8 +52,8 @@ def try_rewards(
     they get as the training step: None for evaluations.
 
     Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on all of the sample.
-    Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, and
-    DatasetError if no answer can be read.
+    Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, or if a
+    verifier has too little time, and DatasetError if no answer can be read.
     """
     notices, functions = [], [each.function for each in section.functions]
     own = [function for function in functions if function not in BUILTIN_VERIFIERS]
@@ -63,11 +63,12 @@ def try_rewards(
     if own == functions:
         return notices
     if not own:
-        return notices + _check_answers(functions[0], scorer, sample)
+        return notices + _check_answers(section, scorer, sample)
     # Calls of a user's function may be slow: verifiers are tried alone.
     verifier = next(each for each in functions if each in BUILTIN_VERIFIERS)
-    with RewardScorer.open(section.alone(verifier)) as alone:
-        return notices + _check_answers(verifier, alone, sample)
+    only = section.alone(verifier)
+    with RewardScorer.open(only) as alone:
+        return notices + _check_answers(only, alone, sample)
 
 
 def _try_calls(
@@ -116,10 +117,18 @@ def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list
     ]
 
 
-def _check_answers(verifier: str, scorer: RewardScorer, sample: Sample) -> list[str]:
-    """Grade each reference answer against itself, in a box."""
+def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample) -> list[str]:
+    """Grade each reference answer against itself, in a box, with the one verifier of `section`."""
+    verifier = section.main_function
     answers = [each.answer for each in sample.problems]
-    verdicts = scorer.score([(right_completion(each), each, None) for each in answers])
+    items = [(right_completion(each), each, None) for each in answers]
+    verdicts = scorer.score(items[:TRIED_ROWS])
+    if verdicts and all(verdict.status == "timeout" for verdict in verdicts):
+        raise RecipeError(
+            f"reward.time_limit_seconds {section.time_limit_seconds:g} is too little: {verifier} "
+            f"could grade none of {len(verdicts)} completions in it; raise it"
+        )
+    verdicts += scorer.score(items[TRIED_ROWS:])
     unread = [
         answer
         for answer, verdict in zip(answers, verdicts, strict=True)

@@ -12,7 +12,7 @@ from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards import trial
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import Sample, notices_of_workers, try_rewards
-from grpo_replay.types import Prompt
+from grpo_replay.types import Prompt, Verdict
 
 FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
 
@@ -103,6 +103,22 @@ def test_answers_are_graded_against_themselves():
         tried(RewardSection(function="minerva"), long, long)
 
 
+def test_a_verifier_that_has_too_little_time_is_told_from_answers_that_it_cannot_read(
+    monkeypatch,
+):
+    asked = []
+
+    def too_slow(self, items):
+        asked.append(len(items))
+        return [Verdict(-1.0, "timeout", (-1.0,))] * len(items)
+
+    monkeypatch.setattr(RewardScorer, "score", too_slow)
+    section = RewardSection(function="minerva", workers=1, time_limit_seconds=0.01)
+    with pytest.raises(RecipeError, match=r"time_limit_seconds 0\.01 .* none of 4 completions"):
+        tried(section, *map(str, range(100)))
+    assert asked == [4], "it does not wait for a hundred"
+
+
 def test_beside_a_function_of_the_user_the_answers_are_still_checked(monkeypatch):
     section = RewardSection(function=["minerva", "judge_rewards:Count.calls"], workers=1)
     called, original = [], RewardScorer.results
@@ -115,7 +131,9 @@ def test_beside_a_function_of_the_user_the_answers_are_still_checked(monkeypatch
     monkeypatch.setattr(RewardScorer, "results", counted)
     (notice,) = tried(section, *map(str, range(30)), "word " * 200)
     assert "cannot read 1 of 31" in notice
-    assert called == [trial.TRIED_ROWS, 31], "the user's function is called on few rows only"
+    assert called == [trial.TRIED_ROWS, trial.TRIED_ROWS, 27], (
+        "the user's function is called on few rows only"
+    )
 
 
 def test_many_workers_are_noticed():
