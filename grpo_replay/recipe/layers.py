@@ -164,7 +164,8 @@ def resolve_recipe(
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise RecipeError(_explain(error, list(zip(layers, sources, strict=True)))) from error
+        origins = list(zip(layers, sources, strict=True))
+        raise RecipeError(_explain(plain_problems(error, merged), origins)) from error
 
 
 def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> set[str]:
@@ -241,13 +242,48 @@ def _check_unknown(
     )
 
 
+def plain_problems(error: ValidationError, given: Any) -> list[Any]:
+    """What pydantic found in `given`, with places as they are written there. Of a value that may
+    have several types only the problems of the type that it comes closest to."""
+    groups: dict[tuple[int | str, ...], dict[int | str | None, list[Any]]] = {}
+    for item in error.errors():
+        place, type_at = _place_in(given, item["loc"], item["type"] == "missing")
+        value = place if type_at is None else item["loc"][:type_at]
+        kind = None if type_at is None else item["loc"][type_at]
+        groups.setdefault(value, {}).setdefault(kind, []).append({**item, "loc": place})
+    return [item for kinds in groups.values() for item in max(kinds.values(), key=_closeness)]
+
+
+def _place_in(
+    given: Any, loc: Sequence[int | str], is_missing: bool
+) -> tuple[tuple[int | str, ...], int | None]:
+    """The parts of a place that lead into `given`, and the index of the first that is pydantic's
+    name of a type instead, if there is one. The last part may be a key that is missing."""
+    place: list[int | str] = []
+    type_at = None
+    for index, part in enumerate(loc):
+        if (isinstance(given, Mapping) and part in given) or isinstance(part, int):
+            place.append(part)
+            given = given[part] if isinstance(given, Mapping | list) else None
+        elif (is_missing and index == len(loc) - 1) or part == "[key]":
+            place.append(part)
+        elif type_at is None:
+            type_at = index
+    return tuple(place), type_at
+
+
+def _closeness(problems: Sequence[Any]) -> tuple[int, bool]:
+    """How close a value is to a type: how deep inside its problems are, and if it has that type."""
+    return max((len(each["loc"]), not each["type"].endswith("_type")) for each in problems)
+
+
 def _explain(
-    error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], str]], *at: str
+    problems: Sequence[Any], origins: Sequence[tuple[Mapping[str, Any], str]], *at: str
 ) -> str:
     """One line per problem: the source of the bad value, its key, what is allowed, the value. `at`
     is the section that was validated; without it, it is a whole recipe."""
     lines = []
-    for item in error.errors():
+    for item in problems:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "string_type" and callable(item["input"]):
             message += ": name a function as module:function or file.py:function"
@@ -500,9 +536,8 @@ class ReplayConfig(ReplaySection):
         try:
             return validated(given)
         except ValidationError as error:
-            raise RecipeError(
-                _explain(error, [({"replay": given}, _OF_CONFIG)], "replay")
-            ) from None
+            problems, origins = plain_problems(error, given), [({"replay": given}, _OF_CONFIG)]
+            raise RecipeError(_explain(problems, origins, "replay")) from None
 
 
 def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:

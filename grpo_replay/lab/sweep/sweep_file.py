@@ -19,7 +19,7 @@ from pydantic import (
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.recipe import Section
-from grpo_replay.recipe.layers import find_shipped, read_yaml, shown, to_yaml
+from grpo_replay.recipe.layers import find_shipped, plain_problems, read_yaml, shown, to_yaml
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 SWEEP = "sweep.yaml"
@@ -48,7 +48,7 @@ Some = Annotated[T, AfterValidator(_not_empty)]
 Name = Annotated[str, AfterValidator(_folder_name)]
 Seed = Annotated[StrictInt, Field(ge=0)]
 Seeds = Some[list[Seed]]
-Scalar = bool | int | float | str
+Scalar = str | bool | int | float
 
 
 class TuneSection(Section):
@@ -207,14 +207,14 @@ def read_sweep_file(path: Path) -> SweepFile:
     try:
         return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
-        raise SweepFileError(_explain(error, path)) from error
+        raise SweepFileError(_explain(plain_problems(error, document), path)) from error
     except ValueError as error:  # of `expanded`
         raise SweepFileError(f"{path}: {error}") from error
 
 
-def _explain(error: ValidationError, path: Path) -> str:
+def _explain(problems: Sequence[Any], path: Path) -> str:
     lines = []
-    for item in error.errors():
+    for item in problems:
         where = item["loc"][:-2] if item["loc"][-1:] == ("[key]",) else item["loc"]
         place = ".".join(map(str, where))
         message = item["msg"].removeprefix("Value error, ")
