@@ -102,6 +102,13 @@ class SweepFile(Section):
         _refuse_doubles(self.seeds, "seeds:")
         for place, overrides in (("set", self.set), *self.arms.items()):
             _check_overrides(place, overrides)
+        for key, values in self.grid.items():
+            # 1.0 is 1, but true is not
+            _refuse_doubles(
+                (_text(v) if v is True or v is False else v for v in values), f"grid.{key}:"
+            )
+            if key in map(_key_of, self.set):
+                raise ValueError(f"set sets {key}, which grid varies: remove it from one of them")
         if self.tune is not None:
             self._check_tuning(self.tune)
         return self
@@ -132,7 +139,7 @@ class SweepFile(Section):
         """The sweep with an arm for every combination of the grid, and no grid."""
         arms = {}
         for name, overrides in self.arms.items():
-            own = [key for key in self.grid if key not in map(_key_of, (*self.set, *overrides))]
+            own = [key for key in self.grid if key not in map(_key_of, overrides)]
             for values in _combinations({key: self.grid[key] for key in own}):
                 full = ",".join([name, value_name(values)]) if values else name
                 if full in arms:
