@@ -32,6 +32,7 @@ def run(options: AesOptions) -> int:
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
         candidates = [_candidate(word) for word in options.candidates]
+        _refuse_doubles([each.name for each in candidates])
         scores = score_points(point, candidates, gain, loss)
     if options.as_json:
         found = document(point, scores, gain, loss) | {"differences": notes}
@@ -122,9 +123,14 @@ def _from_files(
 
 def _candidate(word: str) -> Point:
     name, separator, numbers = word.rpartition("=")
-    if not separator or not name:
+    if not separator or not name.strip():
         raise UsageError(f"--candidate {word!r}: expected NAME=ACC,TOKENS, such as ours=31.06,6800")
     return Point(name, *_numbers(numbers, f"--candidate {name}"))
+
+
+def _refuse_doubles(names: Sequence[str]) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--candidate {twice[0]}: two candidates have this name: rename one")
 
 
 def _numbers(text: str, place: str) -> tuple[float, float]:

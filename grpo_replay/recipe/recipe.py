@@ -5,6 +5,7 @@ The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable
 
 from pydantic import Field, field_validator, model_validator
@@ -63,7 +64,9 @@ class Recipe(Section):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        if name in ("", ".", "..") or len(name) > 100 or re.search(r"[/\\\x00-\x1f\x7f]", name):
+        # Cc and Cf: control characters, and marks that change the direction of what follows
+        is_hidden = any(unicodedata.category(each) in ("Cc", "Cf") for each in name)
+        if name in ("", ".", "..") or len(name) > 100 or re.search(r"[/\\]", name) or is_hidden:
             raise ValueError(
                 "it becomes part of a run directory's name: 1 to 100 characters without slashes "
                 "and control characters"
