@@ -264,7 +264,7 @@ def _place_in(
     for index, part in enumerate(loc):
         if (isinstance(given, Mapping) and part in given) or isinstance(part, int):
             place.append(part)
-            given = given[part] if isinstance(given, Mapping | list) else None
+            given = given[part] if isinstance(given, Mapping | list) else None  # type: ignore[index]
         elif (is_missing and index == len(loc) - 1) or part == "[key]":
             place.append(part)
         elif type_at is None:

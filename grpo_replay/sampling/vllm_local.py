@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from grpo_replay.distributed.comm import Comm, decode, encode
+from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.weights import (
     CheckedWeights,
@@ -240,10 +241,10 @@ def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
     vllm, world_size = opening.sampling.vllm, opening.comm.world_size
     sleeps = opening.on_gpu and vllm.enable_sleep_mode
     size = vllm.tensor_parallel_size
-    if world_size % size != 0:
+    if (here := rank_environment().local_world_size) % size:
         raise RecipeError(
-            f"sampling.vllm.tensor_parallel_size {size} does not divide the {world_size} ranks: "
-            "every engine spans that many ranks"
+            f"sampling.vllm.tensor_parallel_size {size} does not divide the {here} ranks of a "
+            "node: every engine spans that many ranks of one node"
         )
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,

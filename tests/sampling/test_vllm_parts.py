@@ -19,6 +19,7 @@ from server_helpers import free_ports, wait_for
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm, encode
+from grpo_replay.distributed.environment import RankEnvironment
 from grpo_replay.engine.models import load_policy, section_at
 from grpo_replay.engine.policy_module import Fp32Head, find_head
 from grpo_replay.engine.weights import CheckedWeights, expected_weights
@@ -267,6 +268,18 @@ def test_every_argument_is_one_that_vllm_has(tied):
     assert len(arguments) > 12
     assert not arguments.keys() - {field.name for field in fields(EngineArgs)}
     assert arguments["distributed_timeout_seconds"] == recipe.engine.timeout_seconds
+
+
+def test_an_engine_does_not_span_nodes(tied, monkeypatch):
+    from grpo_replay.sampling.vllm_local import _colocation_arguments
+
+    six = RankEnvironment(world_size=6, local_world_size=3, launcher="torchrun")  # on two nodes
+    for name, value in six.variables().items():
+        monkeypatch.setenv(name, value)
+    recipe = tiny_recipe(tied.folder, vllm={"tensor_parallel_size": 2})
+    opening = SamplerOpening.of(recipe, recipe.model.path, Comm(0, 6))
+    with pytest.raises(RecipeError, match="2 does not divide the 3 ranks of a node"):
+        _colocation_arguments(opening)
 
 
 def test_the_longest_sequence_is_derived_and_bounded_by_the_model(tied):
