@@ -103,6 +103,14 @@ def _main_options(
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
     for safety, 130 interrupted."""
+    try:
+        _run_program()
+    except KeyboardInterrupt:  # while this loads or ends
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _run_program() -> None:
     from grpo_replay.terminal.console import prepare_streams
 
     prepare_streams()

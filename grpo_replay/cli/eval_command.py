@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,9 +113,7 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
             print(notice, file=sys.stderr)
     ranks = environment.world_size
     what = "evaluating" if ranks == 1 else f"evaluating (rank 0 of {ranks})"
-    # A launcher also sends SIGTERM, to end the other ranks after a failure; it reports the failure.
-    stops = nullcontext() if environment.is_launched else sigterm_interrupts()
-    with stops, _progress(what) as on_progress, warnings_on_stderr():
+    with sigterm_interrupts(), _progress(what) as on_progress, warnings_on_stderr():
         report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
     if report is not None:
         report.write(output)

@@ -153,12 +153,17 @@ def _spelled(name: str) -> str:
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
-    from grpo_replay.distributed.failures import wait_for_rank_0
+    from grpo_replay.distributed.failures import sigterm_interrupts, wait_for_rank_0
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries, send_to_log
 
-    # Its workers load while this process loads torch.
-    with open_display(is_main) as display, RewardScorer.open(recipe.reward) as scorer:
+    # Its workers load while this process loads torch. Until there is a run to save, SIGTERM is an
+    # interruption like any other.
+    with (
+        sigterm_interrupts(),
+        open_display(is_main) as display,
+        RewardScorer.open(recipe.reward) as scorer,
+    ):
         display.on_status("loading torch, transformers and DeepSpeed")
         with quiet_libraries():
             with loading_libraries():

@@ -73,7 +73,12 @@ class Interruption:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """A context in which SIGTERM raises KeyboardInterrupt as Ctrl-C does. Main thread only."""
+    """A context in which SIGTERM raises KeyboardInterrupt as Ctrl-C does. Main thread only. Does
+    nothing in a rank that a launcher started: it ends the others of a failed one with SIGTERM, and
+    reports the failure."""
+    if rank_environment().is_launched:
+        yield
+        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

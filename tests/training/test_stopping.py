@@ -19,7 +19,9 @@ import pytest
 from rich.console import Console
 from small_runs.experiments import Size, evaluation
 from small_runs.trained import FinishedRun, small_recipe
+from typer.testing import CliRunner
 
+from grpo_replay.cli.app import app
 from grpo_replay.cli.train_command import RunDisplay, describe_stop, result_table
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import Interruption
@@ -107,6 +109,18 @@ def test_a_closed_output_is_a_request_to_save_and_stop(tmp_path, processes, capl
     assert "its closed output" in caplog.text
     stream.flush()  # as Python does when it ends
     stream.close()
+
+
+def test_sigterm_before_there_is_a_run_interrupts(tmp_path, monkeypatch):
+    def told_to_stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr("grpo_replay.training.run.run_training", told_to_stop)
+    words = ["train", "tiny", "--output-dir", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted\n")
 
 
 def test_other_errors_of_the_output_are_not_swallowed():
