@@ -11,7 +11,14 @@ from rich.markup import escape
 
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import InspectOptions
-from grpo_replay.errors import CheckpointError, DatasetError, SnapshotError, UsageError, first_line
+from grpo_replay.errors import (
+    CheckpointError,
+    DatasetError,
+    OutputDirectoryError,
+    SnapshotError,
+    UsageError,
+    first_line,
+)
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
@@ -21,6 +28,7 @@ from grpo_replay.lab.inspection.source import Source, open_source
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life, warn_of_gaps
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name, newest_state
+from grpo_replay.storage.rollout_log import STEP_FOLDERS
 from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -46,6 +54,7 @@ def run(options: InspectOptions) -> int:
         rows = open_rows(source)
         chosen = rows, None if options.where is None else Filter(options.where, rows.schema)
         if options.export is not None:
+            _refuse_own_folders(source.run_dir, Path(options.export))
             _export(chosen, Path(options.export), console, as_json)
         else:
             _list(source, chosen, options, console)
@@ -125,6 +134,16 @@ def _answer(
         _print_json(asdict(found))
     else:
         show(found, console)
+
+
+def _refuse_own_folders(run_dir: Path | None, target: Path) -> None:
+    """Raises OutputDirectoryError for a file among those of the run, which would be read as one."""
+    own = [] if run_dir is None else [run_dir / name for name in (*STEP_FOLDERS, "checkpoints")]
+    for folder in own:
+        if target.resolve().is_relative_to(folder.resolve()):
+            raise OutputDirectoryError(
+                f"--export {target}: {folder} holds the run's own files; choose another folder"
+            )
 
 
 def _export(

@@ -5,8 +5,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,7 @@ def evaluate_model(
     it needs. Completions are cached in `generations`. Errors are raised on all ranks together."""
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
-    with quiet_libraries(), ExitStack() as stack:
+    with quiet_libraries(), _named_if_removed(source), ExitStack() as stack:
         from grpo_replay.distributed.failures import run_on_main
         from grpo_replay.engine.models import load_tokenizer, resolve_model_path
         from grpo_replay.sampling.sampler_protocol import open_sampler
@@ -306,6 +306,21 @@ def evaluate_model(
             generations_folder=cache,
             on_progress=on_progress if comm.is_main else None,
         )
+
+
+@contextmanager
+def _named_if_removed(source: ModelSource) -> Iterator[None]:
+    """A context whose errors are a CheckpointError if the checkpoint is no longer there: a run that
+    goes on removes its older ones."""
+    try:
+        yield
+    except Exception as error:
+        if source.step is None or Path(source.path).exists():
+            raise
+        raise CheckpointError(
+            f"{source.path} was removed meanwhile: a run keeps only its newest checkpoints "
+            "(checkpoint.keep); start again with --ckpt RUN, which takes the newest"
+        ) from error
 
 
 def _identify(

@@ -156,7 +156,13 @@ class RunDirectory:
         )
 
     def refuse_occupied(self) -> None:
-        """Raises OutputDirectoryError if the directory of a new run already contains files."""
+        """Raises OutputDirectoryError if the directory of a new run already contains files, or can
+        be none."""
+        if self.path.is_symlink() and not self.path.exists():
+            raise OutputDirectoryError(
+                f"output directory {self.path} is a link to {self.path.readlink()}, which is not "
+                "there: make that folder, or choose another --output-dir"
+            )
         if self.path.exists() and not self.path.is_dir():
             raise OutputDirectoryError(
                 f"output directory {self.path} is not a directory: choose another --output-dir"

@@ -20,7 +20,12 @@ from grpo_replay.errors import (
 )
 from grpo_replay.evaluation.evaluate import sampler_facts
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.evaluation.session import find_model, model_sha256
+from grpo_replay.evaluation.session import (
+    evaluate_model,
+    find_model,
+    model_sha256,
+    resolve_evaluation,
+)
 from grpo_replay.recipe import load_recipe
 from grpo_replay.tiny import BASE_DIR
 
@@ -123,6 +128,14 @@ def test_without_the_link_the_newest_checkpoint_is_the_latest(run_folder):
     (run_folder / "checkpoints" / "latest").unlink()
     found = find_model(str(run_folder))
     assert found.step == 2 and "step_000002, the latest checkpoint" in (found.notice or "")
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(run_folder):
+    source = find_model(str(run_folder))
+    recipe = resolve_evaluation(source, overrides=FAST)
+    shutil.rmtree(run_folder / "checkpoints" / "step_000002")
+    with pytest.raises(CheckpointError, match=r"step_000002/model was removed .* takes the newest"):
+        evaluate_model(recipe, source, run_folder / "generations", world_size=1)
 
 
 def test_weights_that_differ_from_the_manifest_are_refused(run_folder):

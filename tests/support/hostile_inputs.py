@@ -110,6 +110,7 @@ _CHANGES: Mapping[str, Callable[[Path], None]] = {
     "exported.parquet": _export,
     "foreign.parquet": _foreign,
     "no rollouts": lambda run: shutil.rmtree(run / "rollouts"),
+    "a link to nothing": lambda run: (run / "checkpoints" / "gone").symlink_to("nowhere"),
     "the snapshot alone": lambda run: shutil.copy(
         run / "checkpoints/step_000024/buffer.parquet", "buffer.parquet"
     ),
