@@ -41,6 +41,10 @@ PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3", "flex_attention")
 """Their cost follows from the lengths of the rows of a pack. Others mask all pairs of tokens."""
 
 
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+"""Classes of the characters that turn the direction of what follows."""
+
+
 class Recipe(Section):
     """All settings of a run, valid together."""
 
@@ -64,8 +68,10 @@ class Recipe(Section):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        # Cc and Cf: control characters, and marks that change the direction of what follows
-        is_hidden = any(unicodedata.category(each) in ("Cc", "Cf") for each in name)
+        is_hidden = any(
+            unicodedata.category(each) == "Cc" or unicodedata.bidirectional(each) in _DIRECTIONS
+            for each in name
+        )
         if name in ("", ".", "..") or len(name) > 100 or re.search(r"[/\\]", name) or is_hidden:
             raise ValueError(
                 "it becomes part of a run directory's name: 1 to 100 characters without slashes "
