@@ -306,8 +306,8 @@ KNOWN = (
     Known(
         "LoRA merged in bfloat16", "grpo_replay/engine/weights.py",
         "a, b = (each.float() for each in adapters)\n"
-        "        return torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)",
-        "a, b = adapters\n        return weight + self.scaling * (b @ a)",
+        "        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)",
+        "a, b = adapters\n        merged = weight + self.scaling * (b @ a)",
         "tests/engine/test_lora.py::test_adapters_are_merged_in_fp32_and_rounded_once",
     ),
 )  # fmt: skip
