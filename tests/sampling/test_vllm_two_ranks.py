@@ -31,6 +31,7 @@ def run_two_ranks(folder: Path, output: Path, tensor_parallel_size: int) -> list
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
     }
     ranks = [

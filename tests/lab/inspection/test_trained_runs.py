@@ -63,7 +63,7 @@ def real(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_all_checks_of_the_synthetic_runs_are_collected():
-    assert len(CHECKS) == 9
+    assert len(CHECKS) == 11
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
