@@ -306,8 +306,10 @@ KNOWN = (
     Known(
         "LoRA merged in bfloat16", "grpo_replay/engine/weights.py",
         "a, b = (each.float() for each in adapters)\n"
-        "        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)",
-        "a, b = adapters\n        merged = weight + self.scaling * (b @ a)",
+        "        before = weight.float()\n"
+        "        merged = torch.addmm(before, b, a, alpha=self.scaling)",
+        "a, b = adapters\n        before = weight.float()\n"
+        "        merged = weight + self.scaling * (b @ a)",
         "tests/engine/test_lora.py::test_adapters_are_merged_in_fp32_and_rounded_once",
     ),
 )  # fmt: skip

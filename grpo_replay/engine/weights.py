@@ -305,9 +305,8 @@ class MergedChange:
     left: float = 0.0
     whole: float = 0.0
 
-    def note(self, weight: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> None:
-        """Add one weight: before, merged in fp32, and rounded."""
-        before = weight.float()
+    def note(self, before: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Add one weight: before and merged, in fp32, and rounded."""
         change = merged - before
         self.whole += float((change * change).sum(dtype=torch.float64))
         self.left += float(((rounded.float() - before) * change).sum(dtype=torch.float64))
@@ -332,10 +331,11 @@ class _Weight:
         if not adapters:
             return weight
         a, b = (each.float() for each in adapters)
-        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
+        before = weight.float()
+        merged = torch.addmm(before, b, a, alpha=self.scaling)
         rounded = merged.to(weight.dtype)
         if change is not None:
-            change.note(weight, merged, rounded)
+            change.note(before, merged, rounded)
         return rounded
 
 

@@ -232,7 +232,7 @@ def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0)
     mean = float(np.mean([each.mean() for each in differences_N]))
     variance = Component.of_mean([Component.over_problems(each) for each in differences_N])
     if variance.variance < EQUAL**2 and math.isfinite(bound):
-        widened = [with_both_answers(each, least=-bound) for each in differences_N]
+        widened = [with_both_answers(each, least=-1.0) for each in differences_N]
         variance = Component.of_mean([Component.over_problems(each) for each in widened])
     return t_interval(mean, variance, bound)
 
