@@ -22,7 +22,7 @@ from grpo_replay.lab.dry_run.estimates import (
     describe_time,
     expected_of,
 )
-from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, no_look_at
+from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
     Advice,
     Findings,
@@ -145,8 +145,11 @@ def _try_look(
     if findings.exit_code or (plan is not None and not plan.fits):
         findings.unchecked.append("the first look: the run would not start")
         return None, known
-    if (reason := no_look_at(recipe)) is not None:
-        findings.unchecked.append(f"the first look: {reason}")
+    if (ranks := recipe.engine.num_processes) > 1:
+        findings.unchecked.append(
+            f"the first look: --sample looks in one process, engine.num_processes is {ranks}: add "
+            "--num-processes 1"
+        )
         return None, known
     try:
         look, seen = first_look(recipe, sample)

@@ -53,7 +53,7 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     about the run's lengths, survival and speed.
 
     The time includes what only a first step does, so that later steps are rather faster. Needs the
-    memory of the run. Only for what `no_look_at` has nothing against. Raises what a run raises.
+    memory of the run, in one process. Raises what a run raises.
     """
     share = groups / recipe.sampling.prompts_per_step
     rollouts, metrics, ends = _throwaway_step(_for_a_look(recipe, groups))
@@ -64,14 +64,6 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     if survivors:
         known["survival"] = survivors / len(rollouts)
     return look, Known(measured=known, speed=_speed(metrics, share))
-
-
-def no_look_at(recipe: Recipe) -> str | None:
-    """Why there is no first look at a recipe; None if there is one."""
-    ranks = recipe.engine.num_processes
-    if ranks == 1:
-        return None
-    return f"--sample looks in one process, engine.num_processes is {ranks}: add --num-processes 1"
 
 
 def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:

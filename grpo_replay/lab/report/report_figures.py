@@ -40,13 +40,12 @@ LEGEND_LETTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure: its file name, title, caption, height and how it is drawn on axes."""
+    """One figure: its file name, title, caption and how it is drawn on axes."""
 
     name: str
     title: str
     caption: str
     draw: Callable[[Any], None]
-    inches: float = 2.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def _looks(experiment: Experiment) -> dict[str, _Look]:
 def drawn(figure: Figure) -> Iterator[Any]:
     """Yields the drawn matplotlib figure, inside our style."""
     with figure_style() as figure_class:
-        canvas = figure_class(figsize=(COLUMN_INCHES, figure.inches), layout="constrained")
+        canvas = figure_class(figsize=(COLUMN_INCHES, 2.1), layout="constrained")
         figure.draw(canvas.add_subplot())
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")  # laid out once for all formats
