@@ -67,13 +67,10 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """A buffer with horizon x and replay ratio y: its settings and its cost."""
+    """A buffer with horizon x and replay ratio y, and its cost."""
 
     x: float
     y: float  # uses of a rollout over its life, the fresh use included
-    max_age_steps: int | None
-    ratio: float
-    capacity_rollouts: int
     stored_rollouts: float  # expected at rest
     trained_rollouts_per_step: float
     gamma: float  # compute of a step relative to no buffer at equal batch size
@@ -148,11 +145,7 @@ def _check(inputs: PlanInputs) -> None:
 
 def design_at(inputs: PlanInputs, x: float, y: float) -> Design:
     """The FIFO buffer with horizon x and replay ratio y, drawn with replacement."""
-    settings = replay_settings(inputs, x, y)
-    return _design(
-        inputs, x, y, partial(objective, x, y), 1 / x, None,
-        settings["ratio"], settings["capacity_rollouts"], _stored_at(inputs, x),
-    )  # fmt: skip
+    return _design(inputs, x, y, partial(objective, x, y), 1 / x, _stored_at(inputs, x))
 
 
 def _stored_at(inputs: PlanInputs, x: float) -> float:
@@ -180,14 +173,12 @@ def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, Any]:
 def current_design(inputs: PlanInputs, replay: ReplaySection) -> Design:
     """The design of the recipe: horizon, uses per rollout, ages of its batches and J."""
     if not replay.replays:
-        return _no_replay(inputs, replay)
+        return _no_replay(inputs)
     steps = _stored_steps(inputs, replay)
     x, y = _horizon_and_uses(inputs, replay)
     age_zero = 1 / y if replay.anchors_fresh else 1 / x
-    return _design(
-        inputs, x, y, current_cost(inputs, replay), age_zero, replay.max_age_steps,
-        replay.ratio, replay.capacity_rollouts, steps * inputs.survivors_per_step,
-    )  # fmt: skip
+    cost, stored = current_cost(inputs, replay), steps * inputs.survivors_per_step
+    return _design(inputs, x, y, cost, age_zero, stored)
 
 
 def current_cost(inputs: PlanInputs, replay: ReplaySection) -> Cost:
@@ -216,35 +207,20 @@ def _stored_steps(inputs: PlanInputs, replay: ReplaySection) -> float:
     return stored_when_drawn(replay, inputs.survivors_per_step) / inputs.survivors_per_step
 
 
-def _no_replay(inputs: PlanInputs, replay: ReplaySection | None = None) -> Design:
-    settings = (replay.max_age_steps, replay.ratio, replay.capacity_rollouts) if replay else (
-        None, 0.0, 0,
-    )  # fmt: skip
+def _no_replay(inputs: PlanInputs) -> Design:
     return _design(
-        inputs, 1.0, 1.0, lambda mu, rho, growth: no_replay_objective(mu, growth), 1.0, *settings,
-        stored=0.0,
-    )  # fmt: skip
+        inputs, 1.0, 1.0, lambda mu, _, growth: no_replay_objective(mu, growth), 1.0, stored=0.0
+    )
 
 
 def _design(
-    inputs: PlanInputs,
-    x: float,
-    y: float,
-    cost: Cost,
-    age_zero_share: float,
-    max_age: int | None,
-    ratio: float,
-    capacity: int,
-    stored: float,
+    inputs: PlanInputs, x: float, y: float, cost: Cost, age_zero_share: float, stored: float
 ) -> Design:
     mu = inputs.effective_mu
     trained = y * inputs.survivors_per_step
     return Design(
         x=x,
         y=y,
-        max_age_steps=max_age,
-        ratio=ratio,
-        capacity_rollouts=capacity,
         stored_rollouts=stored,
         trained_rollouts_per_step=trained,
         gamma=relative_compute(y, mu),

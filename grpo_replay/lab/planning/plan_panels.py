@@ -5,7 +5,6 @@ machines that generate (W) and that train (T). There is no correction for droppe
 the paper drops none.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -73,10 +72,6 @@ def _assumed(plan: Plan) -> dict[str, str]:
     }
 
 
-def _with(form: str, value: float) -> str:
-    return "∞" if math.isinf(value) else form.format(value)
-
-
 def _setting(value: Any) -> str:
     if value is None:
         return "null"
@@ -88,9 +83,6 @@ def _setting(value: Any) -> str:
 _ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
     ("staleness horizon x, {unit}", lambda d: f"{d.x:.3g}"),
     ("replay ratio y, uses per rollout", lambda d: f"{d.y:.3g}"),
-    ("replay.max_age_steps", lambda d: "none" if d.max_age_steps is None else f"{d.max_age_steps}"),
-    ("replay.ratio", lambda d: f"{d.ratio:.3g}"),
-    ("replay.capacity_rollouts", lambda d: f"{d.capacity_rollouts:,}"),
     ("rollouts stored", lambda d: f"{d.stored_rollouts:,.0f}"),
     ("trained per step, rollouts", lambda d: f"{d.trained_rollouts_per_step:,.0f}"),
     ("generated per step, tokens", lambda d: f"{d.generated_tokens_per_step:,.0f}"),
@@ -99,7 +91,7 @@ _ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
     ("compute per trained rollout γ", lambda d: f"{d.gamma:.2f}"),
     ("generators per trainer W/T", lambda d: f"{d.inference_per_trainer:.2f}"),
     ("share of a batch at age 0", lambda d: f"{d.age_zero_share:.0%}"),
-    ("J, relative to no replay", lambda d: _with("{:.2f}", d.objective)),
+    ("J, relative to no replay", lambda d: f"{d.objective:.2f}".replace("inf", "∞")),
 )
 
 
@@ -120,10 +112,7 @@ def _design_table(plan: Plan) -> Table:
     for name, _ in columns:
         table.add_column(name, justify="right", style="green" if name == "best FIFO" else "")
     for label, cell in _ROWS:
-        if label.startswith("replay."):
-            cells = ["–" if name == "no replay" else cell(design) for name, design in columns]
-        else:
-            cells = [cell(design) for _, design in columns]
+        cells = [cell(design) for _, design in columns]
         table.add_row(label.format(unit=plan.inputs.unit), *cells)
     return table
 
