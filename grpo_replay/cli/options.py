@@ -270,9 +270,9 @@ class PlanOptions:
     rho: float | None = option("ρ: coupling of the samples, 0 to 1.")
     growth: float | None = option("a: exponent of the staleness law σ = (age/τ)^a.")
     survival: float | None = option("Fraction of rollouts that pass the zero-variance filter.")
-    workers: int | None = option("W: machines that generate. Requires --trainers.", min=1)
+    workers: int | None = option("W: machines that generate. Requires --trainers.", min=1, max=2048)
     trainers: int | None = option(
-        "T: machines that train. Prints γ for every split of W + T.", min=1
+        "T: machines that train. Prints γ for every split of W + T.", min=1, max=2048
     )
     overrides: tuple[str, ...] = recipe_changes()
     as_json: bool = json_wanted()

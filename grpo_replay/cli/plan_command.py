@@ -30,7 +30,6 @@ from grpo_replay.terminal.console import open_console, print_json
 DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
-MOST_MACHINES = 4096
 
 _NO_RECIPE: Mapping[str, tuple[float, str]] = {
     "mu": (DEFAULT_MU, "paper B's 7B model"),
@@ -119,11 +118,6 @@ def _check_machine_options(options: PlanOptions) -> tuple[int, int]:
             )
     if options.workers is None or options.trainers is None:
         raise UsageError("plan: --workers and --trainers are given together (paper B's W and T)")
-    if (machines := options.workers + options.trainers) > MOST_MACHINES:
-        raise UsageError(
-            f"plan: {machines:,} workers and trainers: there is a row for every split of them; "
-            f"give at most {MOST_MACHINES:,}"
-        )
     return options.workers, options.trainers
 
 

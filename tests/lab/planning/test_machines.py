@@ -4,7 +4,9 @@ import json
 
 import pytest
 from commands import run_plan as run
+from typer.testing import CliRunner
 
+from grpo_replay.cli.app import app
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import assumed_cost_ratio, assumed_survival
 from grpo_replay.recipe import load_recipe
@@ -93,3 +95,11 @@ def test_options_that_do_not_fit_together_are_refused():
         run(workers=5, trainers=3, rho=0.1)
     with pytest.raises(UsageError, match=r"--survival 0\.5: replay\.drop_zero_variance is false"):
         run(recipe="fifo-qwen3-0.6b", survival=0.5)
+
+
+@pytest.mark.parametrize("words", [("1", "100000"), ("100000", "1")])
+def test_there_is_a_row_for_every_split_so_machines_are_at_most_4096(words):
+    workers, trainers = words
+    asked = ["plan", "--mu", "5", "--workers", workers, "--trainers", trainers]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2 and "2048" in done.output
