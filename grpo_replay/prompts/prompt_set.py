@@ -150,7 +150,7 @@ class _Source(NamedTuple):
 
 
 class _TokenisedPrompts:
-    """Columns of equal length with the data of every prompt that is kept."""
+    """Columns of equal length with the data of every prompt that is kept, and what was left out."""
 
     def __init__(self) -> None:
         self.sources: list[_Source] = []
@@ -161,9 +161,36 @@ class _TokenisedPrompts:
         self.answers: list[str] = []
         self.fingerprints: list[int] = []
         self.problems: list[tuple[PromptsSection, ProblemStatement]] = []
+        self.skipped, self.shortest_skipped = 0, np.inf
 
     def messages(self, index: int) -> list[ChatMessage]:
         return prompt_messages(*self.problems[index])
+
+    def add(
+        self,
+        read: "_Read",
+        prefix: str,
+        section: PromptsSection,
+        weight: float,
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> None:
+        """Render and tokenise the problems of a source, whose section it is, and keep those within
+        the limit."""
+        first = len(self.ids)
+        for number, (text, tokens_P) in enumerate(_rendered(section, tokenizer, read.problems)):
+            if len(tokens_P) > section.max_prompt_length:
+                self.skipped += 1
+                self.shortest_skipped = min(self.shortest_skipped, len(tokens_P))
+                continue
+            self.rows.append((read.rows, number))
+            self.ids.append(prefix + read.ids[number])
+            self.texts.append(text)
+            self.token_ids.append(tokens_P)
+            self.answers.append(read.answers[number])
+            self.problems.append((section, read.problems[number]))
+            self.fingerprints.append(fingerprint(statement_text(read.problems[number])))
+        size = len(self.ids) - first
+        self.sources.append(_Source(first, len(self.ids), max(round(weight * size), size > 0)))
 
 
 def load_prompts(
@@ -179,50 +206,37 @@ def load_prompts(
     Raises DatasetError for a source that cannot be read, a row without problem or answer, a
     duplicate id, or if all prompts are over the length limit; RecipeError for a faulty template.
     """
-    kept, skipped, shortest, notices = _TokenisedPrompts(), 0, np.inf, list[str]()
-    unknown, unreadable = unknown_token(tokenizer), 0
-    digest = hashlib.sha256()
+    kept, notices, digest = _TokenisedPrompts(), list[str](), hashlib.sha256()
     for prefix, one, weight in _each_source(section):
-        read, first = _read(one, seed, whole_rows), len(kept.ids)
+        read = _read(one, seed, whole_rows)
         notices += read.notices
         digest.update(read.as_bytes(prefix))
-        for number, (text, tokens_P) in enumerate(_rendered(one, tokenizer, read.problems)):
-            if len(tokens_P) > section.max_prompt_length:
-                skipped, shortest = skipped + 1, min(shortest, len(tokens_P))
-                continue
-            unreadable += unknown is not None and unknown in tokens_P
-            kept.rows.append((read.rows, number))
-            kept.ids.append(prefix + read.ids[number])
-            kept.texts.append(text)
-            kept.token_ids.append(tokens_P)
-            kept.answers.append(read.answers[number])
-            kept.problems.append((one, read.problems[number]))
-            kept.fingerprints.append(fingerprint(statement_text(read.problems[number])))
-        size = len(kept.ids) - first
-        kept.sources.append(_Source(first, len(kept.ids), max(round(weight * size), size > 0)))
+        kept.add(read, prefix, one, weight, tokenizer)
+    limit = f"prompts.max_prompt_length {section.max_prompt_length}"
     if not kept.ids:
         raise DatasetError(
-            f"prompts.source {_shown(section)}: none of {skipped} prompts has at most "
-            f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
-            f"{shortest}: raise the limit or shorten prompts.user_template"
+            f"prompts.source {_shown(section)}: none of {kept.skipped} prompts has at most "
+            f"{limit} tokens; the shortest has "
+            f"{kept.shortest_skipped}: raise the limit or shorten prompts.user_template"
         )
-    if skipped:
+    if kept.skipped:
         remain = sum(source.per_epoch for source in kept.sources)
-        notices.insert(
-            0,
-            f"{skipped} prompts are longer than prompts.max_prompt_length "
-            f"{section.max_prompt_length} and were left out; {remain} remain",
-        )
+        left_out = f"{kept.skipped} prompts are longer than {limit} and were left out"
+        notices.insert(0, f"{left_out}; {remain} remain")
     notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
-    warning = (
-        f"{unreadable} of {len(kept.ids)} prompts have characters that the tokenizer does not "
-        "have: the model cannot read them"
-    )
-    if unreadable == len(kept.ids):
-        return PromptSet(kept, seed, digest.hexdigest(), notices, [warning])
-    notices += [warning] if unreadable else []
-    return PromptSet(kept, seed, digest.hexdigest(), notices)
+    unreadable, warnings = _count_unreadable(kept.token_ids, tokenizer), list[str]()
+    if unreadable:
+        (warnings if unreadable == len(kept.ids) else notices).append(
+            f"{unreadable} of {len(kept.ids)} prompts have characters that the tokenizer does not "
+            "have: the model cannot read them"
+        )
+    return PromptSet(kept, seed, digest.hexdigest(), notices, warnings)
+
+
+def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTokenizerBase") -> int:
+    unknown = unknown_token(tokenizer)
+    return 0 if unknown is None else sum(unknown in tokens_P for tokens_P in token_ids)
 
 
 class KnownProblems(NamedTuple):

@@ -235,23 +235,7 @@ def _design(
 
 def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
     """Explanations of edge cases; empty for an ordinary optimum."""
-    notes = []
-    if best.kind == "fresh_only":
-        notes.append(
-            "The variance of old rollouts grows so fast (a ≥ 1/2) that a smaller buffer is always "
-            "better: there is no best size. Keep only the rollouts of the current step (x = 1) "
-            f"and use each {y:.2g} times."
-        )
-    elif best.kind == "store_everything":
-        notes.append(
-            "With a = 0 rollouts never lose value, so a larger buffer is always better: memory "
-            f"decides. From x = {x:.3g} on, a larger buffer gains less than 5 %."
-        )
-    elif best.x < 1:
-        notes.append(
-            f"The optimum, x = {best.x:.2g}, is less than one step of rollouts, so replaying "
-            "across steps does not pay here. x = 1 is used."
-        )
+    notes = _explain_optimum(best, x, y)
     if not inputs.growth_known:
         notes.append(
             "No verdict is given, because all hangs on how fast the variance grows with age "
@@ -285,6 +269,27 @@ def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
             f"survive: it keeps them for {kept:.3g} {inputs.unit}, not {x:.3g}."
         )
     return notes
+
+
+def _explain_optimum(best: Optimum, x: float, y: float) -> list[str]:
+    """Why there is no best size, or none within a step's rollouts."""
+    if best.kind == "fresh_only":
+        return [
+            "The variance of old rollouts grows so fast (a ≥ 1/2) that a smaller buffer is always "
+            "better: there is no best size. Keep only the rollouts of the current step (x = 1) "
+            f"and use each {y:.2g} times."
+        ]
+    if best.kind == "store_everything":
+        return [
+            "With a = 0 rollouts never lose value, so a larger buffer is always better: memory "
+            f"decides. From x = {x:.3g} on, a larger buffer gains less than 5 %."
+        ]
+    if best.x < 1:
+        return [
+            f"The optimum, x = {best.x:.2g}, is less than one step of rollouts, so replaying "
+            "across steps does not pay here. x = 1 is used."
+        ]
+    return []
 
 
 def explain_unit(inputs: PlanInputs, batch: BatchSection, x: float, y: float) -> list[str]:
