@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,31 +47,9 @@ Options = Mapping[str, Any]
 NO_OPTIONS: Options = {"split": "train"}
 
 
-class ProblemRows(Protocol):
-    """Access to rows by index (0-based), to whole columns, and to the place of a row."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The columns of the source; of JSON lines, those of the first row."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Mapping[str, Any]: ...
-
-    def column(self, field: str) -> Sequence[Any]:
-        """The field's value in every row. `reward_model.ground_truth` is the value of
-        `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
-        DatasetError if a row does not have the field."""
-        ...
-
-    def place(self, index: int) -> str:
-        """The place of the row for error messages, for example `problems.jsonl:12`."""
-        ...
-
-
 class MappingRows:
-    """Rows held as mappings. `lines[i]` is the line number of row i, 1-based."""
+    """Rows held as mappings, by index (0-based). `lines[i]` is the line number of row i, 1-based.
+    `names` are the columns of the first row."""
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], source: str, lines: Sequence[int] | None = None
@@ -86,6 +64,9 @@ class MappingRows:
         return self._rows[index]
 
     def column(self, field: str) -> list[Any]:
+        """The field's value in every row. `reward_model.ground_truth` is the value of
+        `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
+        DatasetError if a row does not have the field."""
         values = []
         for index, row in enumerate(self._rows):
             column = column_of(field, row)
@@ -95,6 +76,7 @@ class MappingRows:
         return values
 
     def place(self, index: int) -> str:
+        """The place of the row for error messages, for example `problems.jsonl:12`."""
         if self._lines is None:
             return f"{self._source} row {index}"
         return f"{self._source}:{self._lines[index]}"
@@ -126,6 +108,9 @@ class TableRows:
 
     def place(self, index: int) -> str:
         return f"{self._source} row {index}"
+
+
+ProblemRows = MappingRows | TableRows
 
 
 def column_of(field: str, columns: Container[str]) -> str:
