@@ -5,7 +5,6 @@ The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
 """
 
 import re
-import unicodedata
 from collections.abc import Iterable
 
 from pydantic import Field, field_validator, model_validator
@@ -41,8 +40,8 @@ PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3", "flex_attention")
 """Their cost follows from the lengths of the rows of a pack. Others mask all pairs of tokens."""
 
 
-_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-"""Classes of the characters that turn the direction of what follows."""
+_NOT_IN_A_NAME = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Slashes, control characters, and those that turn the direction of what follows."""
 
 
 class Recipe(Section):
@@ -68,11 +67,7 @@ class Recipe(Section):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        is_hidden = any(
-            unicodedata.category(each) == "Cc" or unicodedata.bidirectional(each) in _DIRECTIONS
-            for each in name
-        )
-        if name in ("", ".", "..") or len(name) > 100 or re.search(r"[/\\]", name) or is_hidden:
+        if name in ("", ".", "..") or len(name) > 100 or _NOT_IN_A_NAME.search(name):
             raise ValueError(
                 "it becomes part of a run directory's name: 1 to 100 characters without slashes "
                 "and control characters"
