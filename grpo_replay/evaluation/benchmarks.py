@@ -38,7 +38,6 @@ from grpo_replay.recipe import (
     RewardSection,
     SamplingSection,
 )
-from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.layers import DATA_SUFFIXES
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
@@ -74,7 +73,6 @@ class Benchmark:
     problems: int | None = None
     temperature: float | None = None
     file_stem: str | None = None
-    answer_marker: str | None = None
     options: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
@@ -182,11 +180,10 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     rows = _open(benchmark, settings)
     if len(rows) == 0:
         raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
-    if benchmark.options is not None:
+    if by_recipe := benchmark.options is not None:
         benchmark = _with_columns_of(rows, benchmark)
-    columns = benchmark.problem_field, benchmark.answer_field, benchmark.answer_marker
-    by_recipe = benchmark.options is not None
-    problems, answers = problems_and_answers(rows, *columns, by_recipe=by_recipe)
+    columns = benchmark.problem_field, benchmark.answer_field
+    problems, answers = problems_and_answers(rows, *columns, by_recipe)
     ids = unique_ids(rows, benchmark.id_field)
     if settings.max_problems is None and benchmark.problems not in (None, len(rows)):
         logger.warning(
@@ -224,12 +221,8 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
                 "mean over all benchmarks: rename it"
             )
         fields = (prompts.problem_field, prompts.answer_field, prompts.id_field)
-        marker, options = ANSWER_MARKER, _reading_options(path, prompts)
-        return [
-            Benchmark(
-                name, name, word, WAVE_SAMPLES, *fields, answer_marker=marker, options=options
-            )
-        ]
+        options = _reading_options(path, prompts)
+        return [Benchmark(name, name, word, WAVE_SAMPLES, *fields, options=options)]
     known = dict.fromkeys([*GROUPS, *BENCHMARKS])
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "

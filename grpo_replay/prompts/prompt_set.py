@@ -36,7 +36,6 @@ from grpo_replay.prompts.sources import (
     unknown_token,
 )
 from grpo_replay.recipe import PromptsSection
-from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import TASKS
 from grpo_replay.types import Prompt, stream
@@ -293,7 +292,7 @@ def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
         raise DatasetError(f"prompts.source {_shown(section)} has no rows")
     known = _with_known_fields(section, rows.names)
     fields = known.problem_field, known.answer_field
-    problems, answers = problems_and_answers(rows, *fields, ANSWER_MARKER)
+    problems, answers = problems_and_answers(rows, *fields)
     notices = notices_of_reading(problems, rows.column(known.answer_field))
     if known != section:
         columns = f"problems from {known.problem_field!r}, answers from {known.answer_field!r}"

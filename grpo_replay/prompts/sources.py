@@ -497,17 +497,15 @@ def checked_column(rows: ProblemRows, field: str, convert: Callable[[Any], _Valu
 
 
 def problems_and_answers(
-    rows: ProblemRows,
-    problem_field: str,
-    answer_field: str,
-    marker: str | None,
-    by_recipe: bool = True,
+    rows: ProblemRows, problem_field: str, answer_field: str, by_recipe: bool = True
 ) -> tuple[list[ProblemStatement], list[str]]:
-    """The problems and the reference answers, as text after the last `marker`. Raises DatasetError;
-    for a column that is not there, with the key that names it if the fields are `by_recipe`."""
+    """The problems and the reference answers. If the fields are `by_recipe`, answers are what is
+    after the last `ANSWER_MARKER`, and the DatasetError for a column that is not there has the key
+    that names it."""
     try:
         problems = checked_column(rows, problem_field, problem_statement)
-        return problems, checked_column(rows, answer_field, answer_after(marker))
+        as_answer = marked_answer if by_recipe else answer_text
+        return problems, checked_column(rows, answer_field, as_answer)
     except DatasetError as error:
         fields = {"prompts.problem_field": problem_field, "prompts.answer_field": answer_field}
         missing = [key for key, field in fields.items() if not _has_column(rows, field)]
@@ -584,20 +582,15 @@ def answer_text(value: Any) -> str:
     return text(value)
 
 
-def answer_after(marker: str | None) -> Callable[[Any], str]:
-    """A conversion of reference answers to the text after the last `marker` in them; to the whole
-    answers if the marker is None. Example: `8 + 10 = 18\n#### 18` becomes `18`."""
-
-    def convert(value: Any) -> str:
-        answer = answer_text(value)
-        if marker is None or marker not in answer:
-            return answer
-        after = answer.rpartition(marker)[2].strip()
-        if not after:
-            raise ValueError(f"has nothing after the marker {marker!r}")
-        return after
-
-    return convert
+def marked_answer(value: Any) -> str:
+    """A reference answer; of `8 + 10 = 18\n#### 18` only what is after the last marker, `18`."""
+    answer = answer_text(value)
+    if ANSWER_MARKER not in answer:
+        return answer
+    after = answer.rpartition(ANSWER_MARKER)[2].strip()
+    if not after:
+        raise ValueError(f"has nothing after the marker {ANSWER_MARKER!r}")
+    return after
 
 
 def text(value: Any) -> str:
