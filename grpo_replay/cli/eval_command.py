@@ -38,7 +38,6 @@ from grpo_replay.evaluation.session import (
     recipe_path,
     resolve_evaluation,
 )
-from grpo_replay.named_functions import is_place
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
@@ -215,15 +214,11 @@ def _regrade(path: Path, options: EvalOptions) -> None:
     verifier = options.grade_with
     if verifier is None:
         raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
-    if is_place(verifier):
-        raise UsageError(
-            f"--grade-with {verifier}: own functions grade only while sampling, with --set "
-            f"eval.reward={verifier}; --regrade takes {', '.join(BUILTIN_VERIFIERS)}"
-        )
     if verifier not in BUILTIN_VERIFIERS:
         raise UsageError(
-            f"--grade-with {verifier}: no such verifier{did_you_mean(verifier, BUILTIN_VERIFIERS)};"
-            f" known verifiers are {', '.join(BUILTIN_VERIFIERS)}"
+            f"--grade-with {verifier}{did_you_mean(verifier, BUILTIN_VERIFIERS)}: --regrade takes "
+            f"{', '.join(BUILTIN_VERIFIERS)}; own functions grade only while sampling, with --set "
+            "eval.reward=FILE.py:FUNCTION"
         )
     if options.output is None:
         raise UsageError(f"--regrade needs --output B.json: {path} keeps its own grading")
