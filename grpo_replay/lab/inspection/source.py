@@ -1,6 +1,5 @@
 """Opens PATH as a run, a checkpoint or a snapshot, and finds its files up to a step."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,6 @@ from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
 from grpo_replay.storage.recipe_history import RECIPE_FILE, RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_metrics
-
-_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,8 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
     path = Path(path)
     if path.is_dir():
         if _is_checkpoint(path):
-            return _open_checkpoint(path, step)
+            folder = path.resolve()
+            return _open_snapshot(folder, folder / "buffer.parquet", step)
         if _is_run(path):
             return _open_run(path, step)
         runs = sorted(str(each) for each in path.iterdir() if each.is_dir() and _is_run(each))
@@ -63,7 +61,7 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
             "checkpoint (state.json, buffer.parquet)"
         )
     if path.is_file():
-        return _open_snapshot(path, step)
+        return _open_snapshot(path, path, step)
     raise SnapshotError(
         f"{path}: no such file or directory. Give a run directory, a checkpoint, or a snapshot "
         "(buffer.parquet)"
@@ -98,27 +96,17 @@ def _open_run(run_dir: Path, step: int | None) -> Source:
     return _source(run_dir, "run", at, snapshots.get(at), run_dir)
 
 
-def _open_checkpoint(folder: Path, step: int | None) -> Source:
-    folder = folder.resolve()
-    snapshot = folder / "buffer.parquet"
+def _open_snapshot(path: Path, snapshot: Path, step: int | None) -> Source:
+    """A checkpoint, or its buffer.parquet alone; `snapshot` is that file, which a checkpoint may
+    lack."""
     at = _step_of(snapshot)
-    if step not in (None, at):
-        raise SnapshotError(
-            f"{folder}: this is the checkpoint of step {at}, not of step {step}; pass the run "
-            "directory to inspect other steps"
-        )
-    return _source(
-        folder, "checkpoint", at, snapshot if snapshot.exists() else None, _run_of(folder)
-    )
-
-
-def _open_snapshot(path: Path, step: int | None) -> Source:
-    at = _step_of(path)
     if step not in (None, at):
         raise SnapshotError(
             f"{path}: --step {step} needs a run directory; a snapshot has a single step ({at})"
         )
-    return _source(path, "snapshot", at, path, _run_of(path.resolve().parent))
+    folder = path if path.is_dir() else path.resolve().parent
+    kind: Literal["checkpoint", "snapshot"] = "checkpoint" if folder == path else "snapshot"
+    return _source(path, kind, at, snapshot if snapshot.exists() else None, _run_of(folder))
 
 
 def _step_of(snapshot: Path) -> int:
@@ -166,8 +154,9 @@ def files_by_step(folder: Path) -> tuple[tuple[int, Path], ...]:
     """(step, file) of every `step_*.parquet` in a folder, ascending; empty without a folder."""
     if not folder.is_dir():
         return ()
-    matches = ((_STEP_FILE.fullmatch(file.name), file) for file in folder.iterdir())
-    return tuple(sorted((int(match.group(1)), file) for match, file in matches if match))
+    tables = [file for file in folder.iterdir() if file.suffix == ".parquet"]
+    found = ((step_of(file.with_suffix("")), file) for file in tables)
+    return tuple(sorted((step, file) for step, file in found if step is not None))
 
 
 def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:

@@ -90,7 +90,7 @@ def test_the_step_of_a_checkpoint_with_another_name_is_that_of_its_files(runs, t
 
 def test_an_unknown_step(copy):
     refused(copy, "no step 99; the run has steps 1 to 24", step=99)
-    refused(copy / "checkpoints" / "step_000012", "step 12, not of step 13", step=13)
+    refused(copy / "checkpoints" / "step_000012", "--step 13 needs a run", step=13)
     refused(copy / "checkpoints/step_000012/buffer.parquet", "--step 3 needs a run", step=3)
 
 
