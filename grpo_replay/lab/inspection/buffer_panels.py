@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -239,7 +240,9 @@ def _by_age(inspection: Inspection) -> Panel | None:
         table.add_column(
             name, justify="left" if not name else "right", width=11 if not name else None
         )
-    ages, known = thin_ages(sorted(inspection.by_age), _ROWS), len(inspection.by_age)
+    known = len(inspection.by_age)
+    places = np.linspace(0, known - 1, min(known, _ROWS)).round().astype(int)
+    ages = np.array(sorted(inspection.by_age))[places].tolist()
     largest = max(inspection.by_age[age].clip_fraction for age in ages)
     for age in ages:
         row = inspection.by_age[age]
@@ -326,10 +329,3 @@ def cap_counts(rows: Sequence[CountRow], limit: int) -> list[tuple[str, int]]:
     elif rest:
         shown.append((f"{rest[0].value}+", sum(row.rollouts for row in rest)))
     return shown
-
-
-def thin_ages(ages: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` evenly spaced ages, including the first and the last."""
-    if len(ages) <= limit:
-        return list(ages)
-    return sorted({ages[round(i * (len(ages) - 1) / (limit - 1))] for i in range(limit)})

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,7 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.cli.train_command import print_staleness
-from grpo_replay.lab.inspection.buffer_panels import (
-    merge_rows,
-    print_inspection,
-    thin_ages,
-)
+from grpo_replay.lab.inspection.buffer_panels import merge_rows, print_inspection
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.terminal.console import bar, sparkline, tracked
@@ -143,16 +140,22 @@ def test_merged_rows_keep_the_totals():
     assert sum(row[2] for row in merged) == sum(row[2] for row in rows)
 
 
-def test_thinned_ages_keep_the_first_and_the_last():
-    ages = thin_ages(range(0, 61), 12)
-    assert len(ages) == 12 and ages[0] == 0 and ages[-1] == 60
-    assert thin_ages([0, 3, 9], 12) == [0, 3, 9]
-
-
-def test_ages_that_a_table_leaves_out_are_counted(runs):
+@pytest.mark.parametrize(
+    ("ages", "shown"),
+    [
+        (range(12), [*range(1, 12)]),
+        ((0, 3, 9), [3, 9]),
+        (range(61), [5, 11, 16, 22, 27, 33, 38, 44, 49, 55, 60]),
+    ],
+)
+def test_ages_that_a_table_leaves_out_are_counted(runs, ages, shown):
+    """At most twelve, evenly spaced, with the first, which is fresh, and the last."""
     inspection = summarise(open_source(runs["ours"]))
     row = next(iter(inspection.by_age.values()))
-    for ages, note in ((12, False), (20, True)):
-        console = Console(width=118, record=True, file=io.StringIO())
-        print_inspection(replace(inspection, by_age=dict.fromkeys(range(ages), row)), console)
-        assert ("12 of 20 ages; --json has all" in console.export_text()) is note
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_inspection(replace(inspection, by_age=dict.fromkeys(ages, row)), console)
+    _, table = console.export_text().split("KL by age at use")
+    table = table.split("over training")[0]
+    assert [int(age) for age in re.findall(r"^│ +(\d+) +\d", table, re.M)] == shown
+    assert "fresh" in table
+    assert ("12 of 61 ages; --json has all" in table) is (len(ages) == 61)
