@@ -161,17 +161,16 @@ class FileChecks:
             return
         latest = self.folder / "checkpoints" / LATEST
         self.read.add(f"checkpoints/{LATEST}")
-        newest = found[-1].name
-        if latest.is_symlink() or not latest.is_dir():
-            target = latest.readlink().name if latest.is_symlink() else "missing"
-            self.checkpoints.expect(
-                target == newest, f"checkpoints/{LATEST} is {target}, the newest is {newest}"
-            )
-            return
-        self._expect_readable(self.checkpoints, latest, verify_checkpoint)
-        self._check_content(latest, step_of(found[-1]) or 0)
-        own, copy = (_manifest(path) for path in (found[-1], latest))
-        self.checkpoints.expect(own == copy, f"checkpoints/{LATEST} is not a copy of {newest}")
+        newest, named = (
+            self._expect_readable(self.checkpoints, path / MANIFEST, _read_json)
+            for path in (found[-1], latest)
+        )
+        self.checkpoints.expect(
+            named == newest, f"checkpoints/{LATEST} is not the newest, {found[-1].name}"
+        )
+        if latest.is_dir() and not latest.is_symlink():
+            self._expect_readable(self.checkpoints, latest, verify_checkpoint)
+            self._check_content(latest, step_of(found[-1]) or 0)
 
     def _check_evaluations(self) -> None:
         folder = self.folder / "eval"
@@ -213,7 +212,7 @@ class FileChecks:
         for name, value in report.accuracies().items() if line else ():
             found = line.get(f"eval/{name}") if line else None
             self.evaluations.expect(
-                found in (value, None) or not _has_own_verifier(report, self.run),
+                found in (value, None) or report.verifier != self.run.recipe.eval.reward,
                 f"step {step}: eval/{name} {found} in metrics.jsonl, {value} in its evaluation",
             )
 
@@ -292,10 +291,6 @@ def _read_report(path: Path) -> EvaluationReport:
     return replace(read_report(path, with_texts=False), samples=None)
 
 
-def _has_own_verifier(report: EvaluationReport, run: RunFiles) -> bool:
-    return bool(report.verifier == run.recipe.eval.reward)
-
-
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -319,10 +314,3 @@ def _read_safetensors_header(path: Path) -> None:
     ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
     if 8 + length + max(ends, default=0) != path.stat().st_size:
         raise ValueError("the tensors of its header do not fill it")
-
-
-def _manifest(checkpoint: Path) -> Any:
-    try:
-        return _read_json(checkpoint / MANIFEST)
-    except (OSError, ValueError):
-        return None
