@@ -6,6 +6,7 @@ run's files, without the code that wrote them.
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,6 @@ class Store:
         self.rows: list[int] = []
         self.uses = np.zeros(len(rollouts["rollout_id"]), dtype=np.int64)
         self.last_use = np.full(len(rollouts["rollout_id"]), -1, dtype=np.int64)
-
-    def copy(self) -> "Store":
-        """A copy with the same rows, without their uses."""
-        other = Store(self.rollouts, self.settings)
-        other.rows = list(self.rows)
-        return other
 
     def evict(self, now: int) -> int:
         """Remove rows older than `max_age_steps` at step `now`."""
@@ -294,7 +289,7 @@ class _Replay:
         if self.run.recipe_at(step).checkpoint.restore_buffer or not self.store.rows:
             return
         found = line.get("buffer/rollouts")
-        kept, empty = self.store.copy(), Store(self.run.rollouts, self.settings)
+        kept, empty = copy(self.store), Store(self.run.rollouts, self.settings)
         if found == _size_after(empty, step, fresh) != _size_after(kept, step, fresh):
             self.store.rows = []
             self.metrics.notes.append(f"buffer emptied by a resume before step {step}")
