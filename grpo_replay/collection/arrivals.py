@@ -200,10 +200,6 @@ class Arrivals:
         self.arrived_groups += 1
         self.ledger.arrive(amount_of(record))
 
-    def ready(self, step: int) -> int:
-        """Number of queued groups that are not too old for `step`."""
-        return len(self.young(step))
-
     def select(self, step: int) -> Selection:
         """Take the groups of `step` out of the queue, and those too old for it."""
         stale = [each for each in self._queue if self._is_stale(each, step)]

@@ -45,22 +45,15 @@ from grpo_replay.sampling.server.routes import VllmServer, close_kept_connection
 from grpo_replay.types import Completion, Prompt, Span, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A finished completion, not graded yet."""
-
-    completion: Completion
-    spans: tuple[Span, ...]
-    text: str
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member(Job):
     """One completion of a group."""
 
     group: "OpenGroup"
     index: int
-    sampled: Sampled | None = None
+    completion: Completion | None = None
+    spans: tuple[Span, ...] = ()
+    text: str = ""
     verdict: Verdict | None = None
 
 
@@ -75,7 +68,7 @@ class OpenGroup:
 
     @property
     def is_sampled(self) -> bool:
-        return all(member.sampled for member in self.members)
+        return all(member.completion for member in self.members)
 
     @property
     def is_graded(self) -> bool:
@@ -84,16 +77,16 @@ class OpenGroup:
     @property
     def grading(self) -> int:
         """Members that have finished and have no verdict yet."""
-        return sum(m.sampled is not None and m.verdict is None for m in self.members)
+        return sum(m.completion is not None and m.verdict is None for m in self.members)
 
     def finished(self) -> tuple[int, int]:
         """Rollouts and tokens of the members that have finished."""
-        lengths = [len(m.sampled.completion.token_ids) for m in self.members if m.sampled]
+        lengths = [len(m.completion.token_ids) for m in self.members if m.completion]
         return len(lengths), sum(lengths)
 
     def oldest_version(self) -> int | None:
         """The oldest version that has sampled for the group, as far as is known."""
-        versions = [m.sampled.spans[0][0] if m.sampled else m.version for m in self.members]
+        versions = [m.spans[0][0] if m.spans else m.version for m in self.members]
         return min((version for version in versions if version is not None), default=None)
 
     def drop(self, reason: Any) -> Drop:
@@ -114,14 +107,13 @@ class OpenGroup:
 
 
 def _row(member: Member) -> Row:
-    sampled, verdict = member.sampled, member.verdict
-    assert sampled is not None and verdict is not None, "the group is not graded"
-    completion = sampled.completion
+    completion, verdict = member.completion, member.verdict
+    assert completion is not None and verdict is not None, "the group is not graded"
     return Row(
         token_ids=pack(completion.token_ids, TOKEN_IDS),
         logprobs=pack(completion.sampler_logprobs, LOGPROBS),
-        spans=sampled.spans,
-        text=sampled.text,
+        spans=member.spans,
+        text=member.text,
         reward=None if verdict.reward is None else float(np.float32(verdict.reward)),
         verdict=verdict.status,
         scores=verdict.scores,
@@ -259,7 +251,7 @@ class Collector:
 
     def _on_sampled(self, member: Member, completion: Completion, spans: tuple[Span, ...]) -> None:
         text = self._parts.decode(completion.token_ids.tolist())
-        member.sampled = Sampled(completion, spans, text)
+        member.completion, member.spans, member.text = completion, spans, text
         self._generated_rollouts += 1
         self._generated_tokens += len(completion.token_ids)
         prompt = member.group.prompt

@@ -197,7 +197,8 @@ class Intake:
             sampling.collection.max_ahead_steps, version, sampling.prompts_per_step,
             self.recipe.run.steps,
         )  # fmt: skip
-        stale = len(arrivals) - arrivals.ready(version + 1)  # and not taken out of the queue yet
+        # These are not taken out of the queue yet.
+        stale = len(arrivals) - len(arrivals.young(version + 1))
         discarded = arrivals.stale_groups + stale + arrivals.dropped_groups
         discarded -= self._discarded_at_hello
         self._link.send(Credit(may_start(limit, self._accepted_at_hello, discarded)))

@@ -208,10 +208,10 @@ class CollectorSource(JournalSource):
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
         needed = arrivals.groups_per_step
         if needed is not None:
-            arrived = arrivals.ready(step)
+            arrived = len(arrivals.young(step))
             what = f"the {needed} groups of step {step}, of which {arrived} had arrived when the "
             return self.intake.wait(
-                lambda: arrivals.ready(step) >= needed, stop_requested, self._look,
+                lambda: len(arrivals.young(step)) >= needed, stop_requested, self._look,
                 f"{what}wait began", self.state.policy_version,
             )  # fmt: skip
         fill = self._rollouts_of_a_batch()

@@ -49,7 +49,7 @@ def test_the_age_limit_is_on_the_oldest_version_of_a_group():
     queue.take_in(group((0, 0), version=1))
     queue.take_in(group((0, 1), version=2))
     queue.take_in(group((0, 2), version=4))
-    assert queue.ready(5) == 2
+    assert len(queue.young(5)) == 2
     selection = queue.select(5)
     assert numbers(selection.stale) == [0]
     assert numbers(selection.taken) == [1, 2]

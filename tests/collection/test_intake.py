@@ -84,7 +84,7 @@ class Run:
             if not intake.live:
                 self.go_live()
             needed = intake.arrivals.groups_per_step or 1
-            ready = lambda: intake.arrivals.ready(step) >= needed  # noqa: E731
+            ready = lambda: len(intake.arrivals.young(step)) >= needed  # noqa: E731
             assert intake.wait(ready, lambda: False, lambda _: None, f"step {step}", self.done)
             intake.poll(self.done)
             taken = intake.cut(step, self.done, self.done)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grpo_replay.collection.collector import Member, OpenGroup, Sampled
+from grpo_replay.collection.collector import Member, OpenGroup
 from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Drop, unpack
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Span, Verdict
 
@@ -23,7 +23,8 @@ def sample(member: Member, tokens: int, *spans: Span) -> None:
     completion = Completion(
         member.request.key, ids, -0.5 * ids.astype(np.float32), "stop", spans[0][0], spans[-1][0]
     )
-    member.sampled = Sampled(completion, spans, f"text {member.index}")
+    member.completion, member.spans = completion, spans
+    member.text = f"text {member.index}"
 
 
 def test_the_oldest_version_is_that_of_any_token_sampled_or_to_come():
