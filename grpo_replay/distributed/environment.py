@@ -30,8 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process's place among the ranks. `launcher` is "torchrun", "deepspeed", "slurm",
-    "environment" (variables set by hand) or "none" (a process of its own: rank 0 of 1)."""
+    """This process's place among the ranks; rank 0 of 1 if no launcher started it."""
 
     rank: int = 0
     local_rank: int = 0
@@ -39,11 +38,7 @@ class RankEnvironment:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_MASTER_PORT
-    launcher: str = "none"
-
-    @property
-    def is_launched(self) -> bool:
-        return self.launcher != "none"
+    is_launched: bool = False
 
     def variables(self) -> dict[str, str]:
         """The variables that torch.distributed and DeepSpeed read."""
@@ -73,8 +68,8 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.local_world_size):
         raise LaunchError(
             f"rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
-            f"{found.local_world_size} ({found.launcher}): the launcher's variables contradict "
-            "each other; unset WORLD_SIZE, RANK and LOCAL_RANK to start without a launcher"
+            f"{found.local_world_size}: the launcher's variables contradict each other; unset "
+            "WORLD_SIZE, RANK and LOCAL_RANK to start without a launcher"
         )
     return found
 
@@ -88,11 +83,6 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
                     f"WORLD_SIZE is {world_size} but {name} is not set: a launcher sets both; "
                     "unset WORLD_SIZE to let grpo-replay start the ranks itself"
                 )
-    launcher = "environment"
-    if "TORCHELASTIC_RUN_ID" in environ:
-        launcher = "torchrun"
-    elif "CROSS_RANK" in environ:
-        launcher = "deepspeed"
     local_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
     return RankEnvironment(
         rank=_integer(environ, "RANK", 0),
@@ -101,7 +91,7 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
         local_world_size=_integer(environ, local_name, world_size),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
-        launcher=launcher,
+        is_launched=True,
     )
 
 
@@ -123,7 +113,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
         local_world_size=_tasks_on_node(tasks, node) or world_size,
         master_addr=environ.get("MASTER_ADDR") or first_slurm_host(nodes),
         master_port=_integer(environ, "MASTER_PORT", port),
-        launcher="slurm",
+        is_launched=True,
     )
 
 

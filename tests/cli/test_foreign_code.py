@@ -85,8 +85,7 @@ def test_of_a_launcher_and_its_ranks_one_names_the_code(
 ):
     told = []
     monkeypatch.setattr(train_command, "consider_code", lambda *words: told.append(words[-1]))
-    launcher = "none" if launched_rank is None else "torchrun"
-    rank = RankEnvironment(launched_rank or 0, launcher=launcher)
+    rank = RankEnvironment(launched_rank or 0, is_launched=launched_rank is not None)
     monkeypatch.setattr(train_command, "rank_environment", lambda: rank)
     recipe = resolve_recipe([{"engine": {"num_processes": ranks}}])
     train_command._consider_code(recipe, TrainOptions(resume=True, output_dir=str(foreign)))

@@ -64,22 +64,22 @@ def test_a_rank_alone_keeps_no_record_of_its_collectives_and_the_threads_that_ar
 
 def test_a_process_without_a_launcher_is_rank_0_of_1():
     place = rank_environment({})
-    assert place == RankEnvironment(0, 0, 1, 1, "127.0.0.1", 29500, "none")
+    assert place == RankEnvironment(0, 0, 1, 1, "127.0.0.1", 29500)
     assert not place.is_launched
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, "torchrun")),
-        (DEEPSPEED, RankEnvironment(3, 1, 4, 2, "10.0.0.1", 29500, "deepspeed")),
-        (SLURM, RankEnvironment(9, 1, 16, 8, "gpu017", 20_000 + 123456 % 20_000, "slurm")),
+        (TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, True)),
+        (DEEPSPEED, RankEnvironment(3, 1, 4, 2, "10.0.0.1", 29500, True)),
+        (SLURM, RankEnvironment(9, 1, 16, 8, "gpu017", 20_000 + 123456 % 20_000, True)),
         (
             SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "7"},
-            RankEnvironment(9, 1, 16, 8, "ib0", 7, "slurm"),
+            RankEnvironment(9, 1, 16, 8, "ib0", 7, True),
         ),
         # torchrun inside a Slurm step: torchrun's ranks, not Slurm's tasks
-        (SLURM | TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, "torchrun")),
+        (SLURM | TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, True)),
     ],
 )
 def test_each_launcher_says_where_a_rank_stands(environ, expected):

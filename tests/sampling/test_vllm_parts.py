@@ -273,7 +273,7 @@ def test_every_argument_is_one_that_vllm_has(tied):
 def test_an_engine_does_not_span_nodes(tied, monkeypatch):
     from grpo_replay.sampling.vllm_local import _colocation_arguments
 
-    six = RankEnvironment(world_size=6, local_world_size=3, launcher="torchrun")  # on two nodes
+    six = RankEnvironment(world_size=6, local_world_size=3, is_launched=True)  # on two nodes
     for name, value in six.variables().items():
         monkeypatch.setenv(name, value)
     recipe = tiny_recipe(tied.folder, vllm={"tensor_parallel_size": 2})
