@@ -10,11 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import zmq
 
-from grpo_replay import errors
 from grpo_replay.collection.messages import (
     Command,
     Delivery,
@@ -25,7 +23,7 @@ from grpo_replay.collection.messages import (
     encode,
 )
 from grpo_replay.distributed.held_folder import HeldFolder
-from grpo_replay.errors import CollectorError
+from grpo_replay.errors import CollectorError, error_named
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES
 
@@ -181,10 +179,7 @@ def collector_environment() -> dict[str, str]:
 
 def _as_error(failure: Failure, log: Path) -> Exception:
     """The collector's error, as the class of the same name."""
-    kind: Any = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.GrpoReplayError):
-        return kind(failure.message)
-    return CollectorError(
+    return error_named(failure.kind, failure.message) or CollectorError(
         f"the collector failed with {failure.kind}: {failure.message}; its log is {log}. Resume "
         "from the last checkpoint with --resume"
     )

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import psutil
 
-from grpo_replay import errors
 from grpo_replay.distributed.environment import LAUNCH_FOLDER_VARIABLE, threads_per_rank
 from grpo_replay.distributed.failures import (
     PeerFailure,
@@ -30,7 +29,7 @@ from grpo_replay.distributed.failures import (
     read_positions,
 )
 from grpo_replay.distributed.held_folder import HeldFolder
-from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
+from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError, error_named
 
 _SSH_SECONDS = 10
 
@@ -216,11 +215,8 @@ def _conclude(
 
 def _error_of(failure: RankFailure) -> GrpoReplayError:
     """The rank's error as one of this process, with its class and exit code."""
-    known = getattr(errors, failure.kind, LaunchError if failure.echo else None)
-    if isinstance(known, type) and issubclass(known, GrpoReplayError):
-        error = known(failure.message)
-    else:
-        error = GrpoReplayError(f"rank {failure.rank}: {failure.kind}: {failure.message}")
+    error = error_named("LaunchError" if failure.echo else failure.kind, failure.message)
+    error = error or GrpoReplayError(f"rank {failure.rank}: {failure.kind}: {failure.message}")
     error.exit_code = failure.exit_code
     return error
 
