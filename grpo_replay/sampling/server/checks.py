@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -33,51 +32,23 @@ HOW_TO_START = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServerRequirements:
-    """Required properties of a server: the shape of its model and its settings."""
-
-    vocabulary: int
-    hidden_size: int
-    layers: int
-    max_model_len: int
-    dtype: str
-    head_dtype: str | None
-    quantization: str | None
-    nccl: bool
-    pushed_while_sampling: bool
-
-    @classmethod
-    def of(
-        cls,
-        config: PretrainedConfig,
-        arguments: Mapping[str, Any],
-        weight_transfer: str,
-        pushed_while_sampling: bool,
-    ) -> "ServerRequirements":
-        """From the model's configuration and the EngineArgs of a launched server."""
-        return cls(
-            vocabulary=config.vocab_size,
-            hidden_size=config.hidden_size,
-            layers=config.num_hidden_layers,
-            max_model_len=arguments["max_model_len"],
-            dtype=arguments["dtype"],
-            head_dtype=arguments.get("hf_overrides", {}).get("head_dtype"),
-            quantization=arguments.get("quantization"),
-            nccl=weight_transfer == "nccl",
-            pushed_while_sampling=pushed_while_sampling,
-        )
-
-
-def check_server(server: VllmServer, required: ServerRequirements) -> None:
-    """Raises SamplerError that lists every mismatch between the server and `required`."""
-    how = HOW_TO_START.format(dtype=required.dtype, length=required.max_model_len)
+def check_server(
+    server: VllmServer,
+    config: PretrainedConfig,
+    arguments: Mapping[str, Any],
+    nccl: bool,
+    pushed_while_sampling: bool,
+) -> None:
+    """Raises SamplerError that lists every mismatch between the server and one that the run would
+    launch with these EngineArgs for a model of this configuration. `nccl`: weights come over NCCL.
+    """
+    how = HOW_TO_START.format(dtype=arguments["dtype"], length=arguments["max_model_len"])
     try:
         block_on(server.check_health(CONTROL_SECONDS))
         problems = [
-            *_version_problems(server, required),
-            *_model_problems(server, required),
-            *_setting_problems(server, required),
+            *_version_problems(server, pushed_while_sampling),
+            *_model_problems(server, config, arguments["max_model_len"]),
+            *_setting_problems(server, arguments, nccl),
         ]
     except Unreachable as error:
         raise SamplerError(
@@ -99,14 +70,14 @@ def check_server(server: VllmServer, required: ServerRequirements) -> None:
         )
 
 
-def _version_problems(server: VllmServer, required: ServerRequirements) -> Iterator[str]:
+def _version_problems(server: VllmServer, pushed_while_sampling: bool) -> Iterator[str]:
     """Of a server whose version has no numbers (a build from source), none."""
     version = server.vllm_version()
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (int(numbers[1]), int(numbers[2])) if numbers else OLDEST_WITH_TOKEN_LABELS
     if release < OLDEST_VLLM:
         yield f"it runs vLLM {version}, which does not keep a label of its weights: use 0.32"
-    elif release < OLDEST_WITH_TOKEN_LABELS and required.pushed_while_sampling:
+    elif release < OLDEST_WITH_TOKEN_LABELS and pushed_while_sampling:
         yield (
             f"it runs vLLM {version}, which does not say which weights sampled a token, as "
             "run.mode async needs: use 0.32"
@@ -120,15 +91,15 @@ def _version_problems(server: VllmServer, required: ServerRequirements) -> Itera
         )
 
 
-def _model_problems(server: VllmServer, required: ServerRequirements) -> Iterator[str]:
+def _model_problems(server: VllmServer, config: PretrainedConfig, longest: int) -> Iterator[str]:
     model = server.models()[0]
-    if model["max_model_len"] < required.max_model_len:
-        yield f"its longest sequence is {model['max_model_len']}, not {required.max_model_len}"
+    if model["max_model_len"] < longest:
+        yield f"its longest sequence is {model['max_model_len']}, not {longest}"
     found = read_outline(server.model_outline())
     for name, expected in (
-        ("vocabulary", required.vocabulary),
-        ("hidden size", required.hidden_size),
-        ("number of layers", required.layers),
+        ("vocabulary", config.vocab_size),
+        ("hidden size", config.hidden_size),
+        ("number of layers", config.num_hidden_layers),
     ):
         if found.get(name) != expected:
             yield f"its model ({model['root']}) has {name} {found.get(name)}, not {expected}"
@@ -154,7 +125,9 @@ def read_outline(outline: str) -> dict[str, int]:
     return facts
 
 
-def _setting_problems(server: VllmServer, required: ServerRequirements) -> Iterator[str]:
+def _setting_problems(
+    server: VllmServer, arguments: Mapping[str, Any], nccl: bool
+) -> Iterator[str]:
     settings = server.settings()
     model = settings["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
@@ -163,26 +136,24 @@ def _setting_problems(server: VllmServer, required: ServerRequirements) -> Itera
             "distribution sampled from)"
         )
     dtype = model["dtype"].removeprefix("torch.")
-    if dtype != required.dtype:
-        yield f"its dtype is {dtype}, not {required.dtype}"
-    overrides = model.get("hf_overrides")
-    if (
-        required.head_dtype == "float32"
-        and (overrides or {}).get("head_dtype") != required.head_dtype
-    ):
+    if dtype != arguments["dtype"]:
+        yield f"its dtype is {dtype}, not {arguments['dtype']}"
+    head = arguments.get("hf_overrides", {}).get("head_dtype")
+    if head == "float32" and (model.get("hf_overrides") or {}).get("head_dtype") != head:
         yield (
-            f"its output head has another precision: this run needs "
-            f'--hf-overrides \'{{"head_dtype": "{required.head_dtype}"}}\''
+            "its output head has another precision: this run needs "
+            '--hf-overrides \'{"head_dtype": "float32"}\''
         )
     if block_on(server.generated_tokens(CONTROL_SECONDS)) is None:
         yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
-    if model["quantization"] != required.quantization:
-        yield f"its quantization is {model['quantization']}, not {required.quantization}"
+    quantization = arguments.get("quantization")
+    if model["quantization"] != quantization:
+        yield f"its quantization is {model['quantization']}, not {quantization}"
     on_cpu = settings["device_config"]["device"] == "cpu"
     if on_cpu and settings["scheduler_config"]["enable_chunked_prefill"]:
         yield "it splits prompts, and vLLM 0.32 then dies on a CPU: --no-enable-chunked-prefill"
     transfer = (settings["weight_transfer_config"] or {}).get("backend")
-    if required.nccl and transfer != "nccl":
+    if nccl and transfer != "nccl":
         yield (
             'it was started without --weight-transfer-config \'{"backend": "nccl"}\', which '
             "sampling.servers.weight_transfer nccl needs"

@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 from grpo_replay.errors import SamplerError, first_line
 from grpo_replay.recipe import ServersSection
-from grpo_replay.sampling.server.checks import check_server
 from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.sampler import ServerPool, VllmServerSampler
 from grpo_replay.sampling.server.weight_transfer import FolderTransfer, switch_server
@@ -47,6 +47,7 @@ class RollingServerSampler(VllmServerSampler):
     server's update, with None if it failed. `paused_seconds` sums the time that servers spent in
     updates."""
 
+    pushed_while_sampling: ClassVar[bool] = True
     _pool: RejoiningPool
 
     def prepare(self) -> None:
@@ -103,7 +104,7 @@ class RollingServerSampler(VllmServerSampler):
             except (Refused, Unreachable) as error:
                 self._pool.lose(server, str(error))
             else:
-                check_server(server, self._required)
+                self._check_server(server)
         if not self._pool.live():
             raise SamplerError(
                 f"none of the vLLM servers answers: {self._pool.lost}; check "
@@ -173,7 +174,7 @@ class RollingServerSampler(VllmServerSampler):
                 return
             if not isinstance(transfer, FolderTransfer) or not transfer.holds(version):
                 return  # the next update brings it
-            check_server(server, self._required)
+            self._check_server(server)
             timeout = self._pool.settings.request_timeout_seconds
             reason = switch_server(server, transfer.load_on, version, timeout)
         except (Refused, Unreachable, SamplerError, KeyError, TypeError) as error:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from transformers import PretrainedConfig
+
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.models import (
@@ -30,7 +32,7 @@ from grpo_replay.engine.weights import (
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.recipe import ModelSection, ServersSection
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening, WeightState
-from grpo_replay.sampling.server.checks import ServerRequirements, check_server
+from grpo_replay.sampling.server.checks import check_server
 from grpo_replay.sampling.server.dispatcher import (
     LONGEST_CHECK_SECONDS,
     Dispatcher,
@@ -183,15 +185,17 @@ class VllmServerSampler:
 
     reads_files: ClassVar[bool] = True
     ranks_sample_together = False
+    pushed_while_sampling: ClassVar[bool] = False
 
     def __init__(
         self,
-        required: ServerRequirements,
+        config: PretrainedConfig,
+        arguments: Mapping[str, Any],
         stop_token_ids: Sequence[int],
         expected: ExpectedWeights,
         comm: Comm,
     ) -> None:
-        self._required = required
+        self._config, self._arguments = config, arguments
         self.stop_token_ids = tuple(stop_token_ids)
         self._expected = expected
         self._comm = comm
@@ -214,15 +218,11 @@ class VllmServerSampler:
 
             return RollingServerSampler.open(opening)
         section, comm = opening.model, opening.comm
-        transfer = opening.sampling.servers.weight_transfer
         arguments = engine_arguments(opening.sampling, section, opening.longest, opening.on_gpu)
         expected = expected_weights(section)
-        required = ServerRequirements.of(
-            load_config(section), arguments, transfer, opening.pushed_while_sampling
-        )
-        sampler = cls(required, opening.stop_token_ids, expected, comm)
+        sampler = cls(load_config(section), arguments, opening.stop_token_ids, expected, comm)
         try:
-            run_collectively(comm, lambda: sampler._open_resources(opening, arguments))
+            run_collectively(comm, lambda: sampler._open_resources(opening))
             sampler._connect(opening.sampling.servers)
             run_collectively(comm, lambda: sampler._check_servers(opening.sampling.servers))
             sampler._push_initial_weights(section, opening.seed)
@@ -231,14 +231,14 @@ class VllmServerSampler:
             raise
         return sampler
 
-    def _open_resources(self, opening: SamplerOpening, arguments: Mapping[str, Any]) -> None:
+    def _open_resources(self, opening: SamplerOpening) -> None:
         """On rank 0 only: open the weight transfer and launch servers, without waiting for them."""
         if not self._comm.is_main:
             return
         self._transfer = _transfer(opening, self._expected)
         if opening.sampling.servers.launch:
             self._launched = launch_servers(
-                opening.sampling, arguments, opening.on_gpu, opening.log_folder
+                opening.sampling, self._arguments, opening.on_gpu, opening.log_folder
             )
 
     def _connect(self, settings: ServersSection) -> None:
@@ -247,7 +247,7 @@ class VllmServerSampler:
         logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(settings)))
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
-        pool = PoolSettings.of(settings, self._required.vocabulary, self._comm.world_size)
+        pool = PoolSettings.of(settings, self._config.vocab_size, self._comm.world_size)
         self._pool = ServerPool(servers, pool)
 
     def _push_initial_weights(self, section: ModelSection, seed: int) -> None:
@@ -273,7 +273,11 @@ class VllmServerSampler:
                 settings.request_timeout_seconds,
             )
         for server in servers:
-            check_server(server, self._required)
+            self._check_server(server)
+
+    def _check_server(self, server: VllmServer) -> None:
+        nccl = isinstance(self._transfer, NcclTransfer)
+        check_server(server, self._config, self._arguments, nccl, self.pushed_while_sampling)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request, all sampled by
@@ -286,7 +290,7 @@ class VllmServerSampler:
         """
         self._weights.refuse_incomplete()
         for request in requests:
-            check_request(request, self._required.max_model_len, self._required.vocabulary)
+            check_request(request, self._arguments["max_model_len"], self._config.vocab_size)
         return self._pool.run(requests, self.stop_token_ids, self.policy_version)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
