@@ -94,7 +94,6 @@ class PoolSettings:
     in_flight_per_server: int
     request_timeout_seconds: float
     """Longest time in which a server with requests outstanding generates nothing."""
-    max_retries: int
     drop_lost: bool
     """Go on with the other servers when one is lost; otherwise stop."""
     vocabulary: int
@@ -106,7 +105,6 @@ class PoolSettings:
         return cls(
             in_flight_per_server=max(section.max_in_flight // ranks, 1),
             request_timeout_seconds=section.request_timeout_seconds,
-            max_retries=MAX_RETRIES,
             drop_lost=section.on_failure == "drop",
             vocabulary=vocabulary,
         )
@@ -328,18 +326,15 @@ class Dispatcher(Generic[J]):
     def _retry(self, job: J, server: ServerState[J], error: Exception) -> None:
         """Let the job wait for another try, or give it up. The server is down until it has
         answered a probe."""
-        url, limit = server.client.url, self._settings.max_retries
+        url = server.client.url
         if isinstance(error, Refused) and 400 <= error.status < 500:
             raise SamplerError(f"{url} refused request {tuple(job.request.key)}: {error}")
         server.account()
         server.down = server.down or f"a request failed: {error}"
         job.tries += 1
         job.failed_at.add(url)
-        if job.tries > limit:
-            self._on_lost(
-                job,
-                f"it failed {job.tries} times, last at {url}: {error}",
-            )
+        if job.tries > MAX_RETRIES:
+            self._on_lost(job, f"it failed {job.tries} times, last at {url}: {error}")
         else:
             self.waiting.appendleft(job)
 

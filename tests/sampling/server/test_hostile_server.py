@@ -12,7 +12,7 @@ from test_request_pool import STOP, make_pool
 from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server import routes
+from grpo_replay.sampling.server import dispatcher, routes
 
 Answer = dict[str, Any]
 
@@ -183,6 +183,7 @@ def raw() -> Iterator[Callable[[Callable[[Any], None]], RawServer]]:
 def test_an_answer_without_an_end_is_given_up(raw, monkeypatch, write, message):
     monkeypatch.setattr(routes, "MOST_ANSWER_BYTES", 1_000_000)
     monkeypatch.setattr(routes, "BODY_SECONDS", 0.4)
-    pool = make_pool([raw(write)], max_retries=0)
+    monkeypatch.setattr(dispatcher, "MAX_RETRIES", 0)
+    pool = make_pool([raw(write)])
     with pytest.raises(SamplerError, match=message):
         list(pool.run(make_requests(count=1), STOP, 0))

@@ -10,6 +10,7 @@ from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import ServersSection
+from grpo_replay.sampling.server import dispatcher
 from grpo_replay.sampling.server.dispatcher import Dispatcher
 from grpo_replay.sampling.server.routes import (
     HttpClient,
@@ -40,7 +41,6 @@ def make_pool(fakes: list[FakeServer], **settings) -> ServerPool:
     defaults = {
         "in_flight_per_server": 4,
         "request_timeout_seconds": 5.0,
-        "max_retries": 2,
         "drop_lost": False,
         "vocabulary": 24,
     }
@@ -265,11 +265,12 @@ def test_a_server_that_generates_nothing_for_too_long_is_lost(fakes, drop_lost):
 
 
 @pytest.mark.timeout(30)
-def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes):
+def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes, monkeypatch):
     """One request finds that the server was restarted; the others there could wait forever."""
     servers = fakes(2)
     servers[0].statuses, servers[0].label, servers[0].seconds = [500], "default", 8.0
-    pool = make_pool(servers, drop_lost=True, max_retries=1, request_timeout_seconds=60.0)
+    monkeypatch.setattr(dispatcher, "MAX_RETRIES", 1)
+    pool = make_pool(servers, drop_lost=True, request_timeout_seconds=60.0)
     started = time.monotonic()
     assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
     assert time.monotonic() - started < 5
