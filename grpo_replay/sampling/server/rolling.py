@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from grpo_replay.errors import SamplerError, first_line
 from grpo_replay.recipe import ServersSection
@@ -48,10 +48,11 @@ class RollingServerSampler(VllmServerSampler):
     updates."""
 
     pushed_while_sampling: ClassVar[bool] = True
+    pool_class: ClassVar[type[ServerPool]] = RejoiningPool
     _pool: RejoiningPool
 
-    def prepare(self) -> None:
-        """Called once the servers are connected."""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
         self.paused_seconds = 0.0
         self._suspects: set[str] = set()
@@ -86,11 +87,6 @@ class RollingServerSampler(VllmServerSampler):
                 "starts them again"
             )
         self._suspects.update(urls)
-
-    def _connect(self, settings: ServersSection) -> None:
-        super()._connect(settings)
-        self._pool = RejoiningPool(self._pool.servers, self._pool.settings)
-        self.prepare()
 
     def _check_servers(self, settings: ServersSection) -> None:
         """Validate the servers. Of those given by URL, one must be there; the others may come later
@@ -187,9 +183,7 @@ class RollingServerSampler(VllmServerSampler):
 
     def close(self) -> None:
         """Stop the keeper and launched servers, and remove weight files. May be called twice."""
-        closing = getattr(self, "_closing", None)
-        if closing is not None:
-            closing.set()
-            if self._keeper is not None:
-                self._keeper.join(PROBE_SECONDS + KEEPER_SECONDS)
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.join(PROBE_SECONDS + KEEPER_SECONDS)
         super().close()

@@ -186,6 +186,7 @@ class VllmServerSampler:
     reads_files: ClassVar[bool] = True
     ranks_sample_together = False
     pushed_while_sampling: ClassVar[bool] = False
+    pool_class: ClassVar[type[ServerPool]] = ServerPool
 
     def __init__(
         self,
@@ -248,7 +249,7 @@ class VllmServerSampler:
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
         pool = PoolSettings.of(settings, self._config.vocab_size, self._comm.world_size)
-        self._pool = ServerPool(servers, pool)
+        self._pool = self.pool_class(servers, pool)
 
     def _push_initial_weights(self, section: ModelSection, seed: int) -> None:
         """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
