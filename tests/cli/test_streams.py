@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from slow_tests import slow_except
 
 from grpo_replay.cli.app import main
 
@@ -17,18 +18,19 @@ def shell(line, **options):
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, **options)
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        (f"{TABLE} >&-", 0),
-        (f"{TABLE} 2>&-", 0),
-        (f"{TABLE} <&- >&- 2>&-", 0),
-        (f"{FAILS} 2>&-", 3),
-        (f"{FAILS} 2>/dev/full", 3),
-        (f"{PROGRAM} nosuch 2>/dev/full", 2),
-        (f"{TABLE} >/dev/full", 3),
-    ],
-)
+CASES = [
+    (f"{TABLE} >&-", 0),
+    (f"{TABLE} 2>&-", 0),
+    (f"{TABLE} <&- >&- 2>&-", 0),
+    (f"{FAILS} 2>&-", 3),
+    (f"{FAILS} 2>/dev/full", 3),
+    (f"{PROGRAM} nosuch 2>/dev/full", 2),
+    (f"{TABLE} >/dev/full", 3),
+]
+QUICK = [CASES[2], CASES[4], CASES[6]]
+
+
+@pytest.mark.parametrize(("line", "code"), slow_except(QUICK, CASES))
 def test_the_exit_code_is_that_of_the_command(line, code):
     done = shell(line)
     assert done.returncode == code

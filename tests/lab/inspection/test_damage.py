@@ -5,6 +5,7 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from slow_tests import slow_except
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -46,7 +47,7 @@ def test_a_whole_run_has_no_gaps(runs):
         assert list(find_gaps(open_source(runs[preset]))) == []
 
 
-@pytest.mark.parametrize("folder", ["rollouts", "draws"])
+@pytest.mark.parametrize("folder", slow_except(["rollouts"], ["rollouts", "draws"]))
 def test_a_missing_file_is_a_warning(copy, folder):
     (copy / folder / "step_000012.parquet").unlink()
     warned(copy, f"{folder}/ lacks the file of step 12:")

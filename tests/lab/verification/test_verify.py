@@ -84,10 +84,7 @@ def detail(folder, name):
     return check.detail
 
 
-QUICK = [
-    "ours", "ours, alpha 1000", "ours, tight capacity", "pool of queries",
-    "queries, tight capacity", "fifo", "fifo, unused first", "fifo, positive bias", "grpo",
-]  # fmt: skip
+QUICK = ["ours", "ours, tight capacity", "pool of queries", "fifo", "fifo, positive bias", "grpo"]
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
