@@ -242,7 +242,7 @@ def test_a_lost_server_is_told_at_once(tmp_path, monkeypatch):
     """With `on_failure: drop` the run goes on with those that are left: not without a word."""
     made = Made(tmp_path, monkeypatch)
     servers = [SimpleNamespace(url=url, log=None) for url in ("http://a:1", "http://b:2")]
-    settings = PoolSettings(1, 1.0, 0, drop_lost=True, vocabulary=9)
+    settings = PoolSettings(1, 1.0, drop_lost=True, vocabulary=9)
     pool = ServerPool(servers, settings)
     made.at[2] = lambda: pool.lose(servers[0], "Connection refused")
     made.train()
