@@ -57,7 +57,7 @@ class BufferStats:
     times_used_mean: float | None
     evicted: int  # in this step, by age and by capacity
     evicted_undrawn: int  # of those, the rollouts that were never drawn
-    evicted_by_capacity: int  # since the start of the run; > 0 if the capacity was reached
+    evicted_by_capacity: int  # since the start of the run, those left out by positive bias too
 
 
 class ReplayBuffer:
