@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from small_runs.trained import same_weights
 from tiny_policy import make_requests
 
 from grpo_replay.lab.verification.verify import verify_run
-from grpo_replay.sampling.server.routes import VllmServer, background_loop
+from grpo_replay.sampling.server.routes import Choice, VllmServer, background_loop
 from grpo_replay.sampling.server.server_process import LaunchedServer
 from grpo_replay.tiny import BASE_DIR
 
@@ -56,12 +57,22 @@ def switched(server: LaunchedServer, max_tokens: int, pause_first: bool) -> list
     client = VllmServer(server.url, "spans")
     client.set_weight_label(client.label(0))
     (request,) = make_requests(count=1, max_tokens=max_tokens)
+
+    def sent_for(seconds: float) -> Future[Choice]:
+        answer = asyncio.run_coroutine_threadsafe(client.generate(request, ()), background_loop())
+        time.sleep(seconds)
+        return answer
+
     if pause_first:
         client.pause(30)
-    answer = asyncio.run_coroutine_threadsafe(client.generate(request, ()), background_loop())
-    time.sleep(0.3 if pause_first else 0.1)
-    if not pause_first:
-        client.pause(30)
+        answer = sent_for(0.3)
+    else:
+        for _ in range(20):  # on a busy machine one may end before the pause
+            answer = sent_for(0.1)
+            client.pause(30)
+            if not answer.done():
+                break
+            client.resume()
     assert not answer.done()
     client.set_weight_label(client.label(1))
     assert client.drop_cached_prompts()
