@@ -354,6 +354,7 @@ def test_what_a_run_needs_of_vllm_and_gpus_is_checked(monkeypatch, overrides, el
     assert [gpus in each for each in said[:-1]] if gpus else len(said) == 1
 
 
+@pytest.mark.slow
 def test_advice_reads_the_configuration_once_whatever_it_tries(monkeypatch):
     reads = Mock(side_effect=load_config)
     monkeypatch.setattr("grpo_replay.engine.models.load_config", reads)
@@ -850,6 +851,7 @@ def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     assert "\n".join(printed) in scaling_page()
 
 
+@pytest.mark.slow
 def test_the_documentation_says_what_the_dry_run_answers_for_32k_completions():
     longest = ["sampling.max_completion_length=32768", "batch.max_tokens_per_microbatch=33792"]
     (refused,) = report_of("qwen3-4b", *longest, gpu=80)["problems"]

@@ -278,6 +278,7 @@ def test_extrapolation_over_layers_is_exact():
     assert forward_memory(recipe.model, config, batch) == traced(recipe, 7, 1, 512, 256)
 
 
+@pytest.mark.slow
 def test_eager_attention_is_quadratic_and_flash_is_not():
     def saved(kind: str, length: int) -> int:
         recipe = qwen(f"model.attn_implementation={kind}", "model.gradient_checkpointing=false")

@@ -44,6 +44,7 @@ def test_a_folder_that_may_not_be_written_stops_the_run(tmp_path, monkeypatch):
     assert asked == [tmp_path]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_own_folder_with_its_own_reward(ours_run):
     own = "--resume", "--output-dir", ours_run.path
     assert report_of(*own)["problems"] == []

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from buffer_makers import make_rollout
+from slow_tests import slow_except
 
 from grpo_replay.lab.planning.theory import (
     PowerGrowth,
@@ -24,6 +25,7 @@ from grpo_replay.replay.compose import buffer_step
 
 R, STEPS = 25, 300
 FLAT, GROWING = PowerGrowth(0.0), PowerGrowth(0.2)
+BRACKETS = [(FLAT, 0.0), (GROWING, 0.0), (FLAT, 0.4)]
 
 
 def cell_variance(growth, age):
@@ -68,6 +70,7 @@ FIFO = dict(composition="buffer_only", max_age_steps=None, drop_zero_variance=Fa
 ANCHORED = dict(composition="fresh_anchored", capacity_rollouts=10_000)
 
 
+@pytest.mark.slow
 def test_drawing_as_many_as_there_are_with_replacement_is_not_the_algorithm_without_replay():
     """N = R = B = 25: with replacement 2 - 1/25 = 1.96, once each 1."""
     own = dict(FIFO, capacity_rollouts=R, ratio=1.0)
@@ -79,7 +82,7 @@ def test_drawing_as_many_as_there_are_with_replacement_is_not_the_algorithm_with
     assert bracket(no_replay_objective(1.0, FLAT), 1.0) == 1.0
 
 
-@pytest.mark.parametrize(("growth", "rho"), [(FLAT, 0.0), (GROWING, 0.0), (FLAT, 0.4)])
+@pytest.mark.parametrize(("growth", "rho"), slow_except([(GROWING, 0.0), (FLAT, 0.4)], BRACKETS))
 def test_draws_without_replacement_have_the_bracket_of_our_buffer(growth, rho):
     found = simulated_bracket(
         growth, rho, **FIFO, capacity_rollouts=4 * R, ratio=2.0, with_replacement=False
@@ -98,7 +101,7 @@ def test_draws_with_replacement_have_the_bracket_of_our_buffer(growth):
     assert found == pytest.approx(expected * (1 - R / 5000 / 0.75), rel=0.02)
 
 
-@pytest.mark.parametrize(("growth", "rho"), [(FLAT, 0.0), (GROWING, 0.0), (FLAT, 0.4)])
+@pytest.mark.parametrize(("growth", "rho"), slow_except([(GROWING, 0.0), (FLAT, 0.4)], BRACKETS))
 @pytest.mark.parametrize("replacement", [False, True])
 def test_fresh_anchored_batches_have_the_bracket_of_our_buffer(growth, rho, replacement):
     found = simulated_bracket(

@@ -123,6 +123,7 @@ def test_long_names_leave_room_for_the_data_and_small_costs_are_plain_numbers():
         assert [format(x) for x in (0, 0.15, 2, 1500)] == ["0", "0.15", "2", "1.5k"]
 
 
+@pytest.mark.slow
 def test_no_two_of_many_arms_look_alike_in_any_figure(sweep, findings):
     experiment = collect([str(sweep)], "ours")
     many = tuple(replace(experiment.arms[1], name=f"arm-{number}") for number in range(15))
@@ -205,6 +206,7 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
         run([str(tmp_path / "nothing")], output=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_earlier_report_is_replaced_and_what_is_not_of_it_stays(sweep, written, tmp_path):
     folder = Path(shutil.copytree(written, tmp_path / "report"))
     table, figure = folder / "tables/settings.tex", folder / "figures/staleness.pdf"
