@@ -136,7 +136,7 @@ def test_a_server_that_fails_to_receive_ends_the_broadcast(network, tied):
     end_of_its_worker = threading.Timer(1.0, stuck.destroy)
     end_of_its_worker.start()
     started = time.monotonic()
-    with pytest.raises(SamplerError, match=r"version 2 did not reach .*: HTTP 500: .*as told"):
+    with pytest.raises(SamplerError, match=r"version 2 did not reach .*: HTTP 500: as told"):
         network.transfer.stage(named_tensors(tied.model), 2, network.servers)
     assert time.monotonic() - started < 2 * LONGEST_WAIT_SECONDS
     end_of_its_worker.join()

@@ -136,7 +136,7 @@ class HttpClient:
                 raise Unreachable(f"no answer to {path} within {timeout_seconds:g} s") from error
             raise Unreachable(f"{type(error).__name__} at {path}: {error}") from error
         if response.status != 200:
-            raise Refused(response.status, " ".join(answer.split())[:300])
+            raise Refused(response.status, _error_message(answer))
         return answer
 
 
@@ -170,6 +170,17 @@ def _headers() -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     key = os.environ.get(API_KEY_VARIABLE)
     return headers | {"Authorization": f"Bearer {key}"} if key else headers
+
+
+def _error_message(answer: str) -> str:
+    """The message of a vLLM or FastAPI error, in one short line."""
+    try:
+        parsed = json.loads(answer)
+    except ValueError:
+        return " ".join(answer.split())[:300]
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    message = error.get("message", error.get("detail", error)) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:300]
 
 
 CONTROL_SECONDS = 30.0
@@ -227,7 +238,7 @@ def _read_choice(answer: str, path: str) -> Choice:
 
 
 class VllmServer:
-    """Methods raise Unreachable or Refused. The coroutines run in the loop of the
+    """Methods raise http_client's Unreachable or Refused. The coroutines run in the loop of the
     dispatcher that calls them."""
 
     def __init__(self, url: str, run: str, log: Path | None = None) -> None:

@@ -115,14 +115,14 @@ def test_an_aborted_completion_is_asked_for_again(fakes):
 def test_a_request_that_keeps_failing_stops_the_run(fakes):
     (server,) = fakes(1)
     server.statuses = [500] * 100
-    with pytest.raises(SamplerError, match=r"failed 3 times.*HTTP 500: .*as told"):
+    with pytest.raises(SamplerError, match=r"failed 3 times.*HTTP 500: as told"):
         list(make_pool([server]).run(make_requests(count=1), STOP, 0))
 
 
 def test_a_refused_request_is_not_tried_again(fakes):
     servers = fakes(2)
     servers[0].statuses = servers[1].statuses = [400]
-    with pytest.raises(SamplerError, match=r"refused request \(1, 0, 0\): HTTP 400: .*as told"):
+    with pytest.raises(SamplerError, match=r"refused request \(1, 0, 0\): HTTP 400: as told"):
         list(make_pool(servers).run(make_requests(count=1), STOP, 0))
     assert servers[0].served + servers[1].served == 0
 
@@ -201,7 +201,7 @@ def test_a_server_that_does_not_report_its_weights_is_lost(fakes, monkeypatch):
     (server,) = fakes(1)
     server.statuses = [500] * 100
     monkeypatch.setattr(VllmServer, "weight_label", lambda *_: {}["weight_version"])
-    with pytest.raises(SamplerError, match=r"HTTP 500: .*as told.*; then .*KeyError"):
+    with pytest.raises(SamplerError, match=r"HTTP 500: as told; then .*KeyError"):
         list(make_pool([server]).run(make_requests(count=1), STOP, 0))
 
 
@@ -342,7 +342,7 @@ def test_http_errors_are_distinguished(fakes):
     client = HttpClient(server.url)
     body = {"sampling_params": {"seed": 0}}
     server.statuses = [404]
-    with pytest.raises(Refused, match=r"HTTP 404: .*as told"):
+    with pytest.raises(Refused, match="HTTP 404: as told"):
         client.post("/inference/v1/generate", body, 5.0)
     server.seconds = 2.0
     with pytest.raises(Unreachable, match=r"within 0\.2 s"):
