@@ -5,6 +5,7 @@ printed once and its exit code kept; no rank outlives this process.
 """
 
 import base64
+import binascii
 import contextlib
 import json
 import os
@@ -123,9 +124,14 @@ def encode_payload(payload: Payload) -> str:
 
 
 def decode_payload(word: str) -> Payload:
-    """The payload of `encode_payload`."""
-    values = json.loads(base64.urlsafe_b64decode(word))
-    return Payload(**{**values, "arguments": tuple(values["arguments"])})
+    """Raises UsageError for a word that `encode_payload` did not make."""
+    try:
+        values = json.loads(base64.urlsafe_b64decode(word))
+        return Payload(**{**values, "arguments": tuple(values["arguments"])})
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise UsageError(
+            f"{RANK_MODULE} is started by grpo-replay itself; run `grpo-replay train` instead"
+        ) from error
 
 
 def launch_ranks(

@@ -431,6 +431,8 @@ def test_the_arguments_survive_any_shell(tmp_path):
     word = encode_payload(payload)
     echoed = subprocess.run(f"echo {word}", shell=True, capture_output=True, text=True)
     assert decode_payload(echoed.stdout.strip()) == payload
+    with pytest.raises(UsageError, match="started by grpo-replay itself"):
+        decode_payload("train")
 
 
 def test_without_pdsh_the_alternatives_are_named(monkeypatch, tmp_path):
