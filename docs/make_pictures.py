@@ -1,25 +1,14 @@
-"""Make the pictures of the README.
+"""Make the pictures of the README: the end of a run in the terminal, and the top of the buffer's
+page in Chromium.
 
     grpo-replay train tiny --output-dir runs/tiny
-    grpo-replay sweep seeds.yaml --output-dir runs/seeds
-    grpo-replay train smollm2 --set eval.every_steps=3 --output-dir runs/smollm2
-    python docs/make_pictures.py --tiny runs/tiny --seeds runs/seeds --smollm2 runs/smollm2
-
-seeds.yaml is
-
-    recipe: tiny
-    set: [run.steps=80, eval.every_steps=20, replay.max_age_steps=10, replay.warmup_steps=10]
-    arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
-    seeds: [1, 2, 3]
-
-The end of a run in the terminal, the top of the buffer's page in Chromium, figures of reports.
+    python docs/make_pictures.py runs/tiny
 """
 
 import argparse
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +17,6 @@ from pathlib import Path
 from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
 
-from grpo_replay.api import report
 from grpo_replay.cli.train_command import print_result
 from grpo_replay.storage.recipe_history import read_recipe_file
 from grpo_replay.terminal.console import PlainConsole
@@ -61,26 +49,12 @@ def screenshot_of_buffer(run: Path, picture: Path) -> None:
     few_colours.save(picture, optimize=True)
 
 
-def report_figure(runs: Path, picture: Path) -> None:
-    """Accuracy over steps, from `report RUNS --output DIR`."""
-    with tempfile.TemporaryDirectory() as folder:
-        report(runs, output=Path(folder) / "report")
-        shutil.copyfile(Path(folder) / "report" / "figures" / "accuracy_by_steps.svg", picture)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", type=Path, help="a finished `train tiny`")
-    parser.add_argument("--seeds", type=Path, help="runs of several seeds with and without replay")
-    parser.add_argument("--smollm2", type=Path, help="a finished `train smollm2`")
-    given = parser.parse_args()
-    if given.tiny:
-        (IMAGES / "train-tiny.svg").write_text(end_of_training(given.tiny), encoding="utf-8")
-        screenshot_of_buffer(given.tiny, IMAGES / "buffer-page.png")
-    if given.seeds:
-        report_figure(given.seeds, IMAGES / "report-seeds.svg")
-    if given.smollm2:
-        report_figure(given.smollm2, IMAGES / "report-smollm2.svg")
+    parser.add_argument("run", type=Path, help="a finished `train tiny`")
+    run = parser.parse_args().run
+    (IMAGES / "train-tiny.svg").write_text(end_of_training(run), encoding="utf-8")
+    screenshot_of_buffer(run, IMAGES / "buffer-page.png")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Write the parts of README.md and pages of docs/ that quote docs/results.yaml and docs/records/,
-and draw docs/images/tiny-buffers.svg and smollm2.svg.
+and draw docs/images/does-replay-pay.svg, tiny-buffers.svg and smollm2.svg.
 
     python docs/make_results.py
 
@@ -59,34 +59,38 @@ def difference(each: dict[str, Any]) -> str:
 
 def does_replay_pay() -> str:
     found = results()
-    main, long, clock = found["tiny-main"], found["tiny-long"], found["async"]
-    real, steps = found["smollm2"], found["smollm2-steps"]
-    measured = next(iter(long["compute"].values()))
-    fifo, once = clock["fifo_to_use_once"], clock["use_once_to_sync"]
-    less = round(100 * (1 - long["steps"]["fifo"]))
+    long, tiny, real = found["tiny-long"], found["tiny-main"], found["smollm2"]
     return f"""\
-| task | cost of generating / training a rollout (μ) | held-out accuracy, `ours` − `grpo` | `fifo` − `grpo` |
-|---|---|---|---|
-| `tiny`, rates tuned per method | {main["mu"]:.1f} | {difference(main["difference"]["ours"])} | \
-{difference(main["difference"]["fifo"])} |
-| `tiny-long`, one rate | {long["mu"]} | {difference(long["difference"]["ours"])} | \
-{difference(long["difference"]["fifo"])} |
-| `smollm2`, a real model, rates tuned per method | {real["mu"]} | {difference(real["difference"]["ours"])} | \
-{difference(real["difference"]["fifo"])} |
+At equal generated rollouts, replay (`ours`) ends {points(long)} points ahead of GRPO where a
+rollout costs {long["mu"]} times as much to generate as to train on (μ), and {points(tiny)} where it
+costs {tiny["mu"]:.1f} times as much (95 % intervals over seeds). On a real model where it costs
+{real["mu"]} times as much, four seeds leave it undecided, and by the clock it gained nothing.
+"""
 
-Points with 95 % intervals over seeds and problems, and the seeds that are ahead. To the same {long["reach"]:.0f} % on
-`tiny-long`, `ours` needs {measured["ours"]} times the compute of `grpo` at the measured μ and `fifo` {measured["fifo"]} \
-times (it generates
-{less} % less, and trains on each rollout nearly four times). By the clock, with a vLLM server and a trainer on a core
-each (μ {clock["mu"]}), an asynchronous `fifo` run needs {fifo["ratio"]} times the seconds of an asynchronous `grpo` run \
-to 70 %, and
-that {once["ratio"]} times those of a synchronous one: medians of five seeds; those of `fifo` range from {fifo["low"]} to
-{fifo["high"]} ([docs/async.md](docs/async.md)). On the
-real model four seeds leave `ours` undecided, at equal seconds too ({difference(real["equal_seconds"]["ours"])}; on a \
-second
-task {difference(steps["difference"]["ours"])} and {difference(steps["equal_seconds"]["ours"])}), where `fifo` loses:
-{difference(real["equal_seconds"]["fifo"])} ([docs/evidence.md](docs/evidence.md)).
-"""  # noqa: E501
+
+def points(found: dict[str, Any], arm: str = "ours") -> str:
+    """The difference of an arm to GRPO with its interval: `+0.8 [-0.0, +1.5]`."""
+    return difference(found["difference"][arm]).rpartition(",")[0]
+
+
+def draw_does_replay_pay() -> None:
+    """docs/images/does-replay-pay.svg: differences to GRPO, the tasks ordered by μ."""
+    found = results()
+    names = {"tiny-long": "tiny, long answers", "tiny-main": "tiny", "smollm2": "SmolLM2-135M"}
+    figure, axes = new_figure("does-replay-pay", (7, 2.6))
+    for row, task in enumerate(reversed(names)):
+        for arm, colour, shift in (("ours", "C0", 0.13), ("fifo", "C1", -0.13)):
+            each = found[task]["difference"][arm]
+            bars = [[each["mean"] - each["low"]], [each["high"] - each["mean"]]]
+            axes.errorbar(each["mean"], row + shift, xerr=bars, fmt="o", color=colour, capsize=3,
+                          label=arm if row == 0 else None)  # fmt: skip
+    labels = [f"{name}\nμ {found[task]['mu']:.2g}" for task, name in reversed(names.items())]
+    axes.set_yticks(range(len(names)), labels)
+    axes.set_ylim(-0.45, len(names) - 0.55)
+    axes.axvline(0, color="0.35", linewidth=1)
+    axes.set(xlabel="points of held-out accuracy ahead of GRPO, at equal generated rollouts, 95 %")
+    axes.legend(frameon=False, loc="upper right")
+    save_figure(figure, "does-replay-pay")
 
 
 def tiny_long() -> str:
@@ -231,13 +235,7 @@ def draw_courses(
     record: str, names: dict[str, str], cost: str, scale: float, legend: str, **labels: Any
 ) -> None:
     """docs/images/RECORD.svg: every seed, and the median."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = record
-    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    figure, axes = new_figure(record, (7, 3.8))
     colors = ("0.35", "C0", "C1", "C3")[: len(names)]
     for color, (arm, name) in zip(colors, names.items(), strict=True):
         costs, accuracies = courses(record, arm, cost)
@@ -246,8 +244,21 @@ def draw_courses(
         axes.plot(*median, color=color, linewidth=2, label=name)
     axes.set(ylabel="held-out accuracy, %", **labels)
     axes.legend(title=legend, frameon=False, loc="lower right")
-    figure.savefig(DOCS / "images" / f"{record}.svg", metadata={"Date": None})
-    plt.close(figure)
+    save_figure(figure, record)
+
+
+def new_figure(name: str, size: tuple[float, float]) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = name
+    return plt.subplots(figsize=size, layout="constrained")
+
+
+def save_figure(figure: Any, name: str) -> None:
+    figure.savefig(DOCS / "images" / f"{name}.svg", metadata={"Date": None})
 
 
 def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Verdict, float]]]]:
@@ -303,6 +314,7 @@ def verdicts() -> str:
 
 
 if __name__ == "__main__":
+    draw_does_replay_pay()
     draw_courses(
         "tiny-buffers", BUFFERS, "compute", 1000, "stored rollouts, N", ylim=(35, 100),
         xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts",
