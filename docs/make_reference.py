@@ -1,4 +1,4 @@
-"""Write docs/recipe.md, docs/cli.md and docs/errors.md: schema, command line, hostile inputs.
+"""Write docs/recipe.md, docs/cli.md and docs/guide.ipynb from schema, commands and guide.
 
     python docs/make_reference.py
     python docs/make_reference.py --run-notebook     # and run docs/guide.ipynb: some minutes
@@ -6,14 +6,12 @@
 A test fails when the files are not what this writes.
 """
 
-import importlib.util
 import inspect
 import json
 import os
 import re
 import sys
 import tempfile
-from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -145,53 +143,6 @@ def _usage(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
     return f"`{word}{value}`" + (f" (default {parameter.default})" if telling else "")
 
 
-def errors_reference() -> str:
-    """Markdown: every hostile input of the tests, with its exit code and the first line of the
-    message."""
-    table = _hostile_inputs()
-    lines = [
-        "# What wrong input gets",
-        "",
-        "Generated from `tests/support/hostile_inputs.yaml` by `docs/make_reference.py`; the tests",
-        "run every line. … stands for any text, {…} for what is too long to print. Exit codes are",
-        "those of [cli.md](cli.md). Options that do not exist and values of the wrong type are",
-        "answered by the usage of the command, with exit code 2.",
-        "",
-        f"{len(table)} inputs; none prints a traceback.",
-    ]
-    for group, cases in groupby(table, key=lambda case: case.group):
-        lines += ["", f"## {group}", "", "| input | code | first line |", "|---|---|---|"]
-        for case in cases:
-            says = case.says.removeprefix("error: ")
-            typed = f"{_cell(case.what)}: `{_cell(case.command)}`{_short_file(case.files)}"
-            lines.append(f"| {typed} | {case.code} | {_prose(says)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _hostile_inputs() -> list[Any]:
-    path = DOCS.parent / "tests" / "support" / "hostile_inputs.py"
-    spec = importlib.util.spec_from_file_location("hostile_inputs", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.read_table()
-
-
-def _short_file(files: dict[str, str | bytes]) -> str:
-    """The content of the case's file, if it is one short text."""
-    texts = [(name, text) for name, text in files.items() if isinstance(text, str) and text.strip()]
-    if len(files) != 1 or not texts or len(texts[0][1]) > 90 or "`" in texts[0][1]:
-        return ""
-    name, text = texts[0]
-    return f" with {name} `{_cell(text.strip().replace(chr(10), ' ⏎ '))}`"
-
-
-def _prose(text: str) -> str:
-    """The text as it stands, in a cell."""
-    return text.translate({ord(sign): f"\\{sign}" for sign in "\\`*_{}[]<>|"})
-
-
 def guide_notebook() -> str:
     """docs/guide.md as a notebook: files are written by cells, commands begin with `!`, figures are
     shown. A cell has the outputs that docs/guide.ipynb has of the same code."""
@@ -283,7 +234,6 @@ def _joined(outputs: list[dict[str, Any]], places: tuple[str, ...]) -> list[dict
 def main() -> None:
     (DOCS / "recipe.md").write_text(recipe_reference(), encoding="utf-8")
     (DOCS / "cli.md").write_text(cli_reference(), encoding="utf-8")
-    (DOCS / "errors.md").write_text(errors_reference(), encoding="utf-8")
     NOTEBOOK.write_text(guide_notebook(), encoding="utf-8")
     if "--run-notebook" in sys.argv[1:]:
         run_notebook()

@@ -25,10 +25,6 @@ def test_the_command_reference_is_what_the_command_line_says():
     assert (ROOT / "docs/cli.md").read_text() == _reference_maker().cli_reference()
 
 
-def test_the_table_of_errors_is_that_of_the_hostile_inputs():
-    assert (ROOT / "docs/errors.md").read_text() == _reference_maker().errors_reference()
-
-
 def test_the_notebook_is_the_guide():
     assert (ROOT / "docs/guide.ipynb").read_text() == _reference_maker().guide_notebook()
 

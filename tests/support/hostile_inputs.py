@@ -1,7 +1,6 @@
 """Hostile inputs of the command line, from hostile_inputs.yaml: what is typed and answered.
 
-`docs/make_reference.py` writes docs/errors.md from this table, and
-tests/cli/test_hostile_inputs.py runs it.
+tests/cli/test_hostile_inputs.py runs this table.
 """
 
 import json
