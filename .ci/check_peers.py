@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = [  # the newest of each, then an older release
+PEERS = [  # the newest of each, and an older TRL
     "trl==1.16.0", "verl==0.9.1", "ms-swift==4.6.0", "openrlhf==0.11.2", "skyrl==0.3.0",
-    "areal==1.0.4",
-    "trl==1.5.1", "verl==0.7.1", "ms-swift==4.0.0", "openrlhf==0.9.0", "skyrl==0.2.0",
+    "areal==1.0.4", "trl==1.13.0",
 ]  # fmt: skip
 LIMIT_SECONDS = 120
 ALL_SECONDS = 600
