@@ -11,7 +11,7 @@ within a removal, each of them in turn. A run is killed up to CHAIN times, then 
 survived if metrics, rollouts, draws, weights, buffer and evaluations are those of the run that was
 never killed, bit for bit, `--verify` passes, and no process was left. Ranks that no launcher
 watches give up after `engine.timeout_seconds`, here 60. One line per kill goes to FILE.
-(async_kills.py is the same for asynchronous runs.)
+
 """
 
 import argparse

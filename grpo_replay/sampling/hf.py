@@ -1,9 +1,9 @@
 """The `hf` sampler: batched decoding with transformers, without further packages.
 
-It has its own decoding loop because `model.generate` has no seed per row and is slower (measured by
-benchmarks/hf_sampler_speed.py). Here each prompt is prefilled once for its whole group, finished
-rows leave the batch and the cache, the tokens of a row depend only on its own seed and not on the
-batch, and the log-prob of every sampled token is returned.
+It has its own decoding loop because `model.generate` has no seed per row and is slower. Here each
+prompt is prefilled once for its whole group, finished rows leave the batch and the cache, the
+tokens of a row depend only on its own seed and not on the batch, and the log-prob of every sampled
+token is returned.
 """
 
 from collections.abc import Iterator, Sequence

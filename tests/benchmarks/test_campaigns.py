@@ -1,12 +1,10 @@
 """Short forms of the campaigns, and that each of their judgements can fail."""
 
 import json
-import random
 
 import hostile_completions
 import kills
 import pytest
-import soak
 
 
 @pytest.mark.parametrize(
@@ -27,30 +25,6 @@ def test_a_campaign_of_hostile_completions_can_fail():
     assert hostile_completions.is_well(well, 2, 5.0)
     for bad in ({"ordinary_wrong": 1}, {"without_verdict": 1}, {"seconds": 1000.0}):
         assert not hostile_completions.is_well({**well, **bad}, 2, 5.0)
-
-
-def samples(mib_per_step: float, steps: int) -> list[dict[str, float]]:
-    """With a rise of 300 MiB in the first 1,000 steps, and noise."""
-    chance = random.Random(1)
-    return [
-        {
-            "step": step,
-            "trainer, MiB": 500 + min(step, 1000) * 0.3 + mib_per_step * step + chance.random(),
-            "verifiers, MiB": 200.0,
-            "files": 30,
-        }
-        for step in range(100, steps + 1, 100)
-    ]
-
-
-@pytest.mark.parametrize("slope, is_flat", [(0.0, True), (0.0009, True), (0.002, False)])
-def test_a_soak_fails_if_memory_rises_after_the_first_thousand_steps(slope, is_flat):
-    found = soak.result(samples(slope, 10_000))
-    fit = found["trainer, MiB per 1,000 steps"]
-    assert fit["slope"] == pytest.approx(1000 * slope, abs=4 * fit["error"])
-    assert 0 < fit["error"] < 0.05
-    assert (found["steps"], found["fitted"]) == (10_000, 90)
-    assert soak.flat(found) == is_flat
 
 
 def test_what_a_killed_run_lost_or_changed_is_found(tmp_path):

@@ -1,5 +1,5 @@
 """Signals to an asynchronous run and to its servers: what is killed leaves nothing behind, what is
-resumed is the run that its journal describes. Benchmark async_kills does it twenty times."""
+resumed is the run that its journal describes."""
 
 import json
 import os

@@ -177,7 +177,7 @@ def test_the_cost_of_an_accuracy_is_interpolated():
 @pytest.mark.parametrize(("of_seeds", "of_problems"), [(0.3, 0.3), (1.0, 0.0), (0.0, 1.0)])
 def test_the_interval_holds_the_truth_in_about_95_percent(of_seeds, of_problems):
     """Five seeds and two benchmarks of 20 problems, each with effects of its own. 1,000 repeats
-    have a standard error of 0.7 %. `benchmarks/interval_coverage.py` simulates accuracies."""
+    have a standard error of 0.7 %."""
     rng = np.random.default_rng(5)
     held = 0
     for _ in range(1000):
