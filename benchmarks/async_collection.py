@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 from aiohttp import web
-from async_parts.servers import free_port
+from run_processes import free_port
 
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal

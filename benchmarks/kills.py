@@ -4,18 +4,16 @@ that was never killed.
     python benchmarks/kills.py --kills 200 [--kinds synchronous lora …] [--results FILE]
 
 Kinds: one rank, with evaluations, with LoRA, with packed rows, two and three ranks with sharded
-weights (ZeRO-3) whose rank 0 is killed, three of which an inner one is, and three whose rank 0 is
-killed while it starts, alone or under the launcher of `train`. Two kills in three are forced, but
-for the last two kinds: right before or after a rename, a link or a removal in the run's folder, or
-within a removal, each of them in turn. A run is killed up to CHAIN times, then it finishes. It
-survived if metrics, rollouts, draws, weights, buffer and evaluations are those of the run that was
-never killed, bit for bit, `--verify` passes, and no process was left. Ranks that no launcher
-watches give up after `engine.timeout_seconds`, here 60. One line per kill goes to FILE.
-
+weights (ZeRO-3) whose rank 0 is killed, and three of which an inner one is. Two kills in three are
+forced: right before or after a rename, a link or a removal in the run's folder, or within a
+removal, each of them in turn; of the others one in four comes while the run starts. A run is killed
+up to CHAIN times, then it finishes. It survived if metrics, rollouts, draws, weights, buffer and
+evaluations are those of the run that was never killed, bit for bit, `--verify` passes, and no
+process was left. Ranks that no launcher watches give up after `engine.timeout_seconds`, here 60.
+One line per kill goes to FILE.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import random
@@ -31,12 +29,9 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import torch
-from async_parts.forks import Forked
-from async_parts.run_process import RunProcess, family, living
-from async_parts.servers import free_port, wait_for
-from async_parts.windows import Window
+from kill_windows import Window
+from run_processes import Forked, RunProcess, free_port, living, wait_for
 
-from grpo_replay.distributed.launch import RANK_MODULE
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.training.metrics import depends_on_time
 
@@ -54,14 +49,11 @@ SHARDED = ("engine.zero_stage=3", "engine.timeout_seconds=60")
 
 @dataclass(frozen=True)
 class Kind:
-    """Runs on `ranks`, of which the rank `victim` is killed, with `starting` only while it starts.
-    With `launched`, `train` itself starts and watches the ranks."""
+    """Runs on `ranks`, of which the rank `victim` is killed."""
 
     overrides: tuple[str, ...] = ()
     ranks: int = 1
     victim: int = 0
-    starting: bool = False
-    launched: bool = False
 
 
 KINDS = {
@@ -72,40 +64,7 @@ KINDS = {
     "two sharded ranks": Kind(SHARDED, 2),
     "three sharded ranks": Kind(SHARDED, 3),
     "an inner rank": Kind(SHARDED, 3, 1),
-    "starting ranks": Kind(SHARDED, 3, starting=True),
-    "launched ranks": Kind(("engine.zero_stage=3",), 3, starting=True, launched=True),
 }
-
-
-class LaunchedRank:
-    """A rank below its launcher, with what a kill needs of Forked."""
-
-    def __init__(self, launcher: Forked, rank: int) -> None:
-        self._launcher, self._rank = launcher, str(rank)
-        self._process: psutil.Process | None = None
-        self._killed = False
-        wait_for(lambda: self._find() or launcher.poll() is not None, LONGEST_SECONDS)
-
-    def _find(self) -> bool:
-        for each in family(self._launcher):
-            with contextlib.suppress(psutil.Error):
-                is_rank = RANK_MODULE in each.cmdline()
-                if is_rank and each.environ().get("RANK") == self._rank:
-                    self._process = each
-        return self._process is not None
-
-    def poll(self) -> int | None:
-        lives = self._process is not None and living([self._process])
-        return None if lives else self.returncode
-
-    def kill(self) -> None:
-        if self._process is not None and living([self._process]):
-            self._killed = True
-            self._process.kill()
-
-    @property
-    def returncode(self) -> int | None:
-        return -signal.SIGKILL if self._killed else self._launcher.returncode
 
 
 @dataclass
@@ -126,8 +85,6 @@ class Chain:
     def start(self, window: Window) -> list[Forked]:
         """The ranks; the victim dies in the window."""
         kind, words = self.kind, self.run.words()
-        if kind.launched:
-            return [Forked([*words, "--num-processes", str(kind.ranks)], self.run.log)]
         if kind.ranks == 1:
             return [Forked(words, self.run.log, window)]
         common = {
@@ -153,10 +110,9 @@ class Chain:
 
     def suffer(self, window: Window | None, chance: random.Random, start_seconds: float) -> bool:
         """One attempt with a kill, noted in `rows`; False if it ended before the kill."""
-        began, members, earlier = time.time(), [], self.run.steps()
+        began, members, earlier = time.time(), [], len(self.run.metrics())
         ranks = self.start(window or self.window())
-        place = self.kind.victim
-        victim = LaunchedRank(ranks[0], place) if self.kind.launched else ranks[place]
+        victim = ranks[self.kind.victim]
         moment = window.name if window else self._wait(chance, victim, start_seconds)
         deadline = time.time() + LONGEST_SECONDS
         while victim.poll() is None and (window is None or time.time() < deadline):
@@ -172,22 +128,21 @@ class Chain:
         codes = [rank.poll() for rank in ranks]
         for rank in ranks:
             rank.kill()
-        if victim.returncode != -signal.SIGKILL:
+        if codes[self.kind.victim] != -signal.SIGKILL:
             return False
         self.rows.append({
             "moment": moment, "forced": window is not None, "resumed_at": earlier,
-            "step": self.run.steps(), "seconds": round(time.time() - began, 2), "left": left,
+            "step": len(self.run.metrics()), "seconds": round(time.time() - began, 2), "left": left,
             "gone_after": gone, "codes": codes,
         })  # fmt: skip
         return True
 
-    def _wait(
-        self, chance: random.Random, victim: Forked | LaunchedRank, start_seconds: float
-    ) -> str:
-        if self.kind.starting or chance.random() < START_SHARE:
+    def _wait(self, chance: random.Random, victim: Forked, start_seconds: float) -> str:
+        """Wait for a random moment; what it was."""
+        if chance.random() < START_SHARE:
             time.sleep(chance.uniform(0, start_seconds / 2))
             return "start"
-        first, began = self.run.steps() // EVERY * EVERY, time.time()
+        first, began = len(self.run.metrics()) // EVERY * EVERY, time.time()
         goal = min(first + chance.randint(1, 2 * EVERY - 1), STEPS - 1)
         done = self.run.steps_since
         wait_for(lambda: done(began) >= goal or victim.poll() is not None, LONGEST_SECONDS)
@@ -257,7 +212,7 @@ def campaign(name: str, kills: int, folder: Path, seed: int, results: Path) -> l
         chain = Chain(kind, RunProcess("tiny", folder / f"{attempts}/run", never.run.overrides))
         while len(chain.rows) < min(CHAIN, kills - len(rows)):
             window = None
-            if not kind.starting and chance.random() < FORCED_SHARE:
+            if chance.random() < FORCED_SHARE:
                 window = next_window((never, chain), tried, chance, first=not chain.rows)
             if not chain.suffer(window, chance, start_seconds):
                 break

@@ -1,1 +1,0 @@
-"""What the campaigns on asynchronous runs share."""
