@@ -1,37 +1,33 @@
-"""Plant small bugs and see whether the default tests of their folder fail.
+"""Plant small bugs and see whether the default tests fail.
 
     python benchmarks/mutation_check.py                                # 80 mutants, seed 0
     python benchmarks/mutation_check.py --folders replay --count 200 --seed 3
-    python benchmarks/mutation_check.py --all --quick 5 --results all.jsonl    # 5 s of tests each
-    python benchmarks/mutation_check.py --again --results all.jsonl            # those not killed
+    python benchmarks/mutation_check.py --any-folder                   # the whole default suite
     python benchmarks/mutation_check.py --known                        # the list in known.py
 
 A mutant is one change of a comparison, operator, constant, condition, return, slice or call
 (`mutation_parts/mutants.py`). A random sample of those of the folders is tested, each against the
-tests in the default suite of its own folder that run the changed line, the quickest first, until
-one fails. Which tests these are is traced once for each test file and kept in `--output`; in a
-source that changed since, each test that ran a line of it counts. Prints the
-survivors and the share killed; a time limit that ends a mutant counts as killed. Mutants that
-change no behaviour are named with a reason in `mutation_parts/equivalent.py` and left out. The
+tests in the default suite of its own folder (`--any-folder`: of all folders) that run the changed
+line, the quickest first, until one fails. Which tests these are is traced once for each test file
+and kept in `--output`; in a source that changed since, each test that ran a line of it counts.
+Prints the survivors and the share killed; a time limit that ends a mutant counts as killed. Mutants
+that change no behaviour are named with a reason in `mutation_parts/equivalent.py` and left out. The
 exit code is 1 if less than 95 % were killed. `--known` plants the bugs of `mutation_parts/known.py`
 instead: the one test that each names must fail, and pass without it.
 
-Outcomes are appended to `--results`. A mutant that has one there is not tested again while the
-package and the tests of its folder are the same, so a check that was cut off goes on where it was.
-With `--quick`, a mutant that its quickest tests let live is undecided.
+Outcomes are appended to results.jsonl in `--output`. A mutant that has one there is not tested
+again while the package and the tests are the same, so a check that was cut off goes on where it
+was.
 """
 
 import argparse
 import fcntl
-import math
 import os
 import random
 import re
 import shutil
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mutation_parts.covering import (
@@ -40,11 +36,10 @@ from mutation_parts.covering import (
     is_recorded,
     mutant_task,
     named_tests,
-    read_covers,
+    read_cover,
     record_task,
 )
 from mutation_parts.equivalent import EQUIVALENT
-from mutation_parts.hosting import Trial, host_task
 from mutation_parts.known import KNOWN, Known
 from mutation_parts.mutants import Mutant, mutants_of
 from mutation_parts.results import Results
@@ -55,13 +50,8 @@ FOLDERS = ("training", "replay", "collection")
 LEAST_KILLED = 0.95
 SPARE_SECONDS = 90.0
 """Added to three times the tests' own time, as the time limit of a mutant."""
-QUICK_SPARE_SECONDS = 30.0
 KNOWN_SECONDS = 600.0
 UNCHANGED = "no mutant at all"
-
-
-def test_files(folder: str) -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests" / folder).rglob("test_*.py"))
 
 
 def all_mutants(folders: Sequence[str]) -> list[Mutant]:
@@ -78,80 +68,52 @@ def all_mutants(folders: Sequence[str]) -> list[Mutant]:
     return [each for each in found if (each.path, each.old, each.new) not in listed]
 
 
-def record(folders: Sequence[str], output: Path, copies: list[Path]) -> None:
-    """Trace the test files that were not traced yet, or not as they are now."""
-    files = [each for folder in folders for each in test_files(folder)]
-    files = [each for each in files if not is_recorded(ROOT, each, output)]
-    for outcome in run_tasks([record_task(each, output) for each in files], copies):
+def covers_of(tests: str, output: Path, copies: list[Path]) -> list[FileCover]:
+    """What the test files of a folder run. Those that were not traced yet, or not as they are now,
+    are traced first."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / tests).rglob("test_*.py"))
+    missing = [each for each in files if not is_recorded(ROOT, each, output)]
+    for outcome in run_tasks([record_task(each, output) for each in missing], copies):
         print(f"traced {outcome.task.name} in {outcome.seconds:.0f} s", flush=True)
         if outcome.code != 0:
             sys.exit(f"{outcome.task.name} ended with {outcome.code}: see {outcome.task.log}")
+    return [read_cover(ROOT, output, each) for each in files]
 
 
 def killer_of(outcome: Outcome) -> str:
-    """The test that failed, and how."""
+    """The test that failed, and how; "" if the mutant survived."""
     if outcome.code is None:
         return "time limit"
+    if outcome.code == 0:
+        return ""
     log = outcome.task.log.read_text(errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) .*", log, re.MULTILINE)
     return failed[0] if failed else f"exit code {outcome.code}"
 
 
-def trials_of(
-    mutants: Sequence[Mutant], options: argparse.Namespace, output: Path
-) -> Iterator[Trial]:
-    covers: dict[str, list[FileCover]] = {}
-    quick = options.quick
-    spare = SPARE_SECONDS if quick is None else QUICK_SPARE_SECONDS
-    for mutant in mutants:
-        if options.tests:
-            yield Trial(mutant, options.tests, KNOWN_SECONDS, False)
-            continue
-        if mutant.folder not in covers:
-            covers[mutant.folder] = read_covers(ROOT, output, test_files(mutant.folder))
-        most = math.inf if quick is None else quick
-        tests, seconds, complete = chosen_tests(mutant, covers[mutant.folder], most)
-        yield Trial(mutant, tests, spare + 3 * seconds, complete)
-
-
 def try_mutants(
-    mutants: Sequence[Mutant],
-    options: argparse.Namespace,
-    output: Path,
-    copies: list[Path],
-    results: Results,
+    mutants: Sequence[Mutant], tests: str, output: Path, copies: list[Path], results: Results
 ) -> None:
-    """Test the mutants that are not settled, and note each outcome."""
-    waiting = [each for each in mutants if not results.is_settled(each, options.quick)]
-
-    def note(mutant: Mutant, outcome: str, **facts: object) -> None:
-        results.note(mutant, outcome, quick=options.quick, **facts)
-
-    in_functions: dict[str, list[Trial]] = {}
-    alone: dict[str, Trial] = {}
-    for trial in trials_of(waiting, options, output):
-        if not trial.tests:
-            note(trial.mutant, "survived", killer="no default test of its folder runs it")
-        elif trial.mutant.in_function:
-            in_functions.setdefault(trial.mutant.folder, []).append(trial)
+    """Test the mutants that have no outcome yet against a folder of tests, and note each."""
+    waiting = [each for each in mutants if results.outcome(each, tests) is None]
+    covers = covers_of(tests, output, copies) if waiting else []
+    tasks = {}
+    for number, mutant in enumerate(waiting):
+        groups, seconds = chosen_tests(mutant, covers)
+        if groups:
+            log = output / f"mutant{number}.log"
+            task = mutant_task(mutant, groups, SPARE_SECONDS + 3 * seconds, log)
+            tasks[task] = mutant
         else:
-            alone[str(trial.mutant)] = trial
-    tasks = [
-        host_task(f"{folder}{number}", trials[number :: len(copies)], output, note)
-        for folder, trials in in_functions.items()
-        for number in range(min(len(copies), len(trials)))
-    ]
-    for number, trial in enumerate(alone.values()):
-        log = output / f"mutant{number}.log"
-        tasks.append(mutant_task(trial.mutant, trial.tests, trial.limit_seconds, log))
+            results.note(mutant, tests, "survived", killer="no default test runs it")
     for outcome in run_tasks(tasks, copies):
         if outcome.code == FAILED:
             sys.exit(f"{outcome.task.name} could not be tested: see {outcome.task.log}")
-        if trial := alone.get(outcome.task.name):
-            shutil.rmtree(outcome.task.log.with_suffix(".tmp"), ignore_errors=True)
-            killer = killer_of(outcome) if outcome.code not in (0, 5) else ""
-            state = "killed" if killer else "survived" if trial.complete else "undecided"
-            note(trial.mutant, state, killer=killer, seconds=round(outcome.seconds, 1))
+        shutil.rmtree(outcome.task.log.with_suffix(".tmp"), ignore_errors=True)
+        killer = killer_of(outcome)
+        state = "killed" if killer else "survived"
+        seconds = round(outcome.seconds, 1)
+        results.note(tasks[outcome.task], tests, state, killer=killer, seconds=seconds)
 
 
 def known_task(known: Known, output: Path) -> Task:
@@ -183,35 +145,17 @@ def try_known(output: Path, copies: list[Path]) -> int:
     return missed
 
 
-def chosen_mutants(options: argparse.Namespace, results: Results) -> list[Mutant]:
-    """All mutants, a sample of them, or those that the results say were not killed."""
-    mutants = all_mutants(options.folders)
-    if options.files:
-        mutants = [m for m in mutants if any(part in m.path for part in options.files)]
-    if options.again:
-        return [m for m in mutants if results.outcome(m) in ("survived", "undecided")]
-    if options.all:
-        return mutants
-    return random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
-
-
 def main() -> int:
+    folders = sorted(each.name for each in (ROOT / "grpo_replay").iterdir() if each.is_dir())
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folders", nargs="+", default=list(FOLDERS), choices=FOLDERS)
-    parser.add_argument("--files", nargs="+", help="only files with one of these in their path")
+    parser.add_argument("--folders", nargs="+", default=list(FOLDERS), choices=folders)
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="all mutants, in place of a sample")
-    parser.add_argument("--again", action="store_true", help="those of --results not killed")
-    parser.add_argument("--quick", type=float, help="try at most so many seconds of tests each")
-    parser.add_argument("--tests", nargs="+", help="try these test files alone, without tracing")
+    parser.add_argument("--any-folder", action="store_true", help="try the tests of all folders")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
-    parser.add_argument("--results", type=Path, help="file of outcomes; a new one by default")
     parser.add_argument("--known", action="store_true", help="plant the bugs of known.py instead")
     options = parser.parse_args()
-    if options.again and options.results is None:
-        parser.error("--again needs --results")
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     lock = (output / "lock").open("w")
@@ -224,19 +168,22 @@ def main() -> int:
     copies = make_copies(ROOT, output, options.jobs)
     if options.known:
         return int(try_known(output, copies) > 0)
-    path = options.results or output / f"results-{time.strftime('%H%M%S')}.jsonl"
-    results = Results(path.resolve(), ROOT)
-    mutants = chosen_mutants(options, results)
-    if not options.tests:
-        record(sorted({each.folder for each in mutants}), output, copies)
-    try_mutants(mutants, options, output, copies, results)
-    results = Results(results.path, ROOT)  # with what other processes noted
-    for mutant in mutants:
-        if (outcome := results.outcome(mutant)) != "killed":
-            print(f"{outcome}: {mutant}")
-    counts = Counter(results.outcome(each) for each in mutants)
-    share = counts["killed"] / max(len(mutants), 1)
-    print(f"{counts['killed']} of {len(mutants)} mutants killed ({share:.1%}); see {path}")
+    results = Results(output / "results.jsonl", ROOT)
+    mutants = all_mutants(options.folders)
+    chosen = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
+    by_tests: dict[str, list[Mutant]] = {}
+    for mutant in chosen:
+        tests = "tests" if options.any_folder else f"tests/{mutant.folder}"
+        by_tests.setdefault(tests, []).append(mutant)
+    survivors = []
+    for tests, own in by_tests.items():
+        try_mutants(own, tests, output, copies, results)
+        survivors += [each for each in own if results.outcome(each, tests) != "killed"]
+    for mutant in survivors:
+        print(f"survived: {mutant}")
+    share = 1 - len(survivors) / max(len(chosen), 1)
+    killed = len(chosen) - len(survivors)
+    print(f"{killed} of {len(chosen)} mutants killed ({share:.1%}); see {results.path}")
     return int(share < LEAST_KILLED)
 
 

@@ -17,22 +17,19 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 EXTREMES = {"min": "max", "max": "min"}
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 MESSAGES = ("logger", "logging", "warnings")
 
 
 @dataclass(frozen=True)
 class Mutant:
     """A file with one change. `old` and `new` are the whole lines that change, as one line.
-    `lines` are those that a test must run to notice it. `in_function`: it changes the body of a
-    function, and nothing that an import runs."""
+    `lines` are those that a test must run to notice it."""
 
     path: str
     lines: tuple[int, ...]
     old: str
     new: str
     source: str
-    in_function: bool
 
     @property
     def folder(self) -> str:
@@ -49,7 +46,7 @@ def mutants_of(root: Path, path: str) -> list[Mutant]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
-    for node, replacement, in_function in _changes(ast.parse(source)):
+    for node, replacement in _changes(ast.parse(source)):
         first, last = node.lineno, node.end_lineno or node.lineno
         begin, end = (
             starts[first - 1] + node.col_offset,
@@ -67,7 +64,6 @@ def mutants_of(root: Path, path: str) -> list[Mutant]:
                 _flat(source[starts[first - 1] : whole_end]),
                 _flat(changed[starts[first - 1] : whole_end + len(changed) - len(source)]),
                 changed.decode(),
-                in_function,
             )
         )
     return found
@@ -77,24 +73,21 @@ def _flat(text: bytes) -> str:
     return " ".join(text.decode().split())
 
 
-def _changes(
-    node: ast.AST, in_function: bool = False
-) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST, bool]]:
-    """Each node that can be changed, what replaces it, and whether it is in a function's body."""
+def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
+    """Each node that can be changed, and what replaces it."""
     if isinstance(node, ast.expr | ast.stmt):
         for replacement in _replacements(node):
-            yield node, replacement, in_function
+            yield node, replacement
     if isinstance(node, ast.If | ast.While | ast.IfExp) and isinstance(
         node.test, ast.Name | ast.Attribute | ast.Call
     ):
-        yield node.test, ast.UnaryOp(ast.Not(), node.test), in_function
+        yield node.test, ast.UnaryOp(ast.Not(), node.test)
     for name, value in ast.iter_fields(node):
         if _is_silent(node, name):
             continue
-        inside = in_function or (name == "body" and isinstance(node, FUNCTIONS))
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _changes(child, inside)
+                yield from _changes(child)
 
 
 def _is_silent(node: ast.AST, field: str) -> bool:

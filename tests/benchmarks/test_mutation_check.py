@@ -9,12 +9,18 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
-from mutation_parts.covering import FileCover, chosen_tests
+from mutation_parts.covering import (
+    FileCover,
+    chosen_tests,
+    mutant_task,
+    read_cover,
+    record_task,
+)
 from mutation_parts.equivalent import EQUIVALENT
-from mutation_parts.hosting import changed_functions
 from mutation_parts.known import KNOWN
 from mutation_parts.mutants import Mutant, mutants_of
 from mutation_parts.results import Results
+from mutation_parts.running import make_copies, run_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''"""Text."""
@@ -43,72 +49,86 @@ def test_mutants_are_one_change_each_and_leave_types_and_messages_alone(tmp_path
         8: 1,
         9: 3,  # return, /, 2
     }
-    assert all(mutant.in_function for mutant in mutants)
-
-
-WHOLE = """LIMIT = 3
-class Box:
-    size: int = 4
-    def grown(self, by=1):
-        return [x + by for x in (self.size, LIMIT)]
-    def other(self):
-        return self.size
-"""
-
-
-def test_a_mutant_within_a_function_changes_that_function_alone(tmp_path):
-    """The lines after a change may be others: what is on them is the same."""
-    (tmp_path / "box.py").write_text(WHOLE)
-    mutants = mutants_of(tmp_path, "box.py")
-    assert [mutant.lines[0] for mutant in mutants if not mutant.in_function] == [1, 3, 4]
-    within = [mutant for mutant in mutants if mutant.in_function]
-    assert len(within) == 3  # two returns and a sum
-    for mutant in within:
-        name = "Box.grown" if mutant.lines[0] == 5 else "Box.other"
-        changed = changed_functions(WHOLE, mutant.source, "box.py")
-        assert [place for place, _ in changed] == [name]
-    later = WHOLE.replace("    def grown", "\n    def grown")
-    assert changed_functions(WHOLE, later, "box.py") == {}
 
 
 def mutant_at(line: int) -> Mutant:
-    return Mutant("grpo_replay/replay/box.py", (line,), "a", f"b{line}", "", True)
+    return Mutant("grpo_replay/replay/box.py", (line,), "a", f"b{line}", "")
 
 
-def test_the_quickest_tests_that_run_a_mutant_come_first_as_far_as_there_is_time():
-    line = "grpo_replay/replay/box.py:5"
+def test_the_quickest_tests_that_run_a_mutant_come_first():
+    line, elsewhere = "grpo_replay/replay/box.py:5", "grpo_replay/replay/box.py:7"
     covers = [
         FileCover(
-            "tests/replay/test_long.py", by_test={"long": {line}, "short": {line}, "bad": {line}},
-            setup_seconds={"long": 2.0, "short": 0.0}, test_seconds={"long": 3.0, "short": 0.5},
-            failed=["bad"],
+            "tests/replay/test_long.py", by_test={"long": {line}, "short": {line}},
+            fixtures=0.3, seconds={"long": 3.0, "short": 0.1},
         ),
-        FileCover("tests/replay/test_other.py", by_test={"elsewhere": set()}),
+        FileCover(
+            "tests/other/test_other.py", by_test={"other": {elsewhere}}, seconds={"other": 1.0}
+        ),
         FileCover(
             "tests/replay/test_made.py", by_file={line}, by_test={"user": set()},
-            test_seconds={"user": 1.5},
+            fixtures=1.5, seconds={"user": 0.1},
         ),
     ]  # fmt: skip
-    assert chosen_tests(mutant_at(5), covers) == (["short", "user", "long"], 2.5 + 1.5 + 5.0, True)
-    assert chosen_tests(mutant_at(5), covers, 4.0) == (["short", "user"], 2.5 + 1.5, False)
-    assert chosen_tests(mutant_at(5), covers, 0.1) == (["short"], 2.5, False)
-    assert chosen_tests(mutant_at(6), covers) == ([], 0.0, True)
+    assert chosen_tests(mutant_at(5), covers) == ([["short"], ["user"], ["long"]], 3.1 + 0.3 + 1.6)
+    assert chosen_tests(mutant_at(6), covers) == ([], 0.0)
+    covers[1].changed = {"grpo_replay/replay/box.py"}  # lines have moved: any of them counts
+    assert chosen_tests(mutant_at(6), covers) == ([["other"]], 1.0)
+
+
+BOX_PATH = "grpo_replay/replay/mutated_box.py"
+BOX = "def half(x):\n    return x / 2\n"
+TESTS = """
+import sys
+import pytest
+sys.path.insert(0, "grpo_replay/replay")
+from mutated_box import half
+def test_of_nothing(): half(2)
+@pytest.mark.parametrize("x", [half(2), half(4)])
+def test_with_names_from_the_package(x): assert x
+def test_that_fails_anyway(): assert half(2) == 3
+def test_of_half(): assert half(2) == 1
+"""
+
+
+def test_a_mutant_is_killed_by_a_test_that_fails_on_it_alone(tmp_path):
+    """Not by one that always fails, nor by one that is no longer collected under its name."""
+    root, output = tmp_path / "root", tmp_path / "output"
+    for path, text in {BOX_PATH: BOX, "tests/replay/test_box.py": TESTS}.items():
+        (root / path).parent.mkdir(parents=True)
+        (root / path).write_text(text)
+    output.mkdir()
+    copies, file = make_copies(root, output, 1), "tests/replay/test_box.py"
+    assert [each.code for each in run_tasks([record_task(file, output)], copies)] == [0]
+    cover = read_cover(root, output, file)
+    mutant = mutants_of(root, BOX_PATH)[-1]
+    assert mutant.new == "return x / (3)"
+    groups, _ = chosen_tests(mutant, [cover])
+    tests = {test.partition("::")[2] for group in groups for test in group}
+    assert tests == {
+        "test_of_nothing", "test_of_half",
+        *(f"test_with_names_from_the_package[{x}]" for x in (1.0, 2.0)),
+    }  # fmt: skip
+    for chosen, code in (({"test_of_half"}, 1), (tests - {"test_of_half"}, 0)):
+        task = mutant_task(mutant, [[f"{file}::{test}" for test in chosen]], 60, output / "log")
+        assert [each.code for each in run_tasks([task], copies)] == [code]
 
 
 def test_results_go_on_where_they_stopped_unless_the_sources_are_others(tmp_path):
-    (tmp_path / "grpo_replay").mkdir()
+    for folder in ("grpo_replay", "tests/replay", "tests/other"):
+        (tmp_path / folder).mkdir(parents=True)
     path, source = tmp_path / "results.jsonl", tmp_path / "grpo_replay" / "box.py"
     source.write_text("1")
+    (tmp_path / "tests/other/test_box.py").write_text("1")
     results = Results(path, tmp_path)
-    results.note(mutant_at(1), "survived", quick=None)
-    results.note(mutant_at(1), "killed", quick=None)
-    results.note(mutant_at(2), "undecided", quick=5.0)
+    results.note(mutant_at(1), "tests/replay", "survived")
+    results.note(mutant_at(2), "tests/replay", "killed", seconds=1.0)
     results = Results(path, tmp_path)
-    assert [results.outcome(mutant_at(line)) for line in (1, 2, 3)] == ["killed", "undecided", None]
-    assert [results.is_settled(mutant_at(line), None) for line in (1, 2, 3)] == [True, False, False]
-    assert results.is_settled(mutant_at(2), 5.0) and not results.is_settled(mutant_at(2), 6.0)
+    found = [results.outcome(mutant_at(line), "tests/replay") for line in (1, 2, 3)]
+    assert found == ["survived", "killed", None]
+    assert results.outcome(mutant_at(1), "tests") is None, "tests of other folders were not tried"
     source.write_text("2")
-    assert not Results(path, tmp_path).is_settled(mutant_at(1), None)
+    assert Results(path, tmp_path).outcome(mutant_at(1), "tests/replay") is None
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=[known.name for known in KNOWN])
