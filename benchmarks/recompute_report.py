@@ -4,9 +4,9 @@
     python benchmarks/recompute_report.py report.json SWEEP
     python benchmarks/recompute_report.py report.json --run ours=runs/a --run ours=runs/b …
 
-It imports nothing of grpo_replay and no statistics library: it reads the per-sample rows, metrics,
-summaries and recipes, and computes in plain Python. It compares every number in report.json,
-counts them, and ends with exit status 1 if one differs or could not be recomputed.
+It imports nothing of grpo_replay: it reads the per-sample rows, metrics, summaries and recipes, and
+computes in plain Python, with the quantiles of scipy's distributions. It compares every number in
+report.json, counts them, and ends with exit status 1 if one differs or could not be recomputed.
 """
 
 import argparse
@@ -18,14 +18,13 @@ import sys
 from pathlib import Path
 from statistics import NormalDist, fmean, median, variance
 
+import numpy as np
 import pyarrow.parquet as pq
 import yaml
+from scipy import stats
 
 CONFIDENCE = 0.95
-RELATIVE = 1e-7  # the t quantile is integrated numerically here
-
-
-# ------------------------------------------------------------------ the raw files
+RELATIVE = 1e-9
 
 
 def read_run(folder: Path) -> dict:
@@ -49,45 +48,38 @@ def read_run(folder: Path) -> dict:
 
 
 def read_rows(file: Path) -> dict:
-    """By benchmark: correct and tokens of every problem's samples; and pooled lengths."""
-    names = ["benchmark", "problem_index", "greedy", "correct", "tokens", "finish_reason"]
-    columns = [pq.read_table(file, columns=[name])[name].to_pylist() for name in names]
-    problems: dict[str, dict[int, list]] = {}
-    lengths: dict[bool, list[int]] = {True: [], False: []}
-    cut: dict[str, list[bool]] = {}
-    for benchmark, problem, greedy, correct, tokens, reason in zip(*columns, strict=True):
-        if greedy:
-            continue
-        samples = problems.setdefault(benchmark, {}).setdefault(problem, [])
-        samples.append((correct, tokens))
-        lengths[correct].append(tokens)
-        cut.setdefault(benchmark, []).append(reason == "length")
+    """By benchmark: accuracy and pass@k of every problem; and the means of tokens."""
+    rows = pq.read_table(file).to_pandas()
+    rows = rows[~rows["greedy"]]
+    problems = rows.groupby(["benchmark", "problem_index"])
+    names = rows["benchmark"].unique()
+    cut = (rows["finish_reason"] == "length").groupby(rows["benchmark"])
     return {
-        "avg": {
-            name: [fmean(float(c) for c, _ in each[p]) for p in sorted(each)]
-            for name, each in problems.items()
-        },
-        "pass": {
-            name: [float(any(c for c, _ in each[p])) for p in sorted(each)]
-            for name, each in problems.items()
-        },
-        "tokens": fmean(
-            fmean(fmean(tokens for _, tokens in samples) for samples in each.values())
-            for each in problems.values()
-        ),
-        "tokens_correct": fmean(lengths[True]) if lengths[True] else None,
-        "tokens_incorrect": fmean(lengths[False]) if lengths[False] else None,
-        "truncation_rate": fmean(fmean(map(float, each)) for each in cut.values()),
-    }  # fmt: skip
+        "avg": {name: problems["correct"].mean()[name].tolist() for name in names},
+        "pass": {name: problems["correct"].max()[name].astype(float).tolist() for name in names},
+        "tokens": float(problems["tokens"].mean().groupby("benchmark").mean().mean()),
+        "tokens_correct": mean_or_none(rows["tokens"][rows["correct"]]),
+        "tokens_incorrect": mean_or_none(rows["tokens"][~rows["correct"]]),
+        "truncation_rate": float(cut.mean().mean()),
+    }
 
 
-def means(evaluation: dict, kind: str) -> dict[str, float]:
-    each = {name: fmean(values) for name, values in evaluation[kind].items()}
+def mean_or_none(values) -> float | None:
+    return fmean(values) if len(values) else None
+
+
+def metric_of(run: dict, name: str) -> list[float]:
+    return [line[name] for line in run["lines"] if line.get(name) is not None]
+
+
+def means(values: dict[str, list[float]]) -> dict[str, float]:
+    """Of every benchmark over its problems, and of all benchmarks."""
+    each = {name: fmean(of_problems) for name, of_problems in values.items()}
     return {**each, "mean": fmean(each.values())}
 
 
 def accuracy(evaluation: dict) -> float:
-    return means(evaluation, "avg")["mean"]
+    return means(evaluation["avg"])["mean"]
 
 
 def has_gained(run: dict, curve: list[float]) -> bool:
@@ -100,44 +92,17 @@ def last_step(run: dict) -> int:
     return run["summary"]["steps"]
 
 
-# ------------------------------------------------------------------ statistics, from the formulas
-
-
-def quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    if place == low:
-        return ordered[low]
-    return ordered[low] + (place - low) * (ordered[low + 1] - ordered[low])
-
-
 def spread(values: list[float]) -> dict:
     return {
         "mean": fmean(values),
         "median": median(values),
-        "low": quantile(values, 0.25),
-        "high": quantile(values, 0.75),
+        "low": float(np.quantile(values, 0.25)),
+        "high": float(np.quantile(values, 0.75)),
     }
 
 
-def t_probability(t: float, freedom: float) -> float:
-    """P(|T| ≤ t): with t = √ν·tan θ the density is cos^(ν-1) θ. Simpson's rule."""
-    end, pieces = math.atan(t / math.sqrt(freedom)), 600
-    width = end / pieces
-    heights = [math.cos(i * width) ** (freedom - 1) for i in range(pieces + 1)]
-    area = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
-    whole = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
-    return 2 * area * width / 3 / (whole * math.sqrt(math.pi))
-
-
 def t_quantile(freedom: float) -> float:
-    """The t with P(|T| ≤ t) = 0.95, by bisection."""
-    low, high = 0.0, 20.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_probability(middle, freedom) < CONFIDENCE else (low, middle)
-    return (low + high) / 2
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
 def mean_of_tables(tables: list[list[list[float]]]) -> float:
@@ -163,59 +128,26 @@ def of_accuracy(tables: list[list[list[float]]]) -> tuple[list[float] | None, st
     ratio = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) / t_quantile(freedom)
     count = center * (1 - center) / of_variance * ratio**2
     tail, right, wrong = (1 - CONFIDENCE) / 2, share * count, (1 - share) * count
-    low = 0.0 if share <= 0 else beta_quantile(tail, right, wrong + 1)
-    high = 1.0 if share >= 1 else 1 - beta_quantile(tail, wrong, right + 1)
+    low = 0.0 if share <= 0 else float(stats.beta.ppf(tail, right, wrong + 1))
+    high = 1.0 if share >= 1 else float(stats.beta.ppf(1 - tail, right + 1, wrong))
     return [low, high], over
-
-
-def beta_quantile(probability: float, a: float, b: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = beta_probability(middle, a, b) < probability
-        low, high = (middle, high) if below else (low, middle)
-    return (low + high) / 2
-
-
-def beta_probability(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by its series: x^a·(1 - x)^b / (a·B(a, b)) times
-    1 + Σ (a + b)…(a + b + n)/((a + 1)…(a + 1 + n))·x^(n + 1)."""
-    if x > (a + 1) / (a + b + 2):
-        return 1 - beta_probability(1 - x, b, a)
-    term = total = 1.0
-    n = 0
-    while term > 1e-16 * total:
-        term *= (a + b + n) / (a + 1 + n) * x
-        total += term
-        n += 1
-    log_front = a * math.log(x) + b * math.log(1 - x) - math.log(a)
-    log_front -= math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    return math.exp(log_front) * total
 
 
 def two_level(tables: list[list[list[float]]]) -> tuple[float, float, str]:
     """The variance of the mean, its degrees of freedom, and what it is over."""
     count, seeds = len(tables), len(tables[0])
-    many = all(len(table[0]) > 1 for table in tables)
-    over_problems, rest = [], []
-    for table in tables:
-        problems = len(table[0])
-        by_problem = [fmean(row[p] for row in table) for p in range(problems)]
-        if many:
-            over_problems.append((variance(by_problem) / problems, problems - 1))
-        if many:
-            whole = fmean(by_problem)
-            square = sum(
-                (value - by_problem[p] - fmean(row) + whole) ** 2
-                for row in table for p, value in enumerate(row)
-            )  # fmt: skip
-            free = (seeds - 1) * (problems - 1)
-            rest.append((square / free / (seeds * problems), free))
     by_seed = [fmean(fmean(table[s]) for table in tables) for s in range(seeds)]
     seed_part = (variance(by_seed) / seeds, seeds - 1)
-    if not many:
+    if any(len(table[0]) == 1 for table in tables):
         return *seed_part, "seeds"
-    problem_part, rest_part = summed(over_problems, count), summed(rest, count)
+    over_problems, over_both = [], []
+    for values in map(np.array, tables):
+        problems, by_problem = values.shape[1], values.mean(axis=0)
+        over_problems.append((by_problem.var(ddof=1) / problems, problems - 1))
+        rest = values - by_problem - values.mean(axis=1, keepdims=True) + values.mean()
+        free = (seeds - 1) * (problems - 1)
+        over_both.append(((rest**2).sum() / free / (seeds * problems), free))
+    problem_part, rest_part = summed(over_problems, count), summed(over_both, count)
     total = seed_part[0] + problem_part[0] - rest_part[0]
     free = min(seed_part[1], problem_part[1])
     total = max(total, seed_part[0], problem_part[0])
@@ -249,9 +181,6 @@ def median_interval(values: list[float]) -> list[float] | None:
     return [sorted(values)[rank - 1], sorted(values)[n - rank]] if rank else None
 
 
-# ------------------------------------------------------------------ the report
-
-
 SCORES = {
     "final": ("difference", "avg", last_step),
     "final_pass_at_k": ("difference_pass_at_k", "pass", last_step),
@@ -271,7 +200,7 @@ def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
         arm: dict = {"name": name, "seeds": list(own)}
         for score, (difference, kind, step) in SCORES.items():
             tables = [run["evaluations"][step(run)] for run in own.values()]
-            arm[score] = estimates([(e[kind], means(e, kind)) for e in tables])
+            arm[score] = estimates([each[kind] for each in tables])
             arm[difference] = None
             if name != baseline and pairs:
                 arm[difference] = differences(pairs, kind, step, shared)
@@ -284,40 +213,35 @@ def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
     return {"mu": {"measured": mu, "given": report["mu"]["given"]}, "arms": arms}
 
 
-def estimates(parts: list[tuple[dict, dict]], bounds_of=of_accuracy) -> dict:
+def estimates(parts: list[dict], bounds_of=of_accuracy) -> dict:
     """Per benchmark, and of the mean: spread over seeds and two-level interval."""
     found = {}
-    for name in parts[0][1]:
-        names = list(parts[0][0]) if name == "mean" else [name]
-        bounds, over = bounds_of([[values[b] for values, _ in parts] for b in names])
-        found[name] = {
-            **spread([mean[name] for _, mean in parts]),
-            "values": [mean[name] for _, mean in parts], "interval": bounds, "interval_over": over,
-        }  # fmt: skip
+    of_seeds = [means(values) for values in parts]
+    for name in of_seeds[0]:
+        names = list(parts[0]) if name == "mean" else [name]
+        bounds, over = bounds_of([[values[b] for values in parts] for b in names])
+        own = [each[name] for each in of_seeds]
+        found[name] = {**spread(own), "values": own, "interval": bounds, "interval_over": over}
     return found
 
 
 def differences(pairs: list, kind: str, step, shared: list[int]) -> dict:
-    parts = []
-    for ours, theirs in pairs:
-        a, b = (run["evaluations"][step(run)] for run in (ours, theirs))
-        parts.append(minus((a[kind], means(a, kind)), (b[kind], means(b, kind))))
-    return paired(parts, shared)
+    evaluations = [[run["evaluations"][step(run)][kind] for run in pair] for pair in pairs]
+    return paired([mixed(1, ours, -1, theirs) for ours, theirs in evaluations], shared)
 
 
-def minus(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> tuple[dict, dict]:
-    """(on every problem, of every benchmark) of a difference."""
-    values = {
-        name: [x - y for x, y in zip(ours[0][name], theirs[0][name], strict=True)]
-        for name in ours[0]
+def mixed(weight: float, ours: dict, other_weight: float, theirs: dict) -> dict:
+    """The weighted sum on every problem of every benchmark."""
+    return {
+        name: [weight * x + other_weight * y for x, y in zip(ours[name], theirs[name], strict=True)]
+        for name in ours
     }
-    return values, {name: ours[1][name] - theirs[1][name] for name in ours[1]}
 
 
-def paired(parts: list[tuple[dict, dict]], shared: list[int]) -> dict:
+def paired(parts: list[dict], shared: list[int]) -> dict:
     found = estimates(parts, of_difference)
-    for name, each in found.items():
-        of_seeds = [mean[name] for _, mean in parts]
+    for each in found.values():
+        of_seeds = each["values"]
         each |= {
             "seeds": shared,
             "seeds_better": sum(value > 1e-9 for value in of_seeds),
@@ -336,27 +260,21 @@ def equal_cost(pairs: list, shared: list[int], costs: dict) -> dict:
         for pair in pairs:
             budget = min(cost(run, last_step(run)) for run in pair)
             spent.append(budget)
-            parts.append(minus(*(at_cost(run, cost, budget) for run in pair)))
+            ours, theirs = (at_cost(run, cost, budget) for run in pair)
+            parts.append(mixed(1, ours, -1, theirs))
         found[name] = {
             "spent": {**spread(spent), "runs": len(spent)}, "difference": paired(parts, shared)
         }  # fmt: skip
     return found
 
 
-def at_cost(run: dict, cost, budget: float) -> tuple[dict, dict]:
+def at_cost(run: dict, cost, budget: float) -> dict:
     steps = list(run["evaluations"])
     place = next(i for i, step in enumerate(steps) if i and cost(run, step) >= budget)
     low, high = (cost(run, steps[i]) for i in (place - 1, place))
     share = (budget - low) / (high - low)
-    a, b = (run["evaluations"][steps[i]] for i in (place - 1, place))
-    mix = {name: (means(a, "avg")[name], means(b, "avg")[name]) for name in means(a, "avg")}
-    return (
-        {
-            name: [(1 - share) * x + share * y for x, y in zip(a["avg"][name], b["avg"][name])]
-            for name in a["avg"]
-        },
-        {name: (1 - share) * x + share * y for name, (x, y) in mix.items()},
-    )
+    before, after = (run["evaluations"][steps[i]]["avg"] for i in (place - 1, place))
+    return mixed(1 - share, before, share, after)
 
 
 def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> dict:
@@ -374,7 +292,7 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
         "clip_fraction_replayed": "replay/clip_fraction",
         "replay_ratio": "replay/ratio",
     }.items():
-        found[name] = [mean_of(run, metric) for run in runs]
+        found[name] = [mean_or_none(metric_of(run, metric)) for run in runs]
     found["age_mean"] = [mean_age(run) for run in runs]
     for name, metric in {
         "generated_tokens": "cost/generated_tokens",
@@ -407,26 +325,14 @@ def final(run: dict) -> dict:
     return run["evaluations"][last_step(run)]
 
 
-def mean_of(run: dict, metric: str) -> float | None:
-    values = [line[metric] for line in run["lines"] if line.get(metric) is not None]
-    return fmean(values) if values else None
-
-
 def mean_age(run: dict) -> float | None:
     """In training steps, from the log of the draws; the mean over steps. A run of metrics alone has
     none, and counts as one draw a step."""
     files = sorted((run["folder"] / "draws").glob("step_*.parquet"))
-    ages = [pq.read_table(file, columns=["age_steps"])["age_steps"].to_pylist() for file in files]
     if not files:
-        return mean_of(run, "replay/age_mean")
-    return fmean(map(fmean, filter(None, ages))) if any(ages) else None
-
-
-def generated_rollouts(run: dict, line: dict) -> int:
-    """As logged; in runs older than the metric, prompts times group size."""
-    sampling = run["recipe"]["sampling"]
-    planned = sampling["prompts_per_step"] * sampling["group_size"]
-    return line.get("cost/generated_rollouts", planned)
+        return mean_or_none(metric_of(run, "replay/age_mean"))
+    ages = [pq.read_table(file, columns=["age_steps"])["age_steps"].to_pylist() for file in files]
+    return mean_or_none([fmean(each) for each in ages if each])
 
 
 def measured_mu(run: dict) -> float:
@@ -435,13 +341,15 @@ def measured_mu(run: dict) -> float:
     generation = sum(line["cost/generation_seconds"] for line in lines)
     training = sum(line["cost/training_seconds"] for line in lines)
     trained = sum(line["cost/trained_rollouts"] for line in lines)
-    generated = sum(generated_rollouts(run, line) for line in lines)
+    generated = sum(line["cost/generated_rollouts"] for line in lines)
     return generation / generated / (training / trained)
 
 
 def compute(run: dict, step: int, mu: float) -> float:
     lines = run["lines"][:step]
-    return sum(line["cost/trained_rollouts"] + mu * generated_rollouts(run, line) for line in lines)
+    return sum(
+        line["cost/trained_rollouts"] + mu * line["cost/generated_rollouts"] for line in lines
+    )
 
 
 def aes(ours: dict, reference: dict) -> float | None:
@@ -502,9 +410,6 @@ def crossing(run: dict, target: float, cost) -> float:
 
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-# ------------------------------------------------------------------ the comparison
 
 
 def settings_of(run: dict, keys: list[str]) -> dict:
