@@ -1,406 +1,441 @@
-"""One GRPO step without generation, beside TRL's: seconds, memory, and whether it is the same step.
+"""Whole training runs beside TRL's, generation included: a step, memory, seconds to an accuracy.
 
-    pip install trl==1.16.0                      # in an environment of its own
-    python benchmarks/against_trl.py             # 32 rollouts a step, two minutes
-    python benchmarks/against_trl.py --same-step # one update, no hopeless prompts: equal weights?
-    python benchmarks/against_trl.py --device cuda --shape qwen3-0.6b
+    pip install trl==1.16.0                       # in an environment of its own
+    python benchmarks/against_trl.py              # the tiny task, three rounds
+    python benchmarks/against_trl.py --smollm2 FOLDER --only ours ours-replay trl --rounds 2
+    python benchmarks/against_trl.py --steps 80 --save-every 8 --level 0.5 --rate 2e-4
+    python benchmarks/against_trl.py --smollm2 FOLDER --steps 8 --save-every 2 --level 0.6
 
-Both trainers get the same random Qwen3, prompts, completions (of uneven length), rewards, loss
-(clipped, token mean), optimizer and rows per micro-batch, in fp32; the sampler is canned, so that
-what is timed is scoring, advantages, old log-probs, updates and logs. Replay is off. Each round
-runs both, in processes of their own; the first step of each is left out. With `--device cuda` both
-compute in bf16 on fp32 weights (ours under ZeRO-3, TRL's under autocast), with gradient
-checkpointing, and memory is torch's peak of live tensors.
+All trainers get the same base model, its training problems, 32 prompts of 8 completions a step, two
+updates, the same clipped token-mean loss, AdamW, reward function and temperature, in fp32 on one
+thread. `ours` drops groups without a signal, `ours-all` trains on them as TRL does, `ours-replay`
+also replays as many rollouts. With `--smollm2`, the folder that `make_smollm2.py` makes, the model
+is SmolLM2-135M, a step has 16 prompts, sums of two digits after four worked examples (45 tokens,
+answers of up to 6, which end with their line), and all cores work.
+
+A run is a process of its own; rounds alternate the order, each with the next seed; the first steps
+of a run are not timed. CPU seconds count the reward worker; memory is the most that the trainer's
+process had resident at once, imports included. With `--save-every` the weights are kept and
+evaluated after the run (1,000 held-out problems, two completions each at T = 1; SmolLM2: 200 and
+four), all by the same code, and seconds to the `--level` count from the command, without saving:
+those of the first evaluation at or above it, interpolated linearly from the one before. To tune the
+rates alike, run each contender with several on a seed of its own before.
 """
 
 import argparse
 import json
 import os
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
-GROUP = 8
-EPSILON_STD = 1e-4  # TRL's
-LEARNING_RATE = 1e-5
-HOPELESS = "hopeless"
+OURS = {
+    "ours": ["replay.preset=grpo", "replay.drop_zero_variance=true"],
+    "ours-all": ["replay.preset=grpo", "replay.drop_zero_variance=false"],
+    "ours-replay": [],  # as the recipe
+}
+CONTENDERS = (*OURS, "trl")
+Run = dict[str, Any]
+GROUP, UPDATES, BETA2 = 8, 2, 0.99
+WORKED = "2 + 3 = 5\n7 + 6 = 13\n14 + 21 = 35\n52 + 39 = 91\n"
+LINE_END = "Ċ"  # the token of SmolLM2 that ends a line
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and its sizes."""
+
+    name: str
+    model: Path
+    prompts: int  # a step
+    longest: int  # completion, tokens
+    rate: float
+    threads: int
+    not_timed: int  # first steps of a run
+    samples: int  # of each held-out problem
+
+    def train_rows(self, seed: int) -> list[dict[str, str]]:
+        """`prompt`, `answer` and `prompt_id` of every training problem."""
+        if self.name == "smollm2":
+            held_out = {row["prompt"] for row in self.held_out_rows()}
+            rows = [row for row in sums(seed, 2_700) if row["prompt"] not in held_out]
+            return rows[:2_500]
+        from grpo_replay.tiny.problems import train_problems
+
+        return [tiny_row(row) for row in train_problems(seed)]
+
+    def held_out_rows(self) -> list[dict[str, str]]:
+        if self.name == "smollm2":
+            return sums(20260604, 200)
+        from grpo_replay.tiny.problems import BENCHMARKS, benchmark_problems
+
+        return [tiny_row(row) for name in BENCHMARKS for row in benchmark_problems(name)]
+
+
+def tiny_row(row: dict[str, str]) -> dict[str, str]:
+    from grpo_replay.tiny.problems import PROMPT_TEMPLATE
+
+    prompt = PROMPT_TEMPLATE.format(problem=row["problem"])
+    return {"prompt": prompt, "answer": str(row["answer"]), "prompt_id": row["problem_id"]}
+
+
+def sums(seed: int, count: int) -> list[dict[str, str]]:
+    """Different additions of two digits, each after the worked examples."""
+    chosen = np.random.default_rng(seed).choice(90 * 90, count, replace=False)
+    pairs = [(10 + int(number) // 90, 10 + int(number) % 90) for number in chosen]
+    return [
+        {"prompt": f"{WORKED}{a} + {b} =", "answer": str(a + b), "prompt_id": f"{a}+{b}"}
+        for a, b in pairs
+    ]
+
+
+def task_of(smollm2: Path | None) -> Task:
+    if smollm2:
+        return Task("smollm2", smollm2, 16, 6, 1e-5, os.cpu_count() or 1, 1, 4)
+    import grpo_replay
+
+    base = Path(grpo_replay.__file__).parent / "tiny" / "base"
+    return Task("tiny", base, 32, 20, 7e-5, 1, 3, 2)
+
+
+def ending_at_a_line(folder: Path, new: Path) -> Path:
+    """The model with the line's end as its end-of-sequence token, for both trainers alike."""
+    new.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".safetensors":
+            (new / file.name).symlink_to(file)
+        else:
+            shutil.copyfile(file, new / file.name)
+    tokenizer = json.loads((new / "tokenizer.json").read_text())
+    token_id = tokenizer["model"]["vocab"][LINE_END]
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((new / name).read_text()) | {"eos_token_id": token_id}
+        (new / name).write_text(json.dumps(settings))
+    settings = json.loads((new / "tokenizer_config.json").read_text()) | {"eos_token": LINE_END}
+    (new / "tokenizer_config.json").write_text(json.dumps(settings))
+    return new
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2, help="timed steps")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=4, help=f"groups of {GROUP} a step")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=128, help="longest completion")
-    parser.add_argument("--rows", type=int, default=4, help="longest rows in a micro-batch")
-    parser.add_argument("--updates", type=int, default=2, help="optimizer updates a step")
-    parser.add_argument("--hopeless", type=float, default=0.25, help="share of all-wrong groups")
-    parser.add_argument("--shape", help="a published one (qwen3-0.6b), instead of the next three")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=16_384)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--same-step", action="store_true", help="compare the weights afterwards")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1001, help="of the first round, then upwards")
+    parser.add_argument("--rate", type=float, help="learning rate; 7e-5, with --smollm2 1e-5")
+    parser.add_argument("--smollm2", type=Path, help="folder of the model")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between evaluations")
+    parser.add_argument("--level", type=float, default=0.5, help="held-out accuracy to reach")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=["ours", "trl"])
     parser.add_argument("--json", type=Path, help="keep the numbers in this file")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.same_step:  # several updates or dropped groups are counted differently by TRL
-        options.updates, options.hopeless, options.rounds = 1, 0.0, 1
+    options.task = task_of(options.smollm2)
+    options.rate = options.rate or options.task.rate
     return options
 
 
-# What both are given
-
-
-def problems(options: argparse.Namespace) -> list[dict[str, str]]:
-    """In the order of training: one row of text per group."""
-    rng = np.random.default_rng(0)
-    count = options.prompts * (options.steps + 1)
-    hopeless = rng.permutation(count) < round(count * options.hopeless)
-    letters = rng.integers(ord("a"), ord("z") + 1, (count, options.prompt_tokens), dtype=np.uint8)
-    return [
-        {
-            "prompt_id": str(index),
-            "prompt": bytes(letters[index]).decode(),
-            "answer": HOPELESS if hopeless[index] else "even",
-        }
-        for index in range(count)
-    ]
-
-
-def completion(step: int, place: int, options: argparse.Namespace) -> np.ndarray:
-    """Token ids of a rollout; lengths are skewed to the right, a few are cut off."""
-    rng = np.random.default_rng([step, place])
-    length = int(rng.lognormal(np.log(0.4 * options.max_tokens), 0.6))
-    length = int(np.clip(length, 8, options.max_tokens))
-    return rng.integers(97, 123, length).astype(np.int32)  # "a" to "z" of the byte tokenizer
-
-
 def grade(completion: str, answer: str, row: dict[str, Any]) -> float:
-    """±1 by a checksum of the text; -1 where there is no hope."""
-    return 1.0 if answer != HOPELESS and zlib.crc32(completion.encode()) % 2 == 0 else -1.0
+    """±1: whether the box, or without one the whole text, is the answer."""
+    box = completion.rpartition("\\boxed{")[2]
+    return 1.0 if box.partition("}")[0].strip() == answer else -1.0
 
 
-def write_model(folder: Path, options: argparse.Namespace) -> None:
-    import torch
+class Marks:
+    """Wall and CPU seconds at the end of every step, counted from the start of the process."""
 
-    from grpo_replay.engine.models import load_policy, load_tokenizer
-    from grpo_replay.recipe import ModelSection
-
-    heads = options.hidden // 64
-    small = {
-        "num_hidden_layers": options.layers, "hidden_size": options.hidden,
-        "intermediate_size": 3 * options.hidden, "num_attention_heads": heads,
-        "num_key_value_heads": max(heads // 2, 1), "head_dim": 64,
-        "vocab_size": options.vocabulary,
-    }  # fmt: skip
-    section = ModelSection(
-        path=f"builtin:{options.shape or 'qwen3-0.6b'}",
-        tokenizer="builtin:bytes",
-        random_init=True if options.shape else small,
-    )
-    with torch.device(options.device):  # a GPU draws in a second what takes a CPU a minute
-        load_policy(section, seed=0).save_pretrained(folder)
-    load_tokenizer(section).save_pretrained(folder)
-
-
-class Meter:
-    """Wall and CPU seconds of each step, and the peak of memory over where it began, MiB."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        self._start = 0.0 if self._cuda else resident("VmRSS")
-        self._marks: list[tuple[float, float]] = []
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._left_out = np.zeros(2)
+        self._marks: list[np.ndarray] = []
 
     def mark(self) -> None:
-        """A step begins (or the last one is over)."""
-        if self._cuda:
-            import torch
+        self._marks.append(self._now() - self._left_out)
 
-            torch.cuda.synchronize()
-        self._marks.append((time.perf_counter(), time.process_time()))
-        if len(self._marks) == 2:  # the first step is over
-            self._reset_peak()
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What happens within is not counted."""
+        before = self._now()
+        yield
+        self._left_out += self._now() - before
 
-    def _reset_peak(self) -> None:
-        if self._cuda:
-            import torch
+    def _now(self) -> np.ndarray:
+        everyone = [self._me, *self._me.children(recursive=True)]
+        cpu = sum(sum(each.cpu_times()[:2]) for each in everyone)
+        return np.array([time.time() - self._me.create_time(), cpu])
 
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def _peak_mib(self) -> float:
-        if self._cuda:
-            import torch
-
-            return torch.cuda.max_memory_allocated() / 2**20
-        return resident("VmHWM") - self._start
-
-    def result(self) -> dict[str, Any]:
-        wall, cpu = (np.diff(column)[1:].tolist() for column in zip(*self._marks, strict=True))
-        return {"wall": wall, "cpu": cpu, "peak_mib": self._peak_mib()}
-
-
-def resident(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
-
-
-# The contenders
+    def read(self) -> dict[str, list[float]]:
+        wall, cpu = np.array(self._marks).T.tolist()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return {"wall": wall, "cpu": cpu, "saving": self._left_out.tolist(), "peak_gib": peak}
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from grpo_replay.distributed.rendezvous import initialize_processes
-    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-    from grpo_replay.engine.models import load_policy, load_tokenizer
-    from grpo_replay.prompts.prompt_set import load_prompts
-    from grpo_replay.recipe import resolve_recipe
-    from grpo_replay.replay import ReplayBuffer
-    from grpo_replay.rewards.scorer import RewardScorer
-    from grpo_replay.storage.checkpoint import RunState
-    from grpo_replay.storage.run_directory import RunDirectory
-    from grpo_replay.training.rollout_source import Parts
-    from grpo_replay.training.synchronous import SynchronousSource
-    from grpo_replay.training.trainer import Trainer
+    from grpo_replay.recipe import load_recipe
+    from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries
+    from grpo_replay.training import Observer
 
-    data = folder / "problems.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in problems(options)))
-    recipe = resolve_recipe([recipe_of(options, folder, data)])
-    comm, device = initialize_processes(recipe)
-    tokenizer = load_tokenizer(recipe.model)
-    run_dir = RunDirectory(Path(tempfile.mkdtemp(dir=folder)) / "run")
-    run_dir.create(recipe)
-    meter = Meter(options.device)
-    prompts = load_prompts(recipe.prompts, tokenizer, 0)
-    prompts._order = lambda epoch: range(len(prompts))  # that of the file, as TRL's
-    engine = DeepSpeedEngine(recipe, load_policy(recipe.model, 0), tokenizer, comm, device)
-    with RewardScorer.open(recipe.reward) as scorer:
-        parts = Parts(
-            recipe=recipe, comm=comm, engine=engine, sampler=CannedSampler(options), scorer=scorer,
-            prompts=prompts, tokenizer=tokenizer,
-            buffer=ReplayBuffer(recipe.replay, GROUP), run_dir=run_dir,
-        )  # fmt: skip
-        state = RunState()
-        trainer = Trainer(parts, state, SynchronousSource(parts, state))
-        for _ in range(options.steps + 1):
-            meter.mark()
-            trainer.train_step()
-        meter.mark()
-    result = meter.result()
-    engine.save_model(folder / "ours")
-    return result
+    task = options.task
+    recipe = load_recipe("tiny", [
+        *OURS[options.contender], *task_settings(options, folder),
+        f"sampling.prompts_per_step={task.prompts}", f"sampling.group_size={GROUP}",
+        f"batch.updates_per_step={UPDATES}", f"optimizer.learning_rate={options.rate}",
+        "reward.function=against_trl:grade", "reward.workers=1", "loss.dual_clip=null",
+        "tracking.report_to=[]", "eval.benchmarks=[]", f"run.steps={options.steps}",
+        f"run.seed={options.seed}", "checkpoint.keep=1000",
+        f"checkpoint.every_steps={options.save_every or options.steps}",
+    ])  # fmt: skip
+    marks = Marks()
 
+    class Watch(Observer):
+        def on_step(self, metrics: Any) -> None:
+            marks.mark()
 
-def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str, Any]:
-    longest = options.prompt_tokens + options.max_tokens
-    on_gpu = options.device == "cuda"
+    with quiet_libraries():
+        with loading_libraries():  # as grpo-replay train does
+            from grpo_replay.training import run
+        write = run.write_checkpoint
+
+        def save(*arguments: Any) -> None:
+            with marks.left_out():
+                write(*arguments)
+
+        run.write_checkpoint = save
+        run.run_training(recipe, folder / "run", False, Watch())
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    parts = ("generation", "reward", "logprob", "training", "sync", "other")
+    saved = sorted((folder / "run" / "checkpoints").glob("step_*/model"))
     return {
-        "name": "against-trl",
-        "model": {
-            "path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32",
-            "gradient_checkpointing": on_gpu,
+        **marks.read(), "reward": [row["reward"] for row in rows],
+        "parts": {
+            part: statistics.median(row[f"cost/{part}_seconds"] for row in rows[task.not_timed:])
+            for part in parts
         },
-        "prompts": {
-            "source": str(data), "problem_field": "prompt", "id_field": "prompt_id",
-            "template": "plain", "user_template": "{problem}",
-            "max_prompt_length": options.prompt_tokens,
-        },
-        "sampling": {
-            "prompts_per_step": options.prompts, "group_size": GROUP,
-            "max_completion_length": options.max_tokens,
-            "logprob_gap_limit": 1e9,  # canned completions are not the policy's
-        },
-        "reward": {"function": "against_trl:grade", "workers": 1},
-        "advantage": {"std": "sample", "epsilon": EPSILON_STD},
-        "replay": {"preset": "grpo"},
-        "batch": {
-            "updates_per_step": options.updates,
-            "max_tokens_per_microbatch": options.rows * longest,
-        },
-        "loss": {"dual_clip": None},
-        "optimizer": {"learning_rate": LEARNING_RATE, "adamw": {"weight_decay": 0.0}},
-        "engine": {
-            "device": options.device, "zero_stage": 3 if on_gpu else 0,
-            "threads_per_process": options.threads,
-        },
-        "run": {"steps": options.steps + 1},
+        "padding": statistics.median(row.get("padding_share") or 0.0 for row in rows),
+        "saved": {int(path.parent.name.split("_")[1]): str(path) for path in saved},
     }  # fmt: skip
 
 
-class CannedSampler:
-    """Implements `sampling.sampler_protocol.Sampler` with completions made beforehand."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.policy_version = 0
-        self.stop_token_ids = ()
-        self._options = options
-
-    def generate(self, requests: Sequence[Any]) -> Iterator[Any]:
-        from grpo_replay.types import Completion
-
-        for request in requests:
-            step, prompt, sample = request.key
-            tokens = completion(step, prompt * GROUP + sample, self._options)
-            reason = "length" if len(tokens) == self._options.max_tokens else "stop"
-            zeros, version = np.zeros(len(tokens), np.float32), self.policy_version
-            yield Completion(request.key, tokens, zeros, reason, version, version)
-
-    def load_weights(self, named_tensors: Any, version: int) -> None:
-        for _ in named_tensors:
-            pass
-        self.policy_version = version
-
-    def sleep(self, keep_weights: bool = True) -> None: ...
-
-    def close(self) -> None: ...
+def task_settings(options: argparse.Namespace, folder: Path) -> list[str]:
+    """What the recipe of the tiny task needs to be that of another task."""
+    task = options.task
+    if task.name == "tiny":
+        return []
+    data = folder / "problems.jsonl"
+    rows = task.train_rows(options.seed)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.path={ending_at_a_line(task.model, folder / 'model')}",
+        f"prompts.source={data}", "prompts.id_field=prompt_id", "prompts.problem_field=prompt",
+        "prompts.user_template={problem}", "prompts.max_prompt_length=64",
+        f"sampling.max_completion_length={task.longest}",
+        f"engine.threads_per_process={task.threads}", "replay.warmup_steps=1",
+        "batch.max_tokens_per_microbatch=1024",  # as the recipe smollm2
+    ]  # fmt: skip
 
 
 def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    meter = Meter(options.device)
-    step = 0
-
-    def canned(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        nonlocal step
-        meter.mark()
-        step += 1
-        ids = [completion(step, place, options).tolist() for place in range(len(prompts))]
-        return {
-            "prompt_ids": [tokenizer(text)["input_ids"] for text in prompts],
-            "completion_ids": ids,
-            "logprobs": [[0.0] * len(each) for each in ids],
-        }
+    task = options.task
+    torch.set_num_threads(task.threads)
+    base = task.model
+    if task.name == "smollm2":
+        base = ending_at_a_line(task.model, folder / "model")
+    rows = task.train_rows(options.seed)
+    marks = Marks()
+    rewards: list[float] = []
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [grade(text, gold, {}) for text, gold in zip(completions, answer, strict=True)]
+        found = [grade(text, gold, {}) for text, gold in zip(completions, answer, strict=True)]
+        rewards.append(sum(found) / len(found))
+        return found
 
-    on_gpu = options.device == "cuda"
-    parts = options.prompts * GROUP // options.rows
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % UPDATES == 0:
+                marks.mark()
+
+    class Trainer(GRPOTrainer):
+        def _save_checkpoint(self, *arguments: Any) -> None:
+            with marks.left_out():
+                super()._save_checkpoint(*arguments)
+
+    of_update = task.prompts * GROUP // UPDATES
     config = GRPOConfig(
-        output_dir=str(folder / "trl-run"), use_cpu=not on_gpu, bf16=on_gpu, report_to=[],
-        save_strategy="no", logging_steps=1, disable_tqdm=True, shuffle_dataset=False,
-        max_steps=options.updates * (options.steps + 1), gradient_checkpointing=on_gpu,
-        per_device_train_batch_size=options.rows, steps_per_generation=parts,
-        gradient_accumulation_steps=parts // options.updates, num_generations=GROUP,
-        max_completion_length=options.max_tokens, temperature=1.0, beta=0.0, loss_type="dapo",
-        epsilon=0.2, epsilon_high=0.28, learning_rate=LEARNING_RATE, weight_decay=0.0,
+        output_dir=str(folder / "run"), use_cpu=True, bf16=False, report_to=[], logging_steps=1,
+        disable_tqdm=True, seed=options.seed, max_steps=UPDATES * options.steps,
+        save_strategy="steps" if options.save_every else "no", save_only_model=True,
+        save_steps=UPDATES * (options.save_every or options.steps), gradient_checkpointing=False,
+        per_device_train_batch_size=of_update, gradient_accumulation_steps=1,
+        steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=task.longest,
+        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2,
+        epsilon_high=0.28, learning_rate=options.rate, adam_beta2=BETA2, weight_decay=0.01,
         lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
-    trainer = GRPOTrainer(
-        str(folder / "model"), reward, config, Dataset.from_list(problems(options)),
-        processing_class=tokenizer, rollout_func=canned,
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    trainer = Trainer(
+        str(base), reward, config, Dataset.from_list(rows), processing_class=tokenizer,
+        callbacks=[Watch()],
     )  # fmt: skip
     trainer.train()
-    meter.mark()
-    result = meter.result()
-    trainer.save_model(str(folder / "trl"))
+    saved = (folder / "run").glob("checkpoint-*")
+    return {
+        **marks.read(), "reward": rewards,
+        "saved": {int(path.name.split("-")[1]) // UPDATES: str(path) for path in saved},
+    }  # fmt: skip
+
+
+def run_here(options: argparse.Namespace) -> Run:
+    train = ours if options.contender in OURS else trl
+    result = train(options, options.folder)
+    if options.save_every:
+        saved = sorted(result["saved"].items())
+        result["accuracy"] = {step: accuracy(Path(model), options.task) for step, model in saved}
     return result
 
 
-CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
-    "ours": ours,
-    "trl": trl,
-}
-
-
-# Rounds and report
-
-
-def run_contender(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    words = [sys.executable, __file__, *sys.argv[1:], "--contender", name, "--folder", str(folder)]
-    here = [
-        str(Path(__file__).parent),
-        os.environ.get("PYTHONPATH", ""),
-    ]  # reward workers import us
+def run_apart(options: argparse.Namespace, name: str, seed: int, folder: Path) -> Run:
+    """The result of one run, in a process of its own."""
+    folder.mkdir(parents=True)
+    task = options.task
+    words = [
+        sys.executable, __file__, "--contender", name, "--folder", str(folder), "--seed", str(seed),
+        "--rate", str(options.rate), "--steps", str(options.steps),
+        "--save-every", str(options.save_every),
+        *(["--smollm2", str(task.model)] if task.name == "smollm2" else []),
+    ]  # fmt: skip
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(here),
-        "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "PYTHONPATH": here, "OMP_NUM_THREADS": str(task.threads), "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
-    if options.device == "cpu":
-        environment["DS_ACCELERATOR"] = "cpu"
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]) | {"name": name, "seed": seed}
 
 
-def movement_difference(folder: Path) -> float:
-    """‖(ours - start) - (TRL's - start)‖ / ‖TRL's - start‖ over all parameters."""
-    from safetensors.torch import load_file
+def accuracy(model: Path, task: Task) -> float:
+    """Share of right answers to the held-out problems, sampled at T = 1 with the same seeds for
+    every model."""
+    from grpo_replay.engine.models import load_policy, load_tokenizer
+    from grpo_replay.recipe import ModelSection
+    from grpo_replay.sampling.hf import HfSampler
+    from grpo_replay.types import GenerationRequest, RequestKey
 
-    start, one, other = (
-        load_file(folder / name / "model.safetensors") for name in ("model", "ours", "trl")
-    )
-    names = start.keys() & one.keys() & other.keys()
-    apart = sum(float((one[n] - other[n]).double().square().sum()) for n in names)
-    moved = sum(float((other[n] - start[n]).double().square().sum()) for n in names)
-    return (apart / moved) ** 0.5
+    section = ModelSection(path=str(model))
+    tokenizer, policy = load_tokenizer(section), load_policy(section, 0)
+    rows, samples = task.held_out_rows(), task.samples
+    prompts = tokenizer([row["prompt"] for row in rows])
+    requests = [
+        GenerationRequest(
+            RequestKey(1, index, sample), np.array(ids, np.int32), index * samples + sample,
+            task.longest,
+        )
+        for index, ids in enumerate(prompts["input_ids"])
+        for sample in range(samples)
+    ]  # fmt: skip
+    sampler = HfSampler(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id, 1000)
+    right = 0
+    for completion in sampler.generate(requests):
+        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        right += grade(text, str(rows[completion.key.prompt_index]["answer"]), {}) > 0
+    return right / len(requests)
 
 
-def tokens_per_step(options: argparse.Namespace) -> float:
-    rollouts = options.prompts * GROUP
-    steps = range(2, options.steps + 2)
-    lengths = [len(completion(step, i, options)) for step in steps for i in range(rollouts)]
-    return sum(lengths) / options.steps
-
-
-def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]]) -> None:
-    rollouts = GROUP * options.prompts
-    print(f"{tokens_per_step(options):,.0f} completion tokens in {rollouts} rollouts a step")
+def report_steps(task: Task, runs: list[Run], names: list[str]) -> None:
     middle = {
         name: {
-            "wall": statistics.median(s for r in rounds for s in r[name]["wall"]),
-            "cpu": statistics.median(s for r in rounds for s in r[name]["cpu"]),
-            "peak_mib": statistics.median(r[name]["peak_mib"] for r in rounds),
+            quantity: statistics.median(
+                seconds
+                for run in runs
+                if run["name"] == name
+                for seconds in np.diff(run[quantity])[task.not_timed :].tolist()
+            )
+            for quantity in ("wall", "cpu")
         }
-        for name in CONTENDERS
+        for name in names
     }
-    print(f"{'':<12}{'wall s/step':>12}{'CPU s/step':>12}{'peak MiB':>12}")
-    for name, values in middle.items():
-        print(f"{name:<12}{values['wall']:>12.2f}{values['cpu']:>12.2f}{values['peak_mib']:>12.0f}")
-    ratios = [middle["trl"][key] / middle["ours"][key] for key in ("wall", "cpu", "peak_mib")]
-    print(f"{'TRL / ours':<12}" + "".join(f"{ratio:>12.2f}" for ratio in ratios))
+    peer = middle.get("trl")
+    print(f"{'':<12}{'wall s/step':>12}{'CPU s/step':>12}{'of TRL, wall':>14}{'of TRL, CPU':>14}")
+    for name, seconds in middle.items():
+        line = f"{name:<12}{seconds['wall']:>12.3f}{seconds['cpu']:>12.3f}"
+        if peer:
+            line += "".join(f"{seconds[each] / peer[each]:>14.2f}" for each in ("wall", "cpu"))
+        print(line)
+    for run in runs:
+        first = f"first step after {run['wall'][0]:.1f} s ({run['cpu'][0]:.1f} s of CPU)"
+        parts = ", ".join(f"{part} {1e3 * s:.0f} ms" for part, s in run.get("parts", {}).items())
+        held_out = " ".join(f"{100 * each:.1f}" for each in run.get("accuracy", {}).values())
+        print(f"{run['name']} seed {run['seed']}: {first}, at most {run['peak_gib']:.1f} GiB. "
+              f"{parts} {held_out}")  # fmt: skip
+
+
+def seconds_to(level: float, run: Run, quantity: str) -> float:
+    """Seconds to the level; infinite if it is never reached."""
+    before: tuple[float, float] | None = None
+    for step, value in run["accuracy"].items():
+        seconds = run[quantity][int(step) - 1]
+        if value >= level:
+            if before is None:
+                return seconds
+            share = (level - before[1]) / (value - before[1])
+            return before[0] + share * (seconds - before[0])
+        before = seconds, value
+    return inf
+
+
+def report_level(level: float, runs: list[Run], names: list[str]) -> None:
+    print(f"\nto {100 * level:.0f} % held-out")
+    for quantity in ("wall", "cpu"):
+        needed = {
+            name: [seconds_to(level, run, quantity) for run in runs if run["name"] == name]
+            for name in names
+        }
+        peers = statistics.median(needed.get("trl", [inf]))
+        for name, seconds in needed.items():
+            middle = statistics.median(seconds)
+            each = ", ".join("not reached" if one == inf else f"{one:.1f}" for one in seconds)
+            line = f"  {name:<12} {quantity:>4} s: {each}; median {middle:.1f}"
+            if name != "trl" and middle < inf and peers < inf:
+                line += f", {middle / peers:.2f} of TRL's"
+            print(line)
 
 
 def main() -> None:
     options = parse_options()
     if options.contender:
-        print(json.dumps(CONTENDERS[options.contender](options, options.folder)))
+        print(json.dumps(run_here(options)))
         return
-    rounds = []
+    runs: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "model", options)
         for number in range(options.rounds):
-            order = list(CONTENDERS) if number % 2 == 0 else list(CONTENDERS)[::-1]
-            rounds.append({each: run_contender(each, options, folder) for each in order})
-        report(options, rounds)
-        if options.same_step:
-            print(f"parameters moved alike to {movement_difference(folder):.1e} (relative L2)")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"options": vars(options) | {"json": None}, "rounds": rounds}, default=str)
-        )
+            for each in options.only if number % 2 == 0 else options.only[::-1]:
+                folder = Path(name) / f"{number}-{each}"
+                runs.append(run_apart(options, each, options.seed + number, folder))
+                if options.json:
+                    options.json.write_text(json.dumps(runs))
+    report_steps(options.task, runs, options.only)
+    for near in (-0.05, 0.0, 0.05) if options.save_every else ():
+        report_level(options.level + near, runs, options.only)
 
 
 if __name__ == "__main__":

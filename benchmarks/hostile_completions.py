@@ -1,17 +1,12 @@
 """Grade completions that are made to hurt the verifiers: none may crash one or hold the step up.
 
     python benchmarks/hostile_completions.py [--count 1200] [--seed 0] [--workers 2]
-    python benchmarks/hostile_completions.py --delays [--verifiers math_verify]
 
 Ordinary completions are mixed in, one in four. Kinds: nesting, towers of powers, factorials,
 megabytes, Unicode, unbalanced braces, huge numbers, matrices, endless boxes, control characters,
 format strings, code, and cut-off mixtures of all. Prints, for every kind and verifier, how many
 were graded and how; exits 1 if one had no verdict, an ordinary one had the wrong verdict, or the
 whole took longer than the limits of its parts allow.
-
-With `--delays`: how long 256 ordinary completions, submitted at once, wait for their verdicts with
-none, one and four hostile ones among them, two workers and a limit of 10 s. Of each sort: a tower
-of powers, which the verifier is not given, and a product that keeps it until its limit.
 """
 
 import argparse
@@ -168,66 +163,14 @@ def is_well(found: dict[str, Any], workers: int, limit: float) -> bool:
     return clean and found["seconds"] < longest
 
 
-TOWER = r"\boxed{9^{9^{9^{9}}}}"
-ENDLESS = r"\boxed{\prod_{i=1}^{10^{9}} (x+i)}"
-DELAYED = 256
-
-
-def delays(verifier: str, hostile: str, count: int, workers: int, limit: float) -> dict[str, Any]:
-    """Seconds from the submission of all to the verdicts of the ordinary ones, of which `count`
-    hostile ones lie between; and the statuses of these."""
-    section = RewardSection(function=verifier, workers=workers, time_limit_seconds=limit)
-    places = [round((each + 0.5) * DELAYED / count) for each in range(count)]
-    arrived: dict[Any, float] = {}
-    statuses: Counter[str] = Counter()
-    with RewardScorer.open(section) as scorer:
-        scorer.wait_ready()
-        scorer.score([(r"\boxed{1}", f"{each}", {}) for each in range(8)])  # all workers
-        began = time.monotonic()
-        for index in range(DELAYED):
-            for place in range(places.count(index)):
-                # A reference of its own: each is graded, by either worker.
-                scorer.submit((index, place), hostile, f"{index}+1", {})
-            text = rf"So \boxed{{\frac{{{index}}}{{7}}}}"
-            scorer.submit(index, text, rf"\frac{{{index}}}{{7}}", {})
-        while len(arrived) < DELAYED + count:
-            for key, verdict in scorer.take_graded().items():
-                arrived[key] = time.monotonic() - began
-                statuses[verdict.status] += isinstance(key, tuple)
-            time.sleep(0.005)
-    seconds = sorted(each for key, each in arrived.items() if isinstance(key, int))
-    found = {name: seconds[round(share * (DELAYED - 1))] for name, share in QUANTILES.items()}
-    return {
-        "verifier": verifier, "hostile": count, "statuses": dict(+statuses),
-        **{name: round(each, 2) for name, each in found.items()},
-        "over 5 s": sum(each > 5 for each in seconds),
-        "all": round(max(arrived.values()), 2),
-    }  # fmt: skip
-
-
-QUANTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
-
-
-def print_delays(verifiers: list[str], workers: int, limit: float) -> None:
-    for verifier in verifiers:
-        for name, text in (("tower", TOWER), ("endless", ENDLESS)):
-            for count in (0, 1, 4):
-                found = delays(verifier, text, count, workers, limit)
-                print(json.dumps({"kind": name, **found}), flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1200, help="hostile ones, for each verifier")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=5.0, help="reward.time_limit_seconds")
-    parser.add_argument("--delays", action="store_true")
     parser.add_argument("--verifiers", nargs="+", default=list(BUILTIN_VERIFIERS))
     options = parser.parse_args()
-    if options.delays:
-        print_delays(options.verifiers, 2, 10.0)
-        return 0
     well = True
     for verifier in options.verifiers:
         found = campaign(verifier, options.count, options.seed, options.workers, options.limit)

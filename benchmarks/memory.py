@@ -1,8 +1,8 @@
 """Does the dry run's memory model hold? Its prediction beside what a real engine takes on a CPU.
 
-    python benchmarks/memory.py               engine alone: ZeRO stages, dtypes, ranks
-    python benchmarks/memory.py --run         a whole `grpo-replay train`, vocabulary 151,936
-    python benchmarks/memory.py --json FILE   keep the numbers
+    python benchmarks/memory.py                  ZeRO stages, dtypes, ranks, LoRA, offloading
+    python benchmarks/memory.py --case 18 19     only these of `CASES`
+    python benchmarks/memory.py --json FILE      keep the numbers
 
 Each case runs in processes of its own and updates three times, with two micro-batches. Measured is
 the peak of the resident set over that of an engine around a negligible model; predicted is the
@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -183,104 +182,33 @@ def measure(case: tuple[Any, ...]) -> dict[str, float]:
     raise RuntimeError(f"{case}: no result\n{done.stderr[-2000:]}")
 
 
-RUN_OVERRIDES = [
-    "model.path=builtin:qwen3-0.6b",
-    f"model.random_init={json.dumps(SHAPES['vocabulary'])}",
-    "reward.function=memory:parity_reward", "prompts.max_prompt_length=8",
-    "sampling.prompts_per_step=4", "sampling.group_size=4", "sampling.max_completion_length=120",
-    "batch.max_tokens_per_microbatch=1024", "engine.logprob_chunk_tokens=256", "engine.device=cpu",
-    "run.steps=3", "replay.warmup_steps=1", "checkpoint.every_steps=10", "eval.benchmarks=[]",
-]  # fmt: skip
-"""A random model never ends a completion, so every row has its 120 tokens."""
-
-
-def parity_reward(completion: str, answer: str, row: dict[str, Any]) -> float:
-    """Mixed groups from a random model: by the parity of the text."""
-    return 1.0 if sum(completion.encode()) % 2 else -1.0
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of 151,936 words, so that a random model's text differs."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<end>": 0, "<unknown>": 1} | {f"w{i}": i for i in range(2, 151_936)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", unk_token="<unknown>"
-    ).save_pretrained(folder)
-
-
-def whole_run() -> dict[str, float]:
-    """A training run with the real vocabulary: the process's peak beside the dry run's."""
-    from grpo_replay.lab.dry_run.dry_run_report import dry_run
-    from grpo_replay.recipe import load_recipe
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder) / "tokenizer")
-        overrides = [*RUN_OVERRIDES, f"model.tokenizer={folder}/tokenizer"]
-        report = dry_run(load_recipe("tiny", overrides))
-        words = [word for override in overrides for word in ("--set", override)]
-        script = (
-            "import sys, resource; from grpo_replay.cli.app import main; sys.argv = sys.argv[1:]\n"
-            "try:\n    main()\nfinally:\n    print('PEAK', resource.getrusage("
-            "resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
-        )
-        here = str(Path(__file__).parent)
-        done = subprocess.run(
-            [sys.executable, "-c", script, "grpo-replay", "train", "tiny", *words,
-             "--output-dir", f"{folder}/run"],
-            capture_output=True, text=True, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": here},
-        )  # fmt: skip
-        steps = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-        if not all(json.loads(step)["loss"] is not None for step in steps):
-            raise RuntimeError("a step trained on nothing")
-    peaks = [line for line in done.stderr.splitlines() if line.startswith("PEAK ")]
-    if done.returncode != 0 or not peaks:
-        raise RuntimeError(done.stderr[-3000:])
-    return {
-        "predicted_mib": report["memory"]["peak_gib"] * 1024,
-        "measured_mib": int(peaks[0].split()[1]) / 1024,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker")
-    parser.add_argument("--run", action="store_true", help="only the whole training run")
-    parser.add_argument("--json")
-    parser.add_argument("--case", type=int, nargs="*", help="numbers of cases; all if not given")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", type=int, nargs="*", default=range(len(CASES)))
     options = parser.parse_args()
     if options.worker:
         worker(tuple(json.loads(options.worker)))
         return
+    bases = [measure(case)["peak_mib"] for case in BASE_CASES]
+    print(f"engines around nothing: ZeRO-0 {bases[0]:.0f} MiB (assumed {PROCESS >> 20}), "
+          f"ZeRO-2 {bases[1]:.0f} (assumed {PROCESS_ZERO >> 20})", flush=True)  # fmt: skip
     rows = []
-    if options.run:
-        result = whole_run()
-        rows.append({"case": "whole run, vocabulary 151,936", **result})
-    else:
-        bases = [measure(case)["peak_mib"] for case in BASE_CASES]
-        print(f"engines around nothing: ZeRO-0 {bases[0]:.0f} MiB (assumed {PROCESS >> 20}), "
-              f"ZeRO-2 {bases[1]:.0f} (assumed {PROCESS_ZERO >> 20})", flush=True)  # fmt: skip
-        for index, case in enumerate(CASES):
-            if options.case is None or index in options.case:
-                found = measure(case)
-                measured = found["peak_mib"] - bases[case[1] > 0]
-                rows.append({"case": case, "measured_mib": measured, "seconds": found["seconds"],
-                             "predicted_mib": predicted_mib(case)})  # fmt: skip
-                show(rows[-1])
-    if options.run:
-        show(rows[0])
+    for case in (CASES[index] for index in options.case):
+        found = measure(case)
+        measured = found["peak_mib"] - bases[case[1] > 0]
+        rows.append({"case": case, "measured_mib": measured, "seconds": found["seconds"],
+                     "predicted_mib": predicted_mib(case)})  # fmt: skip
+        show(rows[-1])
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 def show(row: dict[str, Any]) -> None:
     error = row["predicted_mib"] / row["measured_mib"] - 1
     print(f"{row['case']!s:70} measured {row['measured_mib']:7.0f} MiB  predicted "
-          f"{row['predicted_mib']:7.0f}  {100 * error:+6.1f} %"
-          + (f", an update {row['seconds']:.2f} s" if "seconds" in row else ""),
+          f"{row['predicted_mib']:7.0f}  {100 * error:+6.1f} %, an update {row['seconds']:.2f} s",
           flush=True)  # fmt: skip
 
 

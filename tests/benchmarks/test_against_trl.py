@@ -1,7 +1,7 @@
 """When a run reached an accuracy, as the benchmark beside TRL counts it."""
 
 import pytest
-from tiny_to_accuracy import seconds_to
+from against_trl import seconds_to
 
 
 def run(**accuracy: float) -> dict:
