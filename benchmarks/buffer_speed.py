@@ -11,7 +11,6 @@ said in docs/performance.md.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import resource
@@ -20,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +27,7 @@ from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.types import Rollout
 
-BATCH = 1024
-GROUP = 32
-TOKENS = 64
-PROMPT_TOKENS = 16
-EXPONENT = 0.5
-
-Timed = dict[str, float]
+BATCH, GROUP, TOKENS, PROMPT_TOKENS, EXPONENT = 1024, 32, 64, 16, 0.5
 
 
 def advantages(step: int) -> np.ndarray:
@@ -46,45 +40,29 @@ def advantages(step: int) -> np.ndarray:
 def make_rollouts(step: int) -> list[Rollout]:
     return [
         Rollout(
-            rollout_id=BATCH * step + i,
-            group_id=(BATCH * step + i) // GROUP,
-            prompt_id="p",
-            completion_index=i % GROUP,
-            birth_step=step,
-            policy_version=step,
-            policy_version_end=step,
-            prompt_token_ids=np.zeros(PROMPT_TOKENS, np.int32),
-            completion_token_ids=np.zeros(TOKENS, np.int32),
-            completion_text="",
+            rollout_id=BATCH * step + i, group_id=(BATCH * step + i) // GROUP, prompt_id="p",
+            completion_index=i % GROUP, birth_step=step, policy_version=step,
+            policy_version_end=step, prompt_token_ids=np.zeros(PROMPT_TOKENS, np.int32),
+            completion_token_ids=np.zeros(TOKENS, np.int32), completion_text="",
             behavior_logprobs=np.zeros(TOKENS, np.float32),
-            sampler_logprobs=np.zeros(TOKENS, np.float32),
-            reward=1.0,
-            advantage=float(np.float32(advantage)),
-            group_reward_mean=0.0,
-            group_reward_std=1.0,
-            group_correct=1,
-            finish_reason="stop",
-            verdict="correct",
-            kept=True,
+            sampler_logprobs=np.zeros(TOKENS, np.float32), reward=1.0,
+            advantage=float(np.float32(advantage)), group_reward_mean=0.0, group_reward_std=1.0,
+            group_correct=1, finish_reason="stop", verdict="correct", kept=True,
         )
         for i, advantage in enumerate(advantages(step))
-    ]
+    ]  # fmt: skip
 
 
 class Ours:
     def __init__(self, stored: int, with_replacement: bool) -> None:
         settings = ReplaySection(
-            capacity_rollouts=stored + BATCH,
-            max_age_steps=stored // BATCH,
-            priority_exponent=EXPONENT,
-            with_replacement=with_replacement,
-        )
+            capacity_rollouts=stored + BATCH, max_age_steps=stored // BATCH,
+            priority_exponent=EXPONENT, with_replacement=with_replacement,
+        )  # fmt: skip
         self.buffer = ReplayBuffer(settings, GROUP)
         self.rng = np.random.default_rng(0)
-        self.name = f"grpo-replay, {'with' if with_replacement else 'without'} replacement"
 
-    def prepare(self, step: int) -> list[Rollout]:
-        return make_rollouts(step)
+    prepare = staticmethod(make_rollouts)
 
     def insert(self, rollouts: list[Rollout], step: int) -> None:
         self.buffer.insert(rollouts, step)
@@ -92,8 +70,8 @@ class Ours:
     def evict(self, step: int) -> None:
         self.buffer.evict(step + 1)
 
-    def draw(self, step: int) -> None:
-        assert len(self.buffer.draw(BATCH, step + 1, self.rng).rollouts) == BATCH
+    def draw(self, step: int) -> int:
+        return len(self.buffer.draw(BATCH, step + 1, self.rng).rollouts)
 
 
 def columns(step: int) -> dict[str, np.ndarray]:
@@ -108,9 +86,13 @@ def columns(step: int) -> dict[str, np.ndarray]:
     }
 
 
-class TorchRL:
-    """Ring of fixed capacity; eviction is overwriting, draws are with replacement."""
+class Ring:
+    """A peer of fixed capacity: eviction is overwriting, draws are with replacement."""
 
+    def evict(self, step: int) -> None: ...
+
+
+class TorchRL(Ring):
     def __init__(self, stored: int) -> None:
         # torchrl's extension is built against one torch; bound lazily, what another torch lacks
         # (autograd functions, which a buffer never calls) does not matter.
@@ -118,16 +100,11 @@ class TorchRL:
         from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
         self.buffer = TensorDictPrioritizedReplayBuffer(
-            alpha=EXPONENT,
-            beta=0.0,
-            eps=1e-6,
-            storage=LazyTensorStorage(stored),
-            priority_key="priority",
-            batch_size=BATCH,
-        )
-        self.name = "torchrl TensorDictPrioritizedReplayBuffer"
+            alpha=EXPONENT, beta=0.0, eps=1e-6, storage=LazyTensorStorage(stored),
+            priority_key="priority", batch_size=BATCH,
+        )  # fmt: skip
 
-    def prepare(self, step: int) -> object:
+    def prepare(self, step: int) -> Any:
         import torch
         from tensordict import TensorDict
 
@@ -135,19 +112,14 @@ class TorchRL:
         tensors["priority"] = tensors["advantage"][:, 0].clone()
         return TensorDict(tensors, batch_size=[BATCH])
 
-    def insert(self, batch: object, step: int) -> None:
+    def insert(self, batch: Any, step: int) -> None:
         self.buffer.extend(batch)
 
-    def evict(self, step: int) -> None:
-        pass
-
-    def draw(self, step: int) -> None:
-        assert len(self.buffer.sample()) == BATCH
+    def draw(self, step: int) -> int:
+        return len(self.buffer.sample())
 
 
-class Cpprb:
-    """Ring of fixed capacity in C++; eviction is overwriting, draws are with replacement."""
-
+class Cpprb(Ring):
     def __init__(self, stored: int) -> None:
         from cpprb import PrioritizedReplayBuffer
 
@@ -156,97 +128,77 @@ class Cpprb:
             for name, array in columns(0).items()
         }
         self.buffer = PrioritizedReplayBuffer(stored, layout, alpha=EXPONENT, eps=1e-6)
-        self.name = "cpprb PrioritizedReplayBuffer"
 
-    def prepare(self, step: int) -> dict[str, np.ndarray]:
-        return columns(step)
+    prepare = staticmethod(columns)
 
     def insert(self, batch: dict[str, np.ndarray], step: int) -> None:
         self.buffer.add(**batch, priorities=batch["advantage"][:, 0])
 
-    def evict(self, step: int) -> None:
-        pass
-
-    def draw(self, step: int) -> None:
-        assert len(self.buffer.sample(BATCH, beta=0.0)["indexes"]) == BATCH
+    def draw(self, step: int) -> int:
+        return len(self.buffer.sample(BATCH, beta=0.0)["indexes"])
 
 
-def measure(make: Callable[[], object], stored: int, repeats: int) -> dict[str, object]:
-    """Medians in milliseconds, after filling, and the memory that the full buffer took."""
+CONTENDERS: dict[str, Callable[[int], Any]] = {
+    "grpo-replay, without replacement": lambda stored: Ours(stored, with_replacement=False),
+    "grpo-replay, with replacement": lambda stored: Ours(stored, with_replacement=True),
+    "torchrl TensorDictPrioritizedReplayBuffer": TorchRL,
+    "cpprb PrioritizedReplayBuffer": Cpprb,
+}
+
+
+def measure(name: str, stored: int, repeats: int) -> dict[str, float]:
+    """Medians in milliseconds, after filling, and the MiB that the full buffer took; in this
+    process. Empty if the contender is not installed."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    contender = make()
+    try:
+        contender = CONTENDERS[name](stored)
+    except ModuleNotFoundError:
+        return {}
     steps = stored // BATCH
     for step in range(1, steps + 1):
         contender.insert(contender.prepare(step), step)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    times: dict[str, list[float]] = {"insert": [], "evict": [], "draw": [], "all": []}
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    times = []
     for step in range(steps + 1, steps + 1 + repeats):
         batch = contender.prepare(step)
-        taken = {
-            "insert": seconds(lambda batch=batch, step=step: contender.insert(batch, step)),
-            "evict": seconds(lambda step=step: contender.evict(step)),
-            "draw": seconds(lambda step=step: contender.draw(step)),
-        }
-        for name, value in {**taken, "all": sum(taken.values())}.items():
-            times[name].append(1e3 * value)
-    medians = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
-    best = min(times["all"])
-    return {"name": contender.name, "stored": stored, **medians, "best_ms": best,
-            "memory_mib": memory / 1024}  # fmt: skip
-
-
-def seconds(action: Callable[[], None]) -> float:
-    start = time.process_time()
-    action()
-    return time.process_time() - start
-
-
-def contenders(stored: int) -> list[Callable[[], object]]:
-    makers: list[Callable[[], object]] = [
-        lambda: Ours(stored, with_replacement=False),
-        lambda: Ours(stored, with_replacement=True),
-    ]
-    peers = {"torchrl": TorchRL, "cpprb": Cpprb}
-    for module, peer in peers.items():
-        if importlib.util.find_spec(module):
-            makers.append(lambda peer=peer: peer(stored))
-        else:
-            print(f"{module} is not installed: left out", file=sys.stderr)
-    return makers
-
-
-def run_one(stored: int, index: int, repeats: int) -> None:
-    """One contender in this process, so that memory is its own."""
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        torch.set_num_threads(1)
-    print(json.dumps(measure(contenders(stored)[index], stored, repeats)))
+        marks = [time.process_time()]
+        contender.insert(batch, step)
+        marks.append(time.process_time())
+        contender.evict(step)
+        marks.append(time.process_time())
+        assert contender.draw(step) == BATCH
+        marks.append(time.process_time())
+        times.append([*np.diff(marks), marks[-1] - marks[0]])
+    insert, evict, draw, together = (1e3 * statistics.median(each) for each in zip(*times))
+    best = 1e3 * min(each[-1] for each in times)
+    return {"insert": insert, "evict": evict, "draw": draw, "all": together, "best": best,
+            "memory": memory}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stored", type=int, nargs="+", default=[30_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        run_one(options.stored[0], options.one, options.repeats)
+        print(json.dumps(measure(options.one, options.stored[0], options.repeats)))
         return
     print("| stored | buffer | insert | evict | draw | all | best | memory |")
     print("|---|---|---|---|---|---|---|---|")
     for stored in options.stored:
-        for index in range(len(contenders(stored))):
-            command = [sys.executable, __file__, "--stored", str(stored), "--one", str(index)]
+        for name in CONTENDERS:
+            command = [sys.executable, __file__, "--stored", str(stored), "--one", name]
             command += ["--repeats", str(options.repeats)]
-            output = subprocess.check_output(command, stderr=subprocess.DEVNULL)
-            row = json.loads(output.splitlines()[-1])
-            print(
-                f"| {stored:,} | {row['name']} | {row['insert_ms']:.2f} | {row['evict_ms']:.2f} | "
-                f"{row['draw_ms']:.2f} | {row['all_ms']:.2f} | {row['best_ms']:.2f} | "
-                f"{row['memory_mib']:,.0f} MiB |",
-                flush=True,
-            )
+            one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+            output = subprocess.check_output(command, stderr=subprocess.DEVNULL, env=one_thread)
+            found = json.loads(output.splitlines()[-1])
+            if not found:
+                print(f"{name}: not installed, left out", file=sys.stderr)
+                continue
+            memory = found.pop("memory")
+            times = " | ".join(f"{each:.2f}" for each in found.values())
+            print(f"| {stored:,} | {name} | {times} | {memory:,.0f} MiB |", flush=True)
 
 
 if __name__ == "__main__":
