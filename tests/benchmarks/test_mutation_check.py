@@ -4,7 +4,6 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
 
@@ -142,20 +141,8 @@ def test_every_known_bug_names_a_default_test():
         for known in KNOWN:
             named, _, name = known.test.partition("::")
             if named == file:
-                function, _, case = name.partition("[")
-                assert not is_slow(module[function], case.rstrip("]")), known.test
-
-
-def is_slow(function: Callable, case: str) -> bool:
-    """Whether the test is marked so, or its case, whose name is the values of its parameters."""
-    marks = getattr(function, "pytestmark", [])
-    cases = [case for mark in marks if mark.name == "parametrize" for case in mark.args[1]]
-    slow = {
-        "-".join(map(str, each.values)): any(mark.name == "slow" for mark in each.marks)
-        for each in cases
-        if hasattr(each, "marks")
-    }
-    return any(mark.name == "slow" for mark in marks) or slow.get(case, False)
+                marks = getattr(module[name.partition("[")[0]], "pytestmark", [])
+                assert "slow" not in {mark.name for mark in marks}, known.test
 
 
 @pytest.mark.slow
