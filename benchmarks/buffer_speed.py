@@ -149,11 +149,12 @@ CONTENDERS: dict[str, Callable[[int], Any]] = {
 def measure(name: str, stored: int, repeats: int) -> dict[str, float]:
     """Medians in milliseconds, after filling, and the MiB that the full buffer took; in this
     process. Empty if the contender is not installed."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        contender = CONTENDERS[name](stored)
+        CONTENDERS[name](BATCH)  # the memory of what it imports does not count
     except ModuleNotFoundError:
         return {}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    contender = CONTENDERS[name](stored)
     steps = stored // BATCH
     for step in range(1, steps + 1):
         contender.insert(contender.prepare(step), step)
