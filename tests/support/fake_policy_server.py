@@ -9,13 +9,15 @@ weights it is given, but reads them from disk, and labels what it answers as a r
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_server import FakeServer
+from fake_server import Answer, FakeServer
 
 EOS, ZERO = 1, 5  # ids of the tiny tokenizer: <eos> and "0"
+HOLD_SECONDS = 30.0
 OUTLINE = """Qwen3ForCausalLM(
   (model): Qwen3Model(
     (embed_tokens): VocabParallelEmbedding(org_vocab_size=24, embedding_dim=64)
@@ -29,7 +31,13 @@ OUTLINE = """Qwen3ForCausalLM(
 
 class FakePolicyServer(FakeServer):
     """`calls` are the control routes called, in order. `load_status` is the HTTP status with which
-    it answers the next loads of weights."""
+    it answers the next loads of weights. `settings` are those that it says it was started with.
+
+    With `hold_after`, a completion stops after so many tokens until the weights have another label.
+    What vLLM does then, it does too: a pause aborts the completion unless it says `mode=keep`, and
+    further tokens are sampled from the keys of the old weights unless these were reset for running
+    requests. A token's log-prob is that of the label of the weights and keys it is sampled from.
+    """
 
     def __init__(self, port: int = 0, seconds: float = 0.0) -> None:
         super().__init__("default", port)
@@ -38,8 +46,22 @@ class FakePolicyServer(FakeServer):
         self.loaded: list[str] = []
         self.load_status = 200
         self.longest = 5
-        self.device, self.splits_prompts = "cpu", False
+        self.hold_after: int | None = None
+        self.holding = threading.Event()
+        self.logprob_of: Callable[[str], float] = lambda label: self.logprob
         self.vllm_version = "0.32.0"
+        self.outline = OUTLINE
+        self.max_model_len = 10_000
+        self.settings: dict[str, Any] = {
+            "model_config": {
+                "logprobs_mode": "processed_logprobs", "dtype": "float32", "quantization": None,
+            },
+            "scheduler_config": {"enable_chunked_prefill": False},
+            "device_config": {"device": "cpu"},
+            "weight_transfer_config": None,
+        }  # fmt: skip
+        self._aborts = 0  # pauses that aborted what was running
+        self._keys_are_new = True
         self._resumed = threading.Event()
         self._resumed.set()
 
@@ -47,35 +69,29 @@ class FakePolicyServer(FakeServer):
         if path == "/version":
             return {"version": self.vllm_version}
         if path == "/v1/models":
-            return {"data": [{"max_model_len": 10_000, "root": "fake"}]}
+            return {"data": [{"max_model_len": self.max_model_len, "root": "fake"}]}
         if path.startswith("/server_info"):
-            model = {
-                "logprobs_mode": "processed_logprobs",
-                "dtype": "float32",
-                "quantization": None,
-            }
-            config = {
-                "model_config": model,
-                "scheduler_config": {"enable_chunked_prefill": self.splits_prompts},
-                "device_config": {"device": self.device},
-                "weight_transfer_config": None,
-            }
-            return {"vllm_config": config}
+            return {"vllm_config": self.settings}
         return super().describe(path)
 
     def control(self, path: str, body: Any) -> tuple[int, Any]:
-        name = path.partition("?")[0].strip("/")
+        route, _, query = path.partition("?")
+        name = route.strip("/")
         if name == "collective_rpc":
             name = body["method"]
         self.calls.append(name if name != "update_weight_version" else body["new_version"])
         if name == "get_model_inspection":
-            return 200, {"results": [OUTLINE]}
+            return 200, {"results": [self.outline]}
         if name == "reload_weights":
+            self._keys_are_new = False
             return self._load(body["kwargs"]["weights_path"])
+        if name == "reset_prefix_cache":
+            self._keys_are_new = "reset_running_requests=true" in query
         if name == "update_weight_version":
             self.label = body["new_version"]
         if name == "pause":
             self._resumed.clear()
+            self._aborts += "mode=keep" not in query
         if name == "resume":
             self._resumed.set()
         return 200, {"success": True}
@@ -87,11 +103,31 @@ class FakePolicyServer(FakeServer):
             self.loaded.append(Path(folder).name)
         return status, {"error": {"message": f"{len(files)} files in {folder}"}}
 
-    def sample(self, body: dict[str, Any]) -> list[int]:
-        self._resumed.wait(30)
+    def sample(self, body: dict[str, Any]) -> Answer:
+        aborts = self._aborts
+        self._resumed.wait(HOLD_SECONDS)
+        first = second = self.label
         random = np.random.default_rng(body["sampling_params"]["seed"])
         digits = ZERO + random.integers(0, 10, random.integers(1, self.longest + 1))
-        return [*map(int, digits), EOS]
+        tokens = [*map(int, digits), EOS]
+        held = len(tokens) if self.hold_after is None else self.hold_after
+        if held < len(tokens):
+            self._hold(first, aborts)
+            if self._aborts > aborts:
+                labels = [first] * held
+                return Answer(tokens[:held], [self.logprob] * held, labels, "abort")
+            second = self.label
+        keys = second if self._keys_are_new else first
+        rest = len(tokens) - held
+        logprobs = [self.logprob_of(first)] * held + [self.logprob_of(keys)] * rest
+        return Answer(tokens, logprobs, [first] * held + [second] * rest)
+
+    def _hold(self, label: str, aborts: int) -> None:
+        self.holding.set()
+        deadline = time.monotonic() + HOLD_SECONDS
+        while self._aborts == aborts and not (self._resumed.is_set() and self.label != label):
+            assert time.monotonic() < deadline, "no update came"
+            time.sleep(0.002)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,47 @@
-"""A fake vLLM server with the routes that the request pool uses. It fails exactly when told;
-test_vllm_servers uses real servers."""
+"""A fake vLLM server with the routes of completions. It fails exactly when told, and keeps what it
+was asked; test_vllm_servers uses real servers."""
 
 import contextlib
 import json
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client sent: `path` without its `query`, which has the last value of every name."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    body: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion: for every token its id, its log-prob and the label of its weights."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    labels: list[str]
+    finish_reason: str = "stop"
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Runs of tokens of one label, as vLLM names them."""
+        spans, start = [], 0
+        for label, tokens in groupby(self.labels):
+            end = start + len(list(tokens))
+            spans.append({"version": label, "start": start, "end": end})
+            start = end
+        return spans
 
 
 class FakeServer:
@@ -20,8 +54,7 @@ class FakeServer:
         self.statuses: list[int] = []  # of the next completions; then 200
         self.aborts = 0  # of the next completions: finished by "abort"
         self.spans: list[tuple[str, int, int]] | None = None  # instead of one of `label`
-        self.labels_tokens = True  # as vLLM does since 0.32
-        self.seeds: list[int] = []  # of all completions asked for
+        self.requests: list[Request] = []  # all, in the order of arrival
         self.seconds = 0.0
         self.health_seconds = 0.0
         self.generates: bool | None = True  # None: does not count tokens
@@ -43,6 +76,7 @@ class FakeServer:
                 server._open.append(self.connection)
 
             def do_GET(self) -> None:
+                server._note("GET", self.path, None)
                 if self.path == "/metrics":
                     self._send(200, server._metrics().encode())
                     return
@@ -52,7 +86,8 @@ class FakeServer:
             def do_POST(self) -> None:
                 payload = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 body = json.loads(payload) if payload else None
-                if self.path != "/inference/v1/generate":
+                server._note("POST", self.path, body)
+                if self.path != GENERATE:
                     self._answer(*server.control(self.path, body))
                     return
                 answer = server._complete(body)
@@ -89,9 +124,27 @@ class FakeServer:
         """The status and answer to a POST other than a completion."""
         return 404, {"error": {"message": path}}
 
-    def sample(self, body: dict[str, Any]) -> list[int]:
-        """The tokens of a completion."""
-        return self.tokens
+    def sample(self, body: dict[str, Any]) -> Answer:
+        """A completion."""
+        labels = [self.label] * len(self.tokens)
+        for label, start, end in self.spans or []:
+            labels[start:end] = [label] * (end - start)
+        return Answer(self.tokens, [self.logprob] * len(self.tokens), labels)
+
+    def asked(self, path: str) -> list[Request]:
+        """The requests to one route."""
+        return [request for request in self.requests if request.path == path]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of all completions asked for."""
+        return [request.body["sampling_params"]["seed"] for request in self.asked(GENERATE)]
+
+    def _note(self, method: str, path: str, body: Any) -> None:
+        parts = urlsplit(path)
+        with self._lock:
+            query = dict(parse_qsl(parts.query))
+            self.requests.append(Request(method, parts.path, query, body))
 
     def _metrics(self) -> str:
         """As Prometheus prints a counter."""
@@ -110,23 +163,20 @@ class FakeServer:
             status = self.statuses.pop(0) if self.statuses else 200
             aborted = status == 200 and self.aborts > 0
             self.aborts -= aborted
-            self.seeds.append(body["sampling_params"]["seed"])
         time.sleep(self.seconds * (status == 200))
         with self._lock:
             self.in_flight -= 1
             self.served += status == 200
         if status != 200:
             return status, {"error": {"message": "as told", "code": status}}
-        tokens = self.sample(body)
-        spans = self.spans or [(self.label, 0, len(tokens))]
+        answer = self.sample(body)
         choice = {
-            "token_ids": tokens,
-            "logprobs": {"content": [{"logprob": self.logprob} for _ in tokens]},
-            "finish_reason": "abort" if aborted else "stop",
+            "token_ids": answer.tokens,
+            "logprobs": {"content": [{"logprob": value} for value in answer.logprobs]},
+            "finish_reason": "abort" if aborted else answer.finish_reason,
+            "weight_versions": answer.spans(),
         }
-        if self.labels_tokens:
-            choice["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in spans]
-        return 200, {"choices": [choice], "seed": body["sampling_params"]["seed"]}
+        return 200, {"choices": [choice]}
 
     def close_connections(self) -> None:
         """As vLLM closes those that nobody used for a while."""
