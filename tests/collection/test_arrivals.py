@@ -1,9 +1,10 @@
 """The queue on rank 0: which groups a step takes, duplicates, and where a resume goes on."""
 
+import msgspec
 import pytest
-from collected import group
+from collected import group, row
 
-from grpo_replay.collection.arrivals import Amount, Arrivals
+from grpo_replay.collection.arrivals import Amount, Arrivals, Arrived
 from grpo_replay.collection.messages import Drop, Restart
 from grpo_replay.errors import JournalError
 
@@ -54,6 +55,14 @@ def test_the_age_limit_is_on_the_oldest_version_of_a_group():
     assert numbers(selection.stale) == [0]
     assert numbers(selection.taken) == [1, 2]
     assert queue.stale_groups == 1
+
+
+def test_a_group_is_born_with_its_oldest_token_whichever_row_has_it():
+    """Version v samples step v + 1. The second row begins with version 2 and ends with 6."""
+    young = group((0, 0), version=6)
+    rows = (young.rows[0], row(spans=[(2, 0, 1), (6, 1, 3)]))
+    for order in (rows, rows[::-1]):
+        assert Arrived(0, msgspec.structs.replace(young, rows=order)).birth_step == 3
 
 
 def test_too_few_groups_in_a_journal_are_named():

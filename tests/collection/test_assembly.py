@@ -14,7 +14,7 @@ from grpo_replay.collection.arrivals import (
     straddles,
     take_rollouts,
 )
-from grpo_replay.collection.messages import Group
+from grpo_replay.collection.messages import LOGPROBS, Group, pack
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training.asynchronous import mean_lengths
 from grpo_replay.types import Rollout
@@ -35,8 +35,11 @@ def take(groups: list[Group], step: int, settings: Recipe, max_age=None):
 def straddler() -> Group:
     """Its second row changes from version 3 to version 4 after two tokens."""
     plain = group((0, 9), version=3, rewards=(1.0, -1.0))
-    rows = (plain.rows[0], row(-1.0, 3, [(3, 0, 2), (4, 2, 3)]))
-    return Group(0, 9, 0, "p9", plain.prompt_token_ids, rows, 1.0, 2.0)
+    changing = msgspec.structs.replace(
+        row(-1.0, 3, [(3, 0, 2), (4, 2, 3)]),
+        logprobs=pack(np.array([-0.25, -0.5, -1.0]), LOGPROBS),
+    )
+    return msgspec.structs.replace(plain, rows=(plain.rows[0], changing))
 
 
 def survivors(taken: Sequence[Rollout]) -> list[Rollout]:
@@ -93,7 +96,8 @@ def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
     kept, _ = take([straddler()], 5, recipe())
     _, second = survivors(kept)
     assert sum(map(straddles, kept)) == 1
-    assert (second.policy_version, second.policy_version_end) == (3, 4)
+    assert (second.policy_version, second.policy_version_end, second.birth_step) == (3, 4, 4)
+    assert second.sampler_logprobs.tolist() == [-0.25, -0.5, -1.0]
     drop = recipe(sampling={"collection": {"straddlers": "drop"}})
     dropped, ledger = take([straddler()], 5, drop)
     assert [r.rollout_id for r in survivors(dropped)] == [0]

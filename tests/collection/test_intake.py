@@ -22,10 +22,9 @@ from grpo_replay.collection.messages import (
     Group,
     Report,
     Restart,
-    Step,
     Version,
 )
-from grpo_replay.errors import CollectorError, JournalError, SamplerError
+from grpo_replay.errors import CollectorError, JournalError
 from grpo_replay.recipe import Recipe, resolve_recipe
 
 PER_STEP, STEPS = 2, 4
@@ -273,17 +272,6 @@ def test_the_collector_hears_which_weights_a_server_has(server, tmp_path):
     assert told == [Version(server.url, 1), Version(server.url, None)]
 
 
-def test_nothing_is_cancelled_without_an_age_limit_nor_in_a_repetition(server, tmp_path):
-    run = Run(recipe(server, replay={"max_age_steps": None}), tmp_path)
-    run.step()
-    run.intake.cancel_stale(2)
-    run.close()
-    assert not any(isinstance(each, Cancel) for each in ThreadedLink.made[0].commands)
-    limited = recipe(server, replay={"max_age_steps": 3})
-    Intake(limited, None, JournalRecords.of(tmp_path), 0).cancel_stale(2)
-    assert len(ThreadedLink.made) == 1
-
-
 def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch):
     run = Run(recipe(server), tmp_path)
     run.step()
@@ -303,44 +291,12 @@ def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch
     run.close()
 
 
-@pytest.mark.slow
-def test_a_wait_without_any_server_names_what_it_waited_for(server, tmp_path):
-    run = Run(recipe(server), tmp_path)
-    run.step()
-    server.stop()
-    with pytest.raises(SamplerError, match=r"waited for step \d.* no request was running for 1 s"):
-        for _ in range(STEPS):
-            run.step()
-    run.close()
-
-
-def test_groups_that_are_lost_one_after_the_other_end_the_run(server, tmp_path):
-    server.statuses = [500] * 1000
-    settings = recipe(server)
-    run = Run(settings, tmp_path)
-    with pytest.raises(SamplerError, match=r"groups in a row were lost"):
-        run.step()
-    run.close()
-
-
 def test_a_stop_request_ends_the_wait(server, tmp_path):
     server.seconds = 30.0
     run = Run(recipe(server), tmp_path)
     run.go_live()
     assert not run.intake.wait(lambda: False, lambda: True, lambda _: None, "nothing", 0)
     run.close()
-
-
-def test_every_step_record_says_how_much_had_arrived(server, tmp_path):
-    run = Run(recipe(server), tmp_path)
-    for _ in range(2):
-        run.step()
-    run.close()
-    records = list(read_journal(tmp_path))
-    for index, record in enumerate(records):
-        if isinstance(record, Step):
-            assert record.arrivals == sum(isinstance(r, Group) for r in records[:index])
-            assert record.generated_rollouts >= 2 * record.arrivals
 
 
 def test_groups_journalled_after_the_last_step_wait_for_the_next_one(server, tmp_path):
@@ -370,14 +326,4 @@ def test_what_a_collector_generated_and_did_not_deliver_is_written_off_once(serv
     assert [r for r in read_journal(tmp_path) if isinstance(r, Restart)] == [Restart(7, 84)]
     run.intake.give_credit(0)  # without a collector: nothing to tell
     run.intake.finish()
-    run.close()
-
-
-def test_every_wait_begins_with_new_patience(server, tmp_path, monkeypatch):
-    run = Run(recipe(server), tmp_path)
-    run.step()  # the collector has reported
-    begun = []
-    monkeypatch.setattr(run.intake._patience, "begin", lambda: begun.append(True))
-    assert run.intake.wait(lambda: True, lambda: False, lambda _: None, "nothing", run.done)
-    assert begun == [True]
     run.close()

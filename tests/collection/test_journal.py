@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 from collected import group
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_replay.collection import journal as journal_module
-from grpo_replay.collection.journal import Journal, read_journal, read_segment, segments
+from grpo_replay.collection.journal import Journal, read_journal, segments
 from grpo_replay.collection.messages import Drop, Restart, Step
 from grpo_replay.errors import JournalError
 
@@ -63,58 +61,12 @@ def test_a_journal_cut_at_any_byte_keeps_every_whole_record_and_goes_on(tmp_path
     assert checked == len(data) > 500
 
 
-def test_a_closed_journal_holds_no_file(tmp_path):
-    journal, _ = Journal.open(tmp_path)
-    descriptor = journal._descriptor
-    os.fstat(descriptor)
-    journal.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-    journal.close()
-
-
 def test_a_tail_of_zeros_is_incomplete_not_damaged(tmp_path):
     """What a file system leaves after a power failure."""
     path = write(tmp_path)
     with path.open("ab") as file:
         file.write(bytes(4096))
     assert list(Journal.open(tmp_path)[1]) == RECORDS
-
-
-def test_a_segment_is_read_once(tmp_path, monkeypatch):
-    """Looking for zeros from every record to the end would take the square of its length."""
-
-    class Watched(bytes):
-        read = 0
-
-        def count(self, value, start=0, *end):
-            Watched.read += len(self) - start
-            return super().count(value, start, *end)
-
-    path = write(tmp_path, RECORDS * 20)
-    with path.open("ab") as file:
-        file.write(bytes(64))
-    whole = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda each: Watched(whole(each)))
-    assert len(read_segment(path, is_last=True).records) == len(RECORDS) * 20
-    assert Watched.read == 64
-
-
-def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
-    journal, _ = Journal.open(tmp_path)
-    journal.append(RECORDS[0])
-    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 1)
-
-    def no_room(folder, number):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(journal_module, "_create", no_room)
-        with pytest.raises(OSError, match="No space left"):
-            journal.append(RECORDS[1])
-    journal.append(RECORDS[1])
-    journal.close()
-    assert list(read_journal(tmp_path)) == RECORDS[:2]
 
 
 def test_damage_before_the_last_record_is_refused_wherever_it_is(tmp_path):
@@ -159,24 +111,6 @@ def test_a_full_segment_is_on_disk_before_the_next_begins(tmp_path, monkeypatch)
         assert (full, count) in flushed, "flushed while it was the last"
 
 
-def test_records_of_earlier_segments_are_not_kept_in_memory(tmp_path, monkeypatch):
-    """A resume reads the journal of the whole run: one segment at a time is in memory."""
-    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 200)
-    write(tmp_path)
-    read: list[Path] = []
-    whole = journal_module.read_segment
-    monkeypatch.setattr(
-        journal_module,
-        "read_segment",
-        lambda path, is_last: read.append(path) or whole(path, is_last),
-    )
-    records = iter(Journal.open(tmp_path)[1])
-    read.clear()
-    first = next(records)
-    assert first == RECORDS[0] and read == segments(tmp_path)[:1]
-    assert [first, *records] == RECORDS and read == segments(tmp_path)
-
-
 def test_an_incomplete_record_in_an_earlier_segment_is_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 200)
     write(tmp_path)
@@ -214,19 +148,3 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch):
     monkeypatch.undo()
     journal.append(RECORDS[2])
     assert list(read_journal(tmp_path)) == [RECORDS[0], RECORDS[2]]
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 9), st.floats(-1, 1, width=32), st.text(max_size=5)), max_size=8
-    )
-)
-def test_any_group_comes_back_bit_for_bit(tmp_path_factory, drawn):
-    folder = tmp_path_factory.mktemp("journal")
-    records = [
-        group((epoch, index), rewards=(reward, -reward), tokens=1 + len(text))
-        for index, (epoch, reward, text) in enumerate(drawn)
-    ]
-    write(folder, records)
-    assert list(read_journal(folder)) == records

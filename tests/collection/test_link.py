@@ -1,10 +1,8 @@
 """The link to a collector's process: a real one, and one that is silent, fails or does not stop."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,19 +57,6 @@ def deliver(link: Link, delivery: Delivery) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.connect(link._address("deliveries"))
         socket.send(encode(delivery))
-
-
-@pytest.mark.slow
-def test_a_collector_that_fails_ends_though_nobody_hears_it(tmp_path):
-    values = {
-        "recipe": {"nothing": {}}, "deliveries": f"ipc://{tmp_path}/gone",
-        "commands": f"ipc://{tmp_path}/commands",
-    }  # fmt: skip
-    path = tmp_path / "settings.json"
-    path.write_text(json.dumps(values))
-    command = [sys.executable, "-m", "grpo_replay.collection.collector_process", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "the collector failed" in done.stderr
 
 
 def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path):
@@ -135,12 +120,6 @@ def test_a_collector_that_does_not_stop_is_killed_with_what_it_started(idle):
     idle.close()
 
 
-def test_the_last_lines_of_the_log_are_shown(idle):
-    idle._log.parent.mkdir(parents=True)
-    idle._log.write_text("".join(f"line {i}\n" for i in range(40)))
-    assert idle.log_tail().splitlines()[1:] == [f"line {i}" for i in range(25, 40)]
-
-
 def test_a_collector_sees_no_gpu_and_is_no_rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -148,16 +127,3 @@ def test_a_collector_sees_no_gpu_and_is_no_rank(monkeypatch):
     found = collector_environment()
     assert "RANK" not in found and found["CUDA_VISIBLE_DEVICES"] == ""
     assert found["HF_HOME"] == "/models"
-
-
-def test_only_the_first_message_is_waited_for(idle, monkeypatch):
-    waits, poll = [], idle._deliveries.poll
-
-    def spy(milliseconds: int) -> int:
-        waits.append(milliseconds)
-        return poll(milliseconds)
-
-    monkeypatch.setattr(idle._deliveries, "poll", spy, raising=False)
-    deliver(idle, Delivery(0, None, Report(sent=time.monotonic())))
-    assert len(list(idle.receive(5.0))) == 1
-    assert waits == [5000, 0]

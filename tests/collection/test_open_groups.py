@@ -3,7 +3,7 @@
 import numpy as np
 
 from grpo_replay.collection.collector import Member, OpenGroup
-from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Drop, unpack
+from grpo_replay.collection.messages import Drop
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Span, Verdict
 
 RIGHT = Verdict(1.0, "correct", (1.0,))
@@ -53,19 +53,3 @@ def test_what_has_finished_is_counted_until_it_is_graded():
     assert group.is_sampled and not group.is_graded
     group.members[1].verdict = group.members[2].verdict = RIGHT
     assert group.is_graded and group.grading == 0
-
-
-def test_a_graded_group_becomes_its_message():
-    group = open_group(2)
-    for member, tokens in zip(group.members, (3, 1), strict=True):
-        sample(member, tokens, (4, 0, tokens))
-        member.verdict = RIGHT
-    found = group.complete(finished=12.5)
-    assert (found.place, found.prompt_id, found.attempt) == ((1, 4), "p4", 1)
-    assert (found.started, found.finished, found.tokens) == (10.0, 12.5, 4)
-    assert unpack(found.prompt_token_ids, TOKEN_IDS).tolist() == [5, 6]
-    assert [unpack(row.token_ids, TOKEN_IDS).tolist() for row in found.rows] == [[0, 1, 2], [0]]
-    assert unpack(found.rows[0].logprobs, LOGPROBS).tolist() == [0.0, -0.5, -1.0]
-    assert [(r.text, r.reward, r.verdict, r.finish_reason) for r in found.rows] == [
-        ("text 0", 1.0, "correct", "stop"), ("text 1", 1.0, "correct", "stop"),
-    ]  # fmt: skip

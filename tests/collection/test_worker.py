@@ -36,15 +36,6 @@ def test_an_error_in_any_task_ends_all_and_reaches_the_caller():
     assert cancelled == ["run"]
 
 
-def test_the_end_of_one_task_ends_the_others():
-    async def until_the_parent_is_gone() -> None:
-        await asyncio.sleep(0)
-
-    asyncio.run(
-        asyncio.wait_for(_until_the_first_ends(asyncio.sleep(60), until_the_parent_is_gone()), 5)
-    )
-
-
 def run_main(monkeypatch, tmp_path: Path, collect) -> tuple[int, list[Delivery]]:
     """The exit code of `main` with another `_collect`, and what it sent."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # the path of a socket is short

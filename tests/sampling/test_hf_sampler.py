@@ -14,12 +14,8 @@ from naive_sampler import (
     copied_sampler,
     make_requests,
     naive_completion,
-    naive_logits,
-    naive_logp,
     qwen3,
 )
-from scipy.stats import chisquare
-from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.distributed.comm import Comm
@@ -27,7 +23,6 @@ from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.sampling import decode_ways, decoding
-from grpo_replay.sampling.decode_ways import decode_attention
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.types import GenerationRequest, RequestKey
@@ -69,13 +64,7 @@ def assert_like_naive(model, requests, eos_ids=BOTH_EOS):
     return completions
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p"),
-    slow_except(
-        [(1.0, 1.0), (0.6, 0.8), (0.0, 1.0)],
-        [(1.0, 1.0), (0.6, 1.0), (1.7, 0.9), (0.6, 0.8), (0.0, 1.0), (0, 0.5)],
-    ),
-)
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8), (0.0, 0.5)])
 def test_tokens_and_logprobs_equal_those_of_a_naive_sampler(model, temperature, top_p):
     requests = make_requests(temperature=temperature, top_p=top_p)
     completions = assert_like_naive(model, requests)
@@ -116,25 +105,21 @@ def test_a_completion_does_not_depend_on_its_batch(model):
         assert_same(whole, other, atol=1e-5)
 
 
-def test_rows_leave_between_blocks_of_random_numbers_and_growths_of_the_cache(monkeypatch):
+def test_rows_leave_between_parts_of_prefill_blocks_of_numbers_and_growths_of_the_cache(
+    monkeypatch,
+):
     model = qwen3(max_position_embeddings=512)
     lengths = [20, 75, 40, 60]
     requests = [
         dataclasses.replace(request, max_tokens=length)
         for request, length in zip(make_requests(prompts=2, group=2), lengths, strict=True)
     ]
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 8)
     monkeypatch.setattr(decoding, "UNIFORM_BLOCK", 16)
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 10)
     monkeypatch.setattr(decode_ways, "GROWTH_TOKENS", 5)
     completions = assert_like_naive(model, requests, eos_ids=(VOCABULARY + 5,))
     assert sorted(len(c.token_ids) for c in completions.values()) == sorted(lengths)
-
-
-def test_a_prefill_in_several_parts_changes_nothing(model, monkeypatch):
-    requests = make_requests(prompts=5, group=3)
-    whole = by_key(sampler_of(model).generate(requests))
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 24)
-    assert_same(whole, by_key(sampler_of(model).generate(requests)), atol=1e-5)
 
 
 def beginning_alike(prefix: int) -> list[GenerationRequest]:
@@ -168,40 +153,6 @@ def test_what_all_prompts_begin_with_is_prefilled_once(model, monkeypatch):
         )
 
 
-def test_logprobs_are_those_of_a_teacher_forced_forward(model):
-    checked = 0
-    for completion in sampler_of(model).generate(requests := make_requests()):
-        prompt = next(r.prompt_token_ids for r in requests if r.key == completion.key)
-        row = np.concatenate([prompt, completion.token_ids])
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor(row[None])).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).numpy()
-        taken = expected[np.arange(len(completion.token_ids)), completion.token_ids]
-        np.testing.assert_allclose(completion.sampler_logprobs, taken, rtol=0, atol=1e-5)
-        checked += 1
-    assert checked == 20
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.7)])
-def test_first_tokens_follow_the_distribution(model, temperature, top_p):
-    prompt = np.array([7, 3, 11], dtype=np.int32)
-    requests = [
-        GenerationRequest(RequestKey(1, 0, i), prompt, 77_000 + i, 1, temperature, top_p)
-        for i in range(4000)
-    ]
-    tokens = [int(c.token_ids[0]) for c in sampler_of(model).generate(requests)]
-    probabilities = np.exp(naive_logp(naive_logits(model, prompt.tolist()), temperature, top_p))
-    seen = np.bincount(tokens, minlength=VOCABULARY)
-    assert seen[probabilities == 0].sum() == 0
-    likely = probabilities * 4000 > 5
-    observed, expected = list(seen[likely]), list(4000 * probabilities[likely])
-    if (~likely & (probabilities > 0)).any():
-        observed.append(seen[~likely].sum())
-        expected.append(4000 * probabilities[~likely].sum())
-    assert len(observed) > 3
-    assert chisquare(observed, expected).pvalue > 1e-3
-
-
 def test_every_eos_id_stops_and_is_kept(model):
     requests = make_requests(prompts=8, group=16)
     completions = list(sampler_of(model).generate(requests))
@@ -222,16 +173,6 @@ def test_eos_as_the_last_allowed_token_is_a_stop(model):
     assert all((c.finish_reason == "stop") == (c in stopped) for c in completions)
 
 
-def test_completions_come_as_they_finish(model):
-    requests = [dataclasses.replace(r, max_tokens=2 + i) for i, r in enumerate(make_requests())]
-    lengths = [len(c.token_ids) for c in sampler_of(model).generate(requests)]
-    assert lengths == sorted(lengths)
-
-
-def test_no_requests_give_no_completions(model):
-    assert list(sampler_of(model).generate([])) == []
-
-
 def test_generating_does_not_leave_inference_mode_or_the_random_state_changed(model):
     before = torch.get_rng_state()
     completions = iter(sampler_of(model).generate(make_requests()))
@@ -241,34 +182,13 @@ def test_generating_does_not_leave_inference_mode_or_the_random_state_changed(mo
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_bfloat16_logprobs_stay_near_those_of_float32(model):
-    requests = make_requests()
-    gaps = []
-    for completion in sampler_of(model, dtype="bfloat16").generate(requests):
-        prompt = next(r.prompt_token_ids for r in requests if r.key == completion.key)
-        row = np.concatenate([prompt, completion.token_ids])
-        with torch.no_grad():
-            logp = model(input_ids=torch.tensor(row[None])).logits[0].log_softmax(-1).numpy()
-        at = np.arange(len(prompt) - 1, len(row) - 1)
-        gaps.append(np.abs(logp[at, completion.token_ids] - completion.sampler_logprobs))
-    assert 0 < np.mean(np.concatenate(gaps)) < 0.1
-
-
-def impossible(**changes):
-    return [dataclasses.replace(make_requests(prompts=1, group=1)[0], **changes)]
-
-
 def test_impossible_requests_are_refused_before_any_work(model):
+    """Others: test_sampler_contract."""
+    (request,) = make_requests(prompts=1, group=1)
     sampler = sampler_of(model)
-    with pytest.raises(RecipeError, match=r"exceed the model's 64 positions.*max_completion"):
-        sampler.generate(impossible(max_tokens=64))
-    assert len(next(sampler.generate(impossible(max_tokens=63))).token_ids) > 0
-    with pytest.raises(SamplerError, match="0 prompt tokens"):
-        sampler.generate(impossible(prompt_token_ids=np.zeros(0, np.int32)))
-    with pytest.raises(SamplerError, match="max_tokens 0"):
-        sampler.generate(impossible(max_tokens=0))
-    with pytest.raises(SamplerError, match="vocabulary of 29"):
-        sampler.generate(impossible(prompt_token_ids=np.array([29], np.int32)))
+    with pytest.raises(RecipeError, match="64 positions"):
+        sampler.generate([dataclasses.replace(request, max_tokens=64)])
+    assert len(next(sampler.generate([dataclasses.replace(request, max_tokens=63)])).token_ids) > 0
 
 
 def test_weights_that_are_not_finite_are_reported_not_sampled(model):
@@ -284,7 +204,7 @@ def test_an_out_of_memory_error_names_the_settings_to_lower(model, monkeypatch):
 
     sampler = sampler_of(model)
     monkeypatch.setattr(decoding, "expanded_cache", too_large)
-    with pytest.raises(SamplerError, match=r"20 rows at once: lower sampling.max_batch_rollouts"):
+    with pytest.raises(SamplerError, match="max_batch_rollouts"):
         list(sampler.generate(make_requests()))
 
 
@@ -317,17 +237,6 @@ def test_keys_and_values_of_different_widths_are_decoded():
     assert_like_naive(AutoModelForCausalLM.from_config(config).eval(), make_requests())
 
 
-def test_grouped_values_narrower_than_keys_keep_their_width():
-    module = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
-    query, key, value = (torch.randn(3, heads, length, width, generator=torch.manual_seed(0))
-                         for heads, length, width in ((4, 1, 8), (2, 5, 8), (2, 5, 6)))  # fmt: skip
-    found, _ = decode_attention(module, query, key, value, None)
-    repeated = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated)
-    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
-
-
 def test_a_model_that_no_way_decodes_rightly_is_refused_when_the_sampler_opens(model, monkeypatch):
     forward = type(model).forward
 
@@ -335,13 +244,7 @@ def test_a_model_that_no_way_decodes_rightly_is_refused_when_the_sampler_opens(m
         return forward(self, input_ids, **others | {"position_ids": None})  # ignores the cache
 
     monkeypatch.setattr(type(model), "forward", forgetful)
-    with pytest.raises(ModelError, match=r"cannot decode a model of type qwen3 .* use .* vllm"):
-        sampler_of(model)
-
-
-def test_a_model_that_takes_no_cache_is_refused_when_the_sampler_opens(model, monkeypatch):
-    monkeypatch.setattr(type(model), "forward", lambda self, input_ids: None)
-    with pytest.raises(ModelError, match=r"sampling\.backend hf: .* type qwen3"):
+    with pytest.raises(ModelError, match="type qwen3"):
         sampler_of(model)
 
 
@@ -360,29 +263,13 @@ def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():
 def test_a_random_initialisation_opens_from_its_own_path_and_is_the_trainers():
     from grpo_replay.engine.models import load_policy
 
-    recipe = load_recipe_of_random_model()
+    small = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = {"path": "builtin:qwen3-0.6b", "tokenizer": "builtin:bytes", "random_init": small}
+    recipe = resolve_recipe([{"model": model}])
     sampler = HfSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
     ours, theirs = sampler._model.state_dict(), load_policy(recipe.model, 42).state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(ours) == len(theirs) > 10
-
-
-def load_recipe_of_random_model():
-    overrides = {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 32,
-    }
-    model = {
-        "path": "builtin:qwen3-0.6b",
-        "tokenizer": "builtin:bytes",
-        "random_init": overrides,
-    }
-    return resolve_recipe([{"model": model}])
 
 
 def test_an_fp32_head_samples_from_logits_that_are_not_rounded(tmp_path):

@@ -95,18 +95,3 @@ def test_a_batch_that_is_still_in_flight_holds_up_neither_sleep_nor_push(sampler
         left.append(len(core(sampler).batch_queue))
         sampler.sleep(keep_weights=False)
     assert max(left) > 0, "this test saw a batch in flight"
-
-
-def test_an_abandoned_iterator_leaves_nothing_running(sampler, tied):
-    push(sampler, tied.model)
-    for seed in (5, 6):
-        model = changed(tied, seed)
-        push(sampler, model)
-        iterator = sampler.generate(make_requests(count=16))
-        next(iterator)
-        iterator.close()
-        assert not sampler._engine.has_unfinished_requests()
-        model = changed(tied, seed + 10)
-        push(sampler, model)
-        requests = make_requests(count=16)
-        assert gaps(model, requests, list(sampler.generate(requests))).max() < 1e-4

@@ -119,14 +119,6 @@ def test_closing_frees_the_communicators_of_both_sides(network, tied):
     assert network.communicators == []
 
 
-def test_closing_continues_when_a_server_does_not_answer(network, tied, caplog):
-    network.transfer.stage(named_tensors(tied.model), 1, network.servers)
-    network.both[1].refuse = {"shutdown_weight_transfer_engine"}
-    network.transfer.close()
-    assert ranks(network) == [2]
-    assert "keeps its NCCL communicator: HTTP 500" in caplog.text
-
-
 @pytest.mark.timeout(90)
 def test_a_server_that_fails_to_receive_ends_the_broadcast(network, tied):
     """NCCL would wait for it for ever, and the other server does: it is not asked to leave."""

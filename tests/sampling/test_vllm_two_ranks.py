@@ -3,13 +3,13 @@ test_vllm_training)."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from server_helpers import free_ports
 from tiny_policy import by_key, changed, logprobs_of, make_requests, push
 
 from grpo_replay.types import RequestKey
@@ -20,16 +20,10 @@ PROGRAM = Path(__file__).parents[1] / "support" / "rank_program.py"
 DEADLINE_SECONDS = 240
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_two_ranks(folder: Path, output: Path, tensor_parallel_size: int) -> list[dict]:
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(free_ports(1)[0]),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
