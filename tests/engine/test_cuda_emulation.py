@@ -41,13 +41,6 @@ def test_joining_prints_nothing_and_sets_every_time_out():
     assert json.loads(seen.stderr.splitlines()[-1]) == {"timeout_seconds": 77.0}
 
 
-@pytest.mark.slow
-def test_a_dry_run_on_a_gpu_prints_json_and_nothing_else():
-    report = json.loads(run_program("dry-run").stdout)
-    assert report["hardware"]["device"] == "cuda" and not report["hardware"]["assumed"]
-    assert report["hardware"]["memory_gib_per_process"] == 80
-
-
 def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
     cuda, auto = EngineSection(device="cuda"), EngineSection(device="auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

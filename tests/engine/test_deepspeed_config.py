@@ -10,8 +10,6 @@ from grpo_replay.engine.deepspeed_engine import deepspeed_config
 from grpo_replay.engine.engine_state import param_groups
 from grpo_replay.recipe import Recipe, ZeroSection
 
-LEAVES = list(ZeroSection.model_fields)
-
 
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -24,25 +22,20 @@ def config_of(recipe: Recipe, stage: int, on_cuda: bool) -> dict[str, Any]:
     return deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage, on_cuda)
 
 
-def test_every_threshold_is_tested():
-    assert len(LEAVES) == 7 and set(LEAVES) == set(SCALED["zero"])
-
-
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_the_default_is_deepspeed_s(leaf):
+def test_every_threshold_reaches_deepspeed_and_has_its_default():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    own = DeepSpeedZeroConfig(stage=3)
-    assert getattr(read_by_deepspeed({"zero_stage": 3}), leaf) == getattr(own, leaf)
+    leaves = list(ZeroSection.model_fields)
+    assert len(leaves) == 7 and set(leaves) == set(SCALED["zero"])
+    own, default = DeepSpeedZeroConfig(stage=3), read_by_deepspeed({"zero_stage": 3})
+    scaled = read_by_deepspeed(SCALED)
+    for leaf in leaves:
+        assert getattr(default, leaf) == getattr(own, leaf), leaf
+        assert getattr(scaled, leaf) == SCALED["zero"][leaf], leaf
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_a_threshold_reaches_deepspeed(leaf):
-    assert getattr(read_by_deepspeed(SCALED), leaf) == SCALED["zero"][leaf]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_cpu_steps_with_the_fused_adamw_and_a_gpu_with_torch_s_choice(processes, stage):
+def test_a_cpu_steps_with_the_fused_adamw_and_a_gpu_with_torch_s_choice(processes):
+    stage = 3
     with open_engine(processes, engine={"zero_stage": stage}) as engine:
         assert all(group["fused"] for group in param_groups(engine._engine))
     on_gpu = config_of(engine_recipe(), stage, on_cuda=True)

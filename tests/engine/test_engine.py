@@ -1,11 +1,10 @@
 """The engine on one rank: a plain twin, and everything that must change nothing but rounding."""
 
 import math
-import re
 from dataclasses import asdict, replace
-from itertools import product
-from pathlib import Path
+from functools import cache
 
+import core_engine
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,6 @@ from core_engine import (
     PlainTraining,
     engine_recipe,
     first_gradient,
-    make_rows,
     open_engine,
     parameters,
     plain_logprobs,
@@ -24,7 +22,6 @@ from core_engine import (
     tiny_model,
     weighted,
 )
-from slow_tests import slow_except
 
 import grpo_replay.engine.deepspeed_engine
 import grpo_replay.engine.policy_module
@@ -32,9 +29,20 @@ from grpo_replay.engine.engine_state import ENGINE_TAG, MASTER, MOMENTS, read_sa
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import LossSection
+from grpo_replay.replay.batch import TrainRow
 
 STAGES = [0, 1, 2, 3]
 STATE = (MASTER, *MOMENTS)
+
+
+def make_rows(*arguments, **options) -> list[TrainRow]:
+    """`core_engine.make_rows`, which samples them, once for each set of arguments."""
+    return list(_made(*arguments, **options))
+
+
+@cache
+def _made(*arguments, **options) -> list[TrainRow]:
+    return core_engine.make_rows(*arguments, **options)
 
 
 def one_update(processes, rows, **sections):
@@ -44,10 +52,7 @@ def one_update(processes, rows, **sections):
         return result, first_gradient(engine), parameters(engine)
 
 
-@pytest.mark.parametrize(
-    ("stage", "max_grad_norm", "beta"),
-    slow_except([(3, 1e6, 0.1), (3, 0.05, 0.0)], product([0, 3], [1e6, 0.05], [0.0, 0.1])),
-)
+@pytest.mark.parametrize(("stage", "max_grad_norm", "beta"), [(3, 1e6, 0.1), (0, 0.05, 0.0)])
 def test_updates_are_those_of_plain_torch(processes, stage, max_grad_norm, beta):
     sections = {
         "engine": {"zero_stage": stage},
@@ -80,10 +85,9 @@ def test_outcomes_are_those_of_the_plain_model(processes):
             assert value == pytest.approx(expected[name], rel=5e-5, abs=1e-5), name
 
 
-@pytest.mark.parametrize("stage", slow_except([3], STAGES))
-def test_one_micro_batch_of_eight_is_eight_micro_batches_of_one(processes, stage):
+def test_one_micro_batch_of_eight_is_eight_micro_batches_of_one(processes):
     rows = make_rows(8)
-    engine = {"zero_stage": stage}
+    engine = {"zero_stage": 3}
     whole = one_update(processes, rows, engine=engine)
     parts = one_update(
         processes, rows, engine=engine, batch={"max_tokens_per_microbatch": ONE_BY_ONE}
@@ -104,14 +108,11 @@ def parameters_before() -> torch.Tensor:
     return torch.cat([named[name].detach().flatten() for name in sorted(named)])
 
 
-@pytest.mark.parametrize(
-    "aggregation", slow_except(["constant"], ["token_mean", "sequence_mean", "constant"])
-)
-def test_any_order_and_packing_give_the_same_update(processes, aggregation):
-    loss = {"aggregation": aggregation}
+def test_any_order_and_packing_give_the_same_update(processes):
+    loss = {"aggregation": "constant"}
     rows = weighted(make_rows(16), LossSection(**loss))
     expected = one_update(processes, rows, loss=loss)
-    for seed, budget in [(1, ALL_AT_ONCE), (2, 70), (3, 150)]:
+    for seed, budget in [(1, ALL_AT_ONCE), (2, 70)]:
         order = np.random.default_rng(seed).permutation(len(rows))
         found = one_update(
             processes,
@@ -185,13 +186,12 @@ def gradients_of_updates(engine) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", slow_except(["bfloat16"], ["float32", "bfloat16"]))
-def test_every_zero_stage_makes_the_updates_of_torch_adamw(processes, dtype, tmp_path):
+def test_every_zero_stage_makes_the_updates_of_torch_adamw(processes, tmp_path):
     """Several updates whose clip binds: weights, fp32 masters, moments and the update count that
     corrects their bias."""
     batches = [make_rows(6, seed) for seed in range(3)]
     sections = {
-        "model": {"dtype": dtype},
+        "model": {"dtype": "bfloat16"},
         "optimizer": {"max_grad_norm": 0.05, "adamw": {"weight_decay": 0.1}},
     }  # fmt: skip
     plain = TorchAdamW(engine_recipe(**sections))
@@ -217,13 +217,12 @@ def test_every_zero_stage_makes_the_updates_of_torch_adamw(processes, dtype, tmp
                 assert torch.equal(weights[name], found[MASTER].to(weights[name].dtype))
 
 
-@pytest.mark.parametrize("stage", slow_except([3], [0, 3]))
-def test_chunks_of_the_output_head_change_nothing(processes, stage):
+def test_chunks_of_the_output_head_change_nothing(processes):
     rows, sampling = make_rows(8), {"temperature": 0.7}
     whole, chunks = (
         one_update(
             processes, rows, sampling=sampling,
-            engine={"zero_stage": stage, "logprob_chunk_tokens": tokens},
+            engine={"zero_stage": 3, "logprob_chunk_tokens": tokens},
         )
         for tokens in (4096, 7)
     )  # fmt: skip
@@ -249,35 +248,21 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
     assert sum(heights) == 2 * sum(len(row.completion_token_ids) for row in rows)
 
 
-@pytest.mark.parametrize("vocabulary, tokens", [(24, 1024), (100_000, 384)])
-def test_the_chunk_of_the_head_follows_the_vocabulary_of_the_model(processes, vocabulary, tokens):
-    overrides = {"vocab_size": vocabulary, "hidden_size": 8}
-    model = {"random_init": overrides}
-    with open_engine(processes, model=model, loss={"beta": 0.1}) as engine:
-        assert engine._engine.module.head.chunk_tokens == tokens
-        assert engine._reference.head.chunk_tokens == tokens
-
-
-@pytest.mark.parametrize("stage", slow_except([3], [0, 3]))
-def test_gradient_checkpointing_changes_nothing(processes, stage):
-    rows = make_rows(8)
-    stored = one_update(processes, rows, engine={"zero_stage": stage})
-    recomputed = one_update(
-        processes, rows, engine={"zero_stage": stage}, model={"gradient_checkpointing": True}
-    )
+def test_gradient_checkpointing_changes_nothing(processes):
+    rows, engine = make_rows(8), {"zero_stage": 3}
+    stored = one_update(processes, rows, engine=engine)
+    model = {"gradient_checkpointing": True}
+    recomputed = one_update(processes, rows, engine=engine, model=model)
     assert relative(recomputed[1], stored[1]) < 1e-6
     assert relative(recomputed[2], stored[2]) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("temperature", "stage"), slow_except([(1.0, 0), (0.7, 3)], product([1.0, 0.7], [0, 3]))
-)
-def test_logprobs_are_those_of_plain_transformers(processes, temperature, stage):
-    rows = make_rows(10)
+def test_logprobs_are_those_of_plain_transformers(processes):
+    rows, temperature = make_rows(10), 0.7
     with open_engine(
         processes,
         sampling={"temperature": temperature, "max_completion_length": 20},
-        engine={"zero_stage": stage},
+        engine={"zero_stage": 3},
         batch={"max_tokens_per_microbatch": 120},
     ) as engine:
         found = engine.logprobs(rows)
@@ -306,18 +291,6 @@ def test_temperature_scales_the_gradient_too(processes):
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert relative(gradient, expected) < 5e-6
     assert result.loss == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
-
-
-def test_asymre_is_the_gradient_of_weighted_whole_rollout_log_probs(processes):
-    rows = weighted(make_rows(5), LossSection(kind="asymre"))
-    result, gradient, _ = one_update(processes, rows, loss={"kind": "asymre"})
-    model = tiny_model()
-    total = sum(-row.coefficient * plain_logprobs(model, row)[0].sum() / 5 for row in rows)
-    total.backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert relative(gradient, expected) < 5e-6
-    assert result.loss == pytest.approx(total.item(), rel=1e-5)
-    assert all(outcome.clip_fraction == 0 for outcome in result.outcomes)
 
 
 def test_an_empty_completion_takes_part_without_tokens(processes):
@@ -375,10 +348,7 @@ def test_log_probs_of_a_fresh_rollout_give_ratio_one_before_any_update(processes
         assert outcome.clip_fraction == 0
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    slow_except([(3, "float32"), (0, "bfloat16")], product(STAGES, ["float32", "bfloat16"])),
-)
+@pytest.mark.parametrize(("stage", "dtype"), [(3, "float32"), (0, "bfloat16")])
 def test_a_non_finite_loss_stops_before_the_step(processes, stage, dtype):
     rows = make_rows(5)
     poisoned = rows[3].behavior_logprobs.copy()
@@ -394,10 +364,7 @@ def test_a_non_finite_loss_stops_before_the_step(processes, stage, dtype):
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "bad"),
-    slow_except(
-        [(3, "float32", math.nan), (0, "float32", math.inf), (0, "bfloat16", math.inf)],
-        product(STAGES, ["float32", "bfloat16"], [math.nan, math.inf]),
-    ),
+    [(3, "float32", math.nan), (0, "float32", math.inf), (0, "bfloat16", math.inf)],
 )
 def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run(processes, stage, dtype, bad):
     model = tiny_model().to(getattr(torch, dtype))
@@ -429,30 +396,7 @@ def test_bf16_gradients_of_many_micro_batches_add_up(processes):
     assert parts[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=0.01)
 
 
-@pytest.mark.parametrize("stage", slow_except([3], STAGES))
-def test_bf16_keeps_fp32_master_weights(processes, stage):
-    """Updates far below bf16's resolution of a weight must add up."""
-    rows = make_rows(6)
-    sections = {
-        "model": {"dtype": "bfloat16"},
-        "engine": {"zero_stage": stage},
-        "optimizer": {"learning_rate": 2e-6},
-    }
-    with open_engine(processes, **sections) as engine:
-        before = parameters(engine)
-        for _ in range(40):
-            engine.update(rows)
-        moved = parameters(engine) - before
-    weights = before.abs() > 0.01  # resolution ≥ 3e-5: no single update reaches half of it
-    assert int((moved[weights] != 0).sum()) > 100
-
-
-@pytest.mark.parametrize(
-    ("stage", "packing"),
-    slow_except(
-        [(0, False), (3, True)], [(0, False), (2, False), (3, False), (0, True), (3, True)]
-    ),
-)
+@pytest.mark.parametrize(("stage", "packing"), [(0, False), (3, True)])
 def test_saved_and_loaded_is_never_saved(processes, stage, packing, tmp_path):
     """Also where the engine, when it opens, tries out whether the model's rows can be packed."""
     first, second = make_rows(6, 1), make_rows(6, 2)
@@ -479,20 +423,3 @@ def test_full_tensors_come_under_every_tied_name_in_buckets(processes):
     for name, tensor in state.items():
         assert torch.equal(whole[name], tensor), name
         assert torch.equal(parts[name], tensor), name
-
-
-def test_the_one_heavy_loss_import_is_where_the_layout_says():
-    """`loss` and `batch` are pure: neither may know DeepSpeed or transformers."""
-    root = Path(__file__).resolve().parents[2] / "grpo_replay"
-    for name in (
-        "replay/loss.py",
-        "replay/batch.py",
-        "training/metrics.py",
-        "replay/rollouts.py",
-        "training/trainer.py",
-        "engine/__init__.py",
-    ):
-        imports = re.findall(r"^\s*(?:import|from) (\S+)", (root / name).read_text(), re.MULTILINE)
-        assert not {module.split(".")[0] for module in imports} & {
-            "deepspeed", "transformers", "vllm",
-        }  # fmt: skip

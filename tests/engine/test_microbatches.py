@@ -15,7 +15,7 @@ from grpo_replay.engine.microbatches import (
     scatter_microbatches,
 )
 from grpo_replay.engine.shared_prompts import Layout
-from grpo_replay.replay.batch import TrainRow, logprob_row
+from grpo_replay.replay.batch import TrainRow
 
 
 def make_row(prompt: int, completion: int, seed: int = 0) -> TrainRow:
@@ -196,16 +196,3 @@ def test_one_rank_has_all_micro_batches_and_sends_none(packing):
     alone = scatter_microbatches(Comm(), rows, Layout(24, packing))
     assert_same_bits(alone, plan_microbatches(rows, Layout(24, packing), 1)[0])
     assert len(alone) > 1
-
-
-def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():
-    rows = [make_row(1000, 9000, seed) for seed in range(4)]
-    plain = [logprob_row(row.prompt_token_ids, row.completion_token_ids) for row in rows]
-    without_reference = [replace(row, reference_logprobs=np.zeros(9000, "f")) for row in rows]
-    for given_rows, bytes_per_row in (
-        (plain, 4 * 10_000),
-        (without_reference, 4 * 10_000 + 4 * 9000),
-        (rows, 4 * 10_000 + 8 * 9000),
-    ):
-        _, payloads = scattered(given_rows, Layout(20_000), 2)
-        assert 4 * bytes_per_row < sum(map(len, payloads)) < 4 * bytes_per_row + 4000

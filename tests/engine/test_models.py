@@ -1,11 +1,9 @@
 """Models and tokenizers: what loads, and what is said about what does not."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from naive_sampler import qwen3
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.engine.models import (
@@ -64,19 +62,12 @@ def no_network(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", refuse)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "plain", "héllo\n\t 漢字 🙂", " it 's  <b> ", "\x00\x7f\u00a0", "a" * 5000]
-)
-def test_bytes_make_an_exact_round_trip(text):
-    ids = byte_tokenizer()(text)["input_ids"]
-    assert ids == list(text.encode())
-    assert byte_tokenizer().decode(ids) == text
-
-
 def test_the_byte_tokenizer_has_special_tokens_and_a_chat_template():
     tokenizer = byte_tokenizer()
     assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id) == (258, PAD_ID, EOS_ID)
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1"}]
+    round_trip = "héllo\n\t 漢字 🙂"
+    assert tokenizer.decode(tokenizer(round_trip)["input_ids"]) == round_trip
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "system: S\nuser: 1+1\nassistant: "
     assert tokenizer.decode([65, EOS_ID], skip_special_tokens=True) == "A"
@@ -111,18 +102,15 @@ def test_a_random_initialisation_takes_dtype_overrides_and_special_tokens():
     assert policy.generation_config.eos_token_id == EOS_ID
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
-def test_published_configurations_ship(name):
+@pytest.mark.parametrize(
+    ("name", "kind", "vocabulary", "tied"),
+    [("qwen3-0.6b", "qwen3", 151_936, True), ("qwen3-1.7b", "qwen3", 151_936, True),
+     ("qwen3-4b", "qwen3", 151_936, True), ("qwen2.5-7b", "qwen2", 152_064, False)],
+)  # fmt: skip
+def test_published_configurations_ship(name, kind, vocabulary, tied):
     config = load_config(random_section(path=f"builtin:{name}", random_init=True))
-    assert config.model_type == "qwen3"
-    assert config.vocab_size == 151_936
-    assert config.tie_word_embeddings
-
-
-def test_the_published_qwen2_5_ships_with_a_head_of_its_own():
-    config = load_config(random_section(path="builtin:qwen2.5-7b", random_init=True))
-    assert (config.model_type, config.vocab_size) == ("qwen2", 152_064)
-    assert not config.tie_word_embeddings
+    assert (config.model_type, config.vocab_size) == (kind, vocabulary)
+    assert config.tie_word_embeddings is tied
 
 
 def test_a_saved_folder_loads_bit_for_bit(folder):
@@ -149,17 +137,8 @@ def test_generation_settings_that_transformers_cannot_write_do_not_stop_a_checkp
     assert not saved.get("do_sample") and "temperature" not in saved
 
 
-def test_generation_settings_that_can_be_written_stay(folder):
-    settings = {"temperature": 0.6, "do_sample": True, "eos_token_id": 9}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    policy = load_policy(ModelSection(path=str(folder)), 0)
-    assert drop_unwritable_settings(policy) == []
-    assert policy.generation_config.temperature == 0.6
-
-
 @pytest.mark.parametrize(
-    ("kind", "setting"), [("qwen3", "attention_dropout"), ("starcoder2", "residual_dropout"),
-                          ("gpt2", "resid_pdrop")]
+    ("kind", "setting"), [("qwen3", "attention_dropout"), ("gpt2", "resid_pdrop")]
 )  # fmt: skip
 def test_a_row_has_the_same_log_probs_in_every_forward_pass(tmp_path, kind, setting):
     """Dropout of the model's own would make ratios noise."""
@@ -186,15 +165,6 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder):
     assert eos_token_ids(str(folder), tokenizer) == (9, 12, EOS_ID)
     other = ModelSection(path=str(folder), tokenizer="builtin:bytes")
     assert eos_token_ids(other, tokenizer) == (EOS_ID,)
-
-
-def test_both_stop_tokens_of_qwen_count_whichever_is_the_tokenizers_eos():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(
-        {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>", "<|im_start|>"]}
-    )
-    ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    assert eos_token_ids(random_section(), tokenizer) == tuple(sorted(ids))
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_eos(folder):
@@ -228,7 +198,7 @@ def test_an_incomplete_folder_is_named_with_what_it_lacks(folder, file, message)
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
 def test_a_damaged_file_is_a_model_error(folder, file):
     (folder / file).write_text('{"broken')
     with pytest.raises(ModelError, match=r"cannot be (loaded|read)") as caught:
@@ -244,19 +214,10 @@ def test_weights_with_too_few_layers_are_not_topped_up_at_random(folder):
         load_policy(ModelSection(path=str(folder)), 0)
 
 
-def test_weights_of_another_shape_are_refused(folder):
-    shutil.rmtree(folder / "model.safetensors", ignore_errors=True)
-    qwen3(vocab_size=301, hidden_size=32, num_hidden_layers=3).save_pretrained(folder / "other")
-    shutil.copy(folder / "other" / "model.safetensors", folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
-        load_policy(ModelSection(path=str(folder)), 0)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"num_layers": 3}, "num_layers: qwen3 has no such setting .did you mean 'num_hidden_la"),
-        ({"hidden_size": "wide"}, "not a valid qwen3 configuration.*hidden_size"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "not a multiple of"),
     ],
 )
@@ -269,11 +230,6 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
     section = random_section(random_init={**SMALL, "vocab_size": 257})
     with pytest.raises(ModelError, match=r"has 258 tokens, but .* vocab_size 257"):
         load_policy(section, 0)
-
-
-def test_a_builtin_without_tokenizer_says_what_to_set():
-    with pytest.raises(ModelError, match=r"no tokenizer in .*builtin:bytes"):
-        load_tokenizer(random_section(tokenizer=None))
 
 
 def test_paths_that_do_not_exist():
@@ -312,27 +268,6 @@ def test_a_base_is_known_wherever_it_lies_and_in_any_dtype(tmp_path):
     assert base_digest(load_policy(random_section(), 2)) == digests[-1]
 
 
-def test_a_file_is_not_a_folder(folder):
-    with pytest.raises(ModelError, match="is a file; name the folder"):
-        load_config(ModelSection(path=str(folder / "config.json")))
-
-
-def test_a_hub_id_that_cannot_be_fetched_says_what_to_download(monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for load in (load_config, load_tokenizer):
-        with pytest.raises(ModelError, match=r"hf download nobody/no-model --local-dir DIR"):
-            load(ModelSection(path="nobody/no-model"))
-
-
-def test_flash_attention_without_its_package_is_a_recipe_error():
-    section = random_section(attn_implementation="flash_attention_2")
-    message = r"model\.attn_implementation flash_attention_2: .*; sdpa and eager need no package"
-    with pytest.raises(RecipeError, match=message):
-        load_policy(section, 0)
-
-
 def test_an_attention_that_the_model_does_not_have_is_a_recipe_error(tmp_path):
     small = {"vocab_size": 258, "hidden_size": 16, "n_head": 2, "n_layer": 1}
     config = AutoConfig.for_model("bloom", **small)
@@ -357,12 +292,3 @@ def test_a_model_of_text_and_images_is_refused_by_name(tmp_path):
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"gemma3 is not a model of text alone .*gemma3_text"):
         load_config(ModelSection(path=str(tmp_path)))
-
-
-def test_a_configuration_that_needs_a_bos_token_keeps_its_own(tmp_path):
-    """The byte tokenizer has none."""
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    small = {**sizes, "vocab_size": 300, "intermediate_size": 16, "bos_token_id": 7}
-    AutoConfig.for_model("modernbert-decoder", **small).save_pretrained(tmp_path)
-    policy = load_policy(random_section(path=str(tmp_path), random_init=True), 0)
-    assert (policy.config.eos_token_id, policy.config.bos_token_id) == (EOS_ID, 7)

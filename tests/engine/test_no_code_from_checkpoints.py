@@ -43,10 +43,7 @@ def small(path: Path, stage: int, steps: int, **options) -> FinishedRun:
 
 @pytest.mark.parametrize(
     ("written", "resumed", "kind"),
-    slow_except([(2, 0, "optim_states")], [
-        (0, 0, "model_states"), (2, 2, "optim_states"), (2, 0, "optim_states"),
-        (0, 3, "model_states"),
-    ]),
+    slow_except([(2, 0, "optim_states")], [(2, 0, "optim_states"), (0, 0, "model_states")]),
 )  # fmt: skip
 def test_a_planted_call_is_refused_and_not_made(tmp_path, processes, written, resumed, kind):
     run, marker = small(tmp_path / "run", written, 3), tmp_path / "executed"
@@ -55,11 +52,3 @@ def test_a_planted_call_is_refused_and_not_made(tmp_path, processes, written, re
     with pytest.raises(CheckpointError, match=r"mkdir.*Nothing of it was run"):
         small(tmp_path / "run", resumed, 4, resume=True)
     assert not marker.exists()
-
-
-@pytest.mark.slow
-def test_torch_load_is_as_before_once_a_checkpoint_is_read(tmp_path, processes):
-    load = torch.load
-    small(tmp_path / "run", 2, 3)
-    small(tmp_path / "run", 2, 4, resume=True)
-    assert torch.load is load

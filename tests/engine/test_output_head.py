@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from core_engine import SHARDED, engine_recipe, make_rows, open_engine, relative
-from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.engine.models import load_policy
@@ -48,11 +47,10 @@ def random_model(kind: str, tied: bool = True, dtype: str = "float32"):
     return model.eval()
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 100])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", HEADS)
-def test_values_and_gradients_are_those_of_the_models_own_logits(kind, tied, chunk_tokens):
-    model, temperature = random_model(kind, tied), 0.7
+def test_values_and_gradients_are_those_of_the_models_own_logits(kind, tied):
+    model, temperature, chunk_tokens = random_model(kind, tied), 0.7, 7
     ids = torch.randint(3, 24, (2, 13), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(12), 13 + torch.arange(12)])
     targets, weights = ids[:, 1:].flatten(), torch.linspace(-1, 1, 24)
@@ -73,15 +71,6 @@ def test_values_and_gradients_are_those_of_the_models_own_logits(kind, tied, chu
     assert relative(gradient(found), expected_gradient) < 2e-6
 
 
-@pytest.mark.parametrize("kind", ["cohere", "granite", "gemma2", "phi"])
-def test_in_bfloat16_the_logits_are_rounded_as_the_model_rounds_them(kind):
-    module = PolicyModule(random_model(kind, dtype="bfloat16"), 1.0, 7)
-    ids = torch.arange(3, 24)[None]
-    inputs = (ids, torch.arange(20), ids[0, 1:])
-    found, own = module(*inputs)[0], module(*inputs, through_logits=True)[0]
-    assert (found - own).abs().max() < 3e-2  # one step of bfloat16 is 0.03 at 8
-
-
 def fp32_logprobs(model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """As anyone would compute them from the model's hidden states and an fp32 copy of its head."""
     hidden = find_body(model)(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
@@ -93,11 +82,9 @@ def fp32_logprobs(model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 100])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["cohere", "gemma2", "phi"])
-def test_an_fp32_head_has_values_and_gradients_of_a_plain_fp32_product(kind, tied, chunk_tokens):
-    model = random_model(kind, tied, dtype="bfloat16")
+@pytest.mark.parametrize("kind, tied", [("cohere", True), ("gemma2", False), ("phi", True)])
+def test_an_fp32_head_has_values_and_gradients_of_a_plain_fp32_product(kind, tied):
+    model, chunk_tokens = random_model(kind, tied, dtype="bfloat16"), 7
     ids = torch.randint(3, 24, (2, 13), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(12), 13 + torch.arange(12)])
     targets, weights = ids[:, 1:].flatten(), torch.linspace(-1, 1, 24)
@@ -144,43 +131,11 @@ def test_an_engine_shards_an_fp32_head_without_changing_it(processes):
     assert gap.mean() < 0.01, "rows are padded otherwise, so the body's roundings differ"
 
 
-def test_settings_that_are_not_set_change_nothing():
-    qwen = AutoConfig.for_model("qwen3", **SIZES)
-    assert LogitSettings.of(qwen) == LogitSettings(1.0, None)
-    granite = AutoConfig.for_model("granite", **SIZES, logits_scaling=8.0)
-    assert LogitSettings.of(granite) == LogitSettings(0.125, None)
-    gemma = AutoConfig.for_model("gemma2", **SIZES, final_logit_softcapping=None)
-    assert LogitSettings.of(gemma) == LogitSettings(1.0, None)
-
-
-@pytest.mark.parametrize(
-    ("stage", "rank"), slow_except([(3, None)], [(0, None), (3, None), (0, 2), (3, 2)])
-)
-@pytest.mark.parametrize("kind", ["granite", "phi"])
-def test_an_engine_trains_heads_with_scale_and_bias(processes, kind, stage, rank):
-    rows = make_rows(5)
-    sections = {
-        "engine": SHARDED | {"zero_stage": stage},
-        "model": {"lora": {"r": rank}} if rank else {},
-    }
-    model = random_model(kind)
-    with open_engine(processes, model, **sections) as engine:
-        before = engine.logprobs(rows)
-        result = engine.update(rows)
-        after = engine.logprobs(rows)
-    assert result.grad_norm > 0
-    assert any((one != other).any() for one, other in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_head_without_the_models_scale_is_refused_when_the_engine_opens(
-    processes, monkeypatch, stage
-):
+def test_a_head_without_the_models_scale_is_refused_when_the_engine_opens(processes, monkeypatch):
     monkeypatch.setattr(LogitSettings, "of", lambda config: LogitSettings())
-    message = r"type granite .*own logits by up to .* nats.*settings .*: logits_scaling 8\.0"
     with (
-        pytest.raises(ModelError, match=message),
-        open_engine(processes, random_model("granite"), engine={"zero_stage": stage}),
+        pytest.raises(ModelError, match=r"type granite .*logits_scaling 8\.0"),
+        open_engine(processes, random_model("granite"), engine={"zero_stage": 3}),
     ):
         pass
 

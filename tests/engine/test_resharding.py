@@ -6,21 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from core_engine import SCALED, make_rows, open_engine, parameters, relative, tiny_model
-from slow_tests import slow_except
+from core_engine import SCALED, make_rows, open_engine, parameters, relative
 
 from grpo_replay.engine.engine_state import ENGINE_TAG, LAYOUT, _apply_optimizer_settings
 from grpo_replay.errors import CheckpointError
 from grpo_replay.recipe import OptimizerSection
 
-STAGES = (0, 1, 2, 3)
 OTHER_OPTIMIZER = {
     "learning_rate": 3e-4, "adamw": {"betas": [0.5, 0.9], "eps": 1e-3, "weight_decay": 0.5},
     "max_grad_norm": 0.01,
 }  # fmt: skip
 OTHER_MODELS: tuple[dict[str, int], ...] = (
     {"intermediate_size": 64},
-    {"intermediate_size": 512},
     {"num_hidden_layers": 1},
     {"num_hidden_layers": 4},
 )
@@ -47,14 +44,8 @@ def make_layout_foreign(folder) -> None:
     (folder / LAYOUT).write_text(json.dumps(layout | {"ranks": 99}))
 
 
-def pairs(*quick: tuple[int, int]) -> list:
-    """All pairs of a saved and another stage; those that are not `quick` are slow."""
-    every = [(saved, loaded) for saved in STAGES for loaded in STAGES]
-    return [pytest.param(*p, marks=() if p in quick else pytest.mark.slow) for p in every]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "other"), pairs((0, 3), (1, 2), (3, 1)))
+@pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 2), (3, 1)])
 def test_a_state_from_before_the_first_update_is_restored(processes, rows, tmp_path, stage, other):
     with engine_at(processes, stage) as engine:
         engine.save(tmp_path)
@@ -78,16 +69,15 @@ def test_a_restored_optimizer_clips_and_decays_as_the_recipe_says():
     assert group == {"lr": 3e-4, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.5}
 
 
-@pytest.mark.parametrize("stage", slow_except([3], [0, 1, 3]))
-def test_the_optimizer_settings_are_the_recipe_s_not_those_saved(processes, rows, tmp_path, stage):
-    with engine_at(processes, stage) as engine:
+def test_the_optimizer_settings_are_the_recipe_s_not_those_saved(processes, rows, tmp_path):
+    with engine_at(processes, 3) as engine:
         engine.update(rows)
         engine.save(tmp_path)
     found = []
     for reshards in (False, True):  # DeepSpeed's own loading, then ours
         if reshards:
             make_layout_foreign(tmp_path)
-        with engine_at(processes, stage, optimizer=OTHER_OPTIMIZER) as engine:
+        with engine_at(processes, 3, optimizer=OTHER_OPTIMIZER) as engine:
             engine.load(tmp_path)
             before = parameters(engine)
             engine.update(rows)
@@ -96,11 +86,9 @@ def test_the_optimizer_settings_are_the_recipe_s_not_those_saved(processes, rows
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-@pytest.mark.parametrize(("stage", "other"), pairs((0, 2)))
-def test_another_dtype_keeps_the_fp32_values_and_moments(
-    processes, rows, tmp_path, stage, other, saved, loaded
-):
+def test_another_dtype_keeps_the_fp32_values_and_moments(processes, rows, tmp_path, saved, loaded):
     """There and back again, the state is the one that was saved."""
+    stage, other = 0, 2
     with engine_at(processes, stage, dtype=saved) as engine:
         for _ in range(2):
             engine.update(rows)
@@ -119,64 +107,39 @@ def test_another_dtype_keeps_the_fp32_values_and_moments(
 
 
 @pytest.mark.parametrize(
-    ("stage", "saved", "other", "loaded"), [(2, True, 3, False), (2, False, 2, True)]
+    ("saved", "other", "loaded"), [("optimizer", 3, "nothing"), ("nothing", 2, "optimizer")]
 )
 def test_a_state_moves_to_and_from_an_offloaded_optimizer(
-    processes, rows, tmp_path, stage, other, saved, loaded
+    processes, rows, tmp_path, saved, other, loaded
 ):
-    with engine_at(processes, stage, offload="optimizer" if saved else "nothing") as engine:
+    with engine_at(processes, 2, offload=saved) as engine:
         engine.update(rows)
         engine.save(tmp_path)
         engine.update(rows)
         expected = parameters(engine)
-    with engine_at(processes, other, offload="optimizer" if loaded else "nothing") as engine:
+    with engine_at(processes, other, offload=loaded) as engine:
         engine.load(tmp_path)
         engine.update(rows)
         assert relative(parameters(engine), expected) < 1e-7
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [(0, "float32"), (0, "bfloat16"), (1, "float32"),
-     pytest.param(3, "float32", marks=pytest.mark.slow)],
-)  # fmt: skip
-def test_a_state_of_another_model_is_refused(processes, tmp_path, stage, dtype):
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_state_of_another_model_is_refused(processes, tmp_path, stage):
     """Larger, smaller, or with other layers: never cut or padded to fit."""
-    with engine_at(processes, stage, dtype=dtype) as engine:
+    with engine_at(processes, stage) as engine:
         engine.save(tmp_path)
     make_layout_foreign(tmp_path)
     for override in OTHER_MODELS:
         config = {"random_init": override}
         with (
-            engine_at(processes, stage, dtype=dtype, config=config) as engine,
+            engine_at(processes, stage, config=config) as engine,
             pytest.raises(CheckpointError, match="the engine state is of another model"),
         ):
             engine.load(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "other"), pairs((0, 1), (3, 0)))
-def test_frozen_parameters_are_left_alone(processes, rows, tmp_path, stage, other):
-    def partly_frozen():
-        policy = tiny_model()
-        policy.model.layers[0].requires_grad_(False)
-        return policy
-
-    with open_engine(processes, partly_frozen(), engine={**SCALED, "zero_stage": stage}) as engine:
-        engine.update(rows)
-        engine.save(tmp_path)
-        engine.update(rows)
-        expected = parameters(engine)
-    make_layout_foreign(tmp_path)
-    with open_engine(processes, partly_frozen(), engine={**SCALED, "zero_stage": other}) as engine:
-        engine.load(tmp_path)
-        engine.update(rows)
-        assert relative(parameters(engine), expected) < 1e-6
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_missing_shard_or_layout_is_named(processes, tmp_path, stage):
-    with engine_at(processes, stage) as engine:
+def test_a_missing_shard_or_layout_is_named(processes, tmp_path):
+    with engine_at(processes, 3) as engine:
         engine.save(tmp_path)
         shard = next((tmp_path / ENGINE_TAG).glob("*optim_states.pt"))
         shutil.copy(shard, shard.with_name(shard.name.replace("rank_0", "rank_1")))

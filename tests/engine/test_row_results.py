@@ -44,26 +44,11 @@ def test_tokens_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     assert {row.dtype for row in rows} == {np.dtype(np.float32)}
 
 
-def test_the_values_of_a_row_do_not_hold_those_of_the_others():
-    of_both = values(30, 1, 2)
-    ((_, first), (_, second)) = values_of_rows(micro_batch([3, 0], [1, 2]), of_both)
-    assert first.base is None and second.base is None
-    second[:] = 0  # a copy, which its owner may change
-    assert of_both.tolist() == [30, 1, 2]
-
-
 def test_the_share_of_padding_is_of_the_positions_of_all_ranks():
     """2 of 8 positions on one rank and 1 of 2 on the other: 3 of 10, not the mean of the shares."""
     nothing = np.zeros(0, np.int64), np.zeros((0, len(ROW_STATISTICS)))
     ranks = [RankStatistics(6, 8, *nothing), RankStatistics(1, 2, *nothing)]
     assert join_statistics(ranks, 0)[1] == pytest.approx(0.3)
-
-
-def test_a_rank_without_micro_batches_adds_nothing():
-    mine = values_of_rows(micro_batch([0], [2]), values(1, 2))
-    assert [row.tolist() for row in join_values([mine, []], 1)] == [[1, 2]]
-    table, padding = join_statistics([rank_statistics([], [])], 0)
-    assert (table.shape, padding) == ((0, len(ROW_STATISTICS)), 0)
 
 
 def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
@@ -77,13 +62,6 @@ def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     found, padding = join_statistics([first, second], 3)
     np.testing.assert_array_equal(found, table(0.5, 1.5, 2.5))
     assert padding == 0.5  # four rows, padding row included, have three tokens in six positions
-
-
-def test_a_loss_that_is_not_finite_stays_in_its_row():
-    table = np.ones((2, len(ROW_STATISTICS)))
-    table[1, 0] = np.nan
-    found, _ = join_statistics([rank_statistics([micro_batch([1, 0], [1, 1])], [table])], 2)
-    assert np.isnan(found[:, 0]).tolist() == [True, False]
 
 
 def test_sums_over_tokens_become_means():

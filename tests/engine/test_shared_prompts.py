@@ -2,7 +2,7 @@
 those of separate rows."""
 
 from dataclasses import asdict, replace
-from itertools import chain, product
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -20,20 +20,18 @@ from core_engine import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import random_model
-from slow_tests import slow_except
 
 from grpo_replay.engine.microbatches import micro_batch, plan_microbatches, plan_sequences
 from grpo_replay.engine.policy_module import segment_mask
 from grpo_replay.engine.shared_prompts import (
     Layout,
     Lengths,
-    common_prefix,
     deal,
     pairs_per_token,
     sequences_of,
 )
 from grpo_replay.recipe import LossSection
-from grpo_replay.replay.batch import TrainRow, logprob_row
+from grpo_replay.replay.batch import TrainRow
 
 ALL = Layout(10**6, pairs_per_token=np.inf)
 
@@ -73,24 +71,17 @@ def two_updates(processes, rows, sharing, loss=None, **sections):
 SIBLINGS = {"per_prompt": 7}
 EXAMPLES = {"per_prompt": 2, "prefix": 20}
 """Two prompts of seven rows; seven prompts of two rows that begin with the same 20 tokens."""
-CASES = [
-    *product(["sdpa", "eager"], [0, 2, 3], [False, True], [None], [False], [SIBLINGS]),
-    *product(["sdpa", "eager"], [0, 3], [False], [None], [False], [EXAMPLES]),
-    ("sdpa", 0, False, 4, False, SIBLINGS),
-    ("sdpa", 3, True, 4, False, EXAMPLES),
-    *product(["sdpa", "eager"], [0, 3], [False], [None], [True], [SIBLINGS, EXAMPLES]),
-]
 
 
 @pytest.mark.parametrize(
     ("attention", "stage", "checkpointing", "lora", "packing", "given"),
-    slow_except(
-        [
-            ("sdpa", 0, False, None, False, SIBLINGS),
-            ("sdpa", 0, False, None, True, EXAMPLES),
-        ],
-        CASES,
-    ),
+    [
+        ("sdpa", 0, False, None, False, SIBLINGS),
+        ("sdpa", 0, False, None, True, EXAMPLES),
+        pytest.param("eager", 2, True, None, False, SIBLINGS, marks=pytest.mark.slow),
+        pytest.param("sdpa", 3, True, 4, False, EXAMPLES, marks=pytest.mark.slow),
+        pytest.param("eager", 3, False, None, True, EXAMPLES, marks=pytest.mark.slow),
+    ],
 )
 def test_shared_prompts_give_the_update_of_separate_rows(
     processes, attention, stage, checkpointing, lora, packing, given
@@ -130,7 +121,6 @@ def test_shared_prompts_give_the_update_of_separate_rows(
     [
         {"kind": "asymre"},
         {"kind": "gspo", "aggregation": "sequence_mean"},
-        {"aggregation": "constant", "beta": 0.2, "dual_clip": None},
     ],
 )
 def test_every_loss_is_that_of_separate_rows(processes, loss):
@@ -142,20 +132,6 @@ def test_every_loss_is_that_of_separate_rows(processes, loss):
     assert relative(its_gradient, gradient) < 2e-6
     for a, b in zip(shared.outcomes, separate.outcomes, strict=True):
         assert asdict(a) == pytest.approx(asdict(b), rel=5e-5, abs=1e-5)
-
-
-def test_bfloat16_differs_by_its_rounding(processes):
-    """Shared and separate rows are equally far from float32."""
-    rows = make_rows(12, per_prompt=4)
-    exact = two_updates(processes, rows, False)
-    sections = {"model": {"dtype": "bfloat16"}, "engine": {"zero_stage": 2}}
-    separate = two_updates(processes, rows, False, **sections)
-    shared = two_updates(processes, rows, True, **sections)
-    for index in (1, 2):  # log-probs, gradient
-        truth, apart, together = (
-            torch.as_tensor(each[index]) for each in (exact, separate, shared)
-        )
-        assert relative(together, truth) < 1.5 * relative(apart, truth) < 0.1
 
 
 def test_a_completion_mask_leaves_tokens_out_of_the_results_alone(processes):
@@ -270,30 +246,6 @@ def test_a_group_costs_its_prompt_once_or_once_for_each_part_that_fits():
     )  # a row is 50 tokens
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
-def test_what_prompts_have_in_common_is_found_from_neighbours(prompts):
-    rows = [logprob_row(np.array(each, np.int32), np.arange(3, dtype=np.int32)) for each in prompts]
-    lengths = Lengths(rows)
-    for sequence in (range(len(rows)), range(0, len(rows), 2), range(len(rows) - 1, len(rows))):
-        distinct = [np.array(each) for each in {tuple(prompts[row]) for row in sequence}]
-        prefix = common_prefix(distinct)
-        assert lengths.of_prefix(sequence) == prefix
-        own = sum(len(each) - prefix for each in distinct)
-        assert lengths.of_sequence(sequence) == prefix + own + 3 * len(sequence)
-
-
-def test_ranks_get_equal_work():
-    """One prompt is split over idle ranks; groups of unequal length go to the rank with least."""
-    rows = [row_of(45, 5, seed) for seed in range(8)]
-    assert [len(part) for part in sequences_of(Lengths(rows), ALL, 2)] == [4, 4]
-    unequal = [*rows, *(few_shot(0, 40 + extra, 10 - extra, 1 + extra) for extra in range(4))]
-    sequences = sequences_of(Lengths(unequal), ALL, 2)
-    dealt = deal(sequences, Lengths(unequal), 2)
-    loads = [sum(Lengths(unequal).of_sequence(sequences[index]) for index in its) for its in dealt]
-    assert max(loads) <= 1.2 * min(loads)
-
-
 def test_prompts_that_begin_alike_are_joined_where_that_saves_work():
     """Examples of 41 tokens, a question of 4 and answers of 5: 41 + 96 · (4 + 5) = 905 tokens in
     one sequence for 96 prompts, 4,800 in rows of their own."""
@@ -307,14 +259,10 @@ def test_prompts_that_begin_alike_are_joined_where_that_saves_work():
     assert sum(Lengths(rows).of_sequence(each) for each in sequences) == 905 + 41 * (
         len(sequences) - 1
     )
-    assert all(Lengths(rows).of_sequence(each) <= 100 for each in
-               sequences_of(Lengths(rows), replace(layout, max_tokens=100), 1))  # fmt: skip
     loads = [sum(Lengths(rows).of_sequence(sequences[index]) for index in its)
              for sequences in [sequences_of(Lengths(rows), layout, 4)]
              for its in deal(sequences, Lengths(rows), 4)]  # fmt: skip
     assert max(loads) <= 1.2 * min(loads)
-    long = [few_shot(20, 134, 2458, question) for question in range(1, 9)]
-    assert len(sequences_of(Lengths(long), layout, 1)) == 8
     two_tasks = [few_shot(41, 4, 5, 10 * task + question) for task in (1, 2) for question in (1, 2)]
     two_tasks = [replace(row, prompt_token_ids=row.prompt_token_ids + 5 * (index > 1))
                  for index, row in enumerate(two_tasks)]  # fmt: skip
@@ -341,9 +289,7 @@ def test_prompts_are_shared_only_where_that_saves_work():
 
 @pytest.mark.parametrize(
     ("kind", "shares"),
-    [("qwen3", True), ("llama", True), ("gemma3_text", False), ("lfm2", False),
-     ("qwen3_next", False), ("bloom", False),
-     pytest.param("falcon_h1", False, marks=pytest.mark.slow)],
+    [("qwen3", True), ("gemma3_text", False), ("lfm2", False), ("bloom", False)],
 )  # fmt: skip
 def test_which_models_share_prompts_is_found_by_trying(processes, kind, shares):
     """Gemma 3 has a window of fewer tokens than the recipe's longest sequence; Bloom counts
@@ -353,9 +299,3 @@ def test_which_models_share_prompts_is_found_by_trying(processes, kind, shares):
         assert (engine._layout.pairs_per_token is not None) is shares
         said = [f"a model of type {kind} does not keep" in notice for notice in engine.notices]
         assert said == ([] if shares else [True])
-
-
-def test_attention_without_such_a_mask_leaves_rows_apart():
-    assert pairs_per_token("flash_attention_2", True, 576) is None
-    assert pairs_per_token("flex_attention", True, 576) == np.inf
-    assert pairs_per_token("flex_attention", False, 576) is None

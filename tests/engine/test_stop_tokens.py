@@ -1,14 +1,11 @@
 """Which tokens end a completion: chosen by the recipe, the same for training and evaluation."""
 
-import json
-
 import pytest
-from commands import folder_of_generations, run_comparison
 
 from grpo_replay.cli.eval_command import run
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.engine.models import byte_tokenizer, load_tokenizer
-from grpo_replay.errors import EvaluationFileError, RecipeError
+from grpo_replay.errors import RecipeError
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
@@ -47,8 +44,7 @@ def test_the_recipe_chooses_and_by_default_both_end_a_qwen_completion(
 
 def test_a_stop_text_that_is_not_a_token_is_refused_before_the_run():
     recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]"])
-    message = r"sampling.stop_tokens: '<eo>' is not a token .*did you mean '<eos>'.*would be <eos>"
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=r"sampling.stop_tokens: '<eo>' .*'<eos>'"):
         find_stop_tokens(recipe.sampling.stop_tokens, recipe.model, load_tokenizer(recipe.model))
     report = dry_run(recipe)
     assert any("'<eo>' is not a token" in problem for problem in report["problems"])
@@ -89,23 +85,3 @@ def test_every_length_shifts_with_the_stop_token(evaluations):
     ]
     assert len(boxed) > 30 and all(one == other + 1 for one, other in boxed)
     assert eos.accuracies() == brace.accuracies()
-
-
-def test_evaluations_with_other_stop_tokens_do_not_compare(evaluations):
-    paths = [str(evaluations / f"{name}.json") for name in ("eos", "brace")]
-    with pytest.raises(EvaluationFileError, match=r"stop_tokens \['<eos>'\], but .* \['}'\]"):
-        run_comparison(*paths)
-
-
-def test_the_report_says_what_ends_a_completion(evaluations):
-    settings = json.loads((evaluations / "brace.json").read_text())["settings"]
-    assert settings["stop_tokens"] == ["}"]
-    assert "stop_tokens" in json.loads((evaluations / "eos.json").read_text())["settings"]
-
-
-def test_completions_that_ended_elsewhere_are_not_found_again(tmp_path):
-    words = [[], ['sampling.stop_tokens=["}"]'], ["sampling.stop_tokens=[<eos>]"]]
-    folders = [folder_of_generations(tmp_path, load_recipe("tiny", w)) for w in words]
-    assert len(set(folders)) == 3
-    twice = load_recipe("tiny", ['sampling.stop_tokens=["}", "}"]'])
-    assert folder_of_generations(tmp_path, twice) == folders[1]
