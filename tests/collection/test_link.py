@@ -59,7 +59,9 @@ def deliver(link: Link, delivery: Delivery) -> None:
         socket.send(encode(delivery))
 
 
+@pytest.mark.slow
 def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path):
+    """By default the asynchronous runs of tests/training start and kill one."""
     server = FakeServer()
     server.label, server.tokens = "run/0", [3, 1]
     link = Link(settings(server.url, tmp_path))

@@ -18,11 +18,9 @@ from grpo_replay.training.opening import RunOpener
 
 REFUSED = {
     "optimizer.adamw.nonsense=1": "optimizer.adamw: .*unexpected keyword argument 'nonsense'",
-    "optimizer.adamw.eps=-1": "optimizer.adamw: Invalid epsilon value: -1",
     "engine.zero.nonsense=3": "engine.zero: nonsense: Extra inputs are not permitted",
     "model.lora={r: 4, nonsense: 1}": "model.lora: .*unexpected keyword argument 'nonsense'",
 }
-TAKEN = ["optimizer.adamw.amsgrad=true", "model.lora={r: 4, use_rslora: true}"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +45,6 @@ def test_what_a_library_refuses_stops_the_start_and_is_a_problem_of_the_dry_run(
     assert found["problems"] == [str(refused.value)] and found["exit_code"] == 2
 
 
-@pytest.mark.parametrize("override", TAKEN)
-def test_what_a_library_takes_of_its_own_settings_fits(override):
-    assert dry_run(load_recipe("tiny", [override]))["problems"] == []
+def test_what_a_library_takes_of_its_own_settings_fits():
+    taken = ["optimizer.adamw.amsgrad=true", "model.lora={r: 4, use_rslora: true}"]
+    assert dry_run(load_recipe("tiny", taken))["problems"] == []

@@ -26,13 +26,13 @@ def chosen(logits_RV, uniforms_R, parameters):
     return tokens.tolist(), logprobs.numpy()
 
 
-@pytest.mark.parametrize("vocabulary", [2, 24, 128, 129, 256, 1000, 5003])
+@pytest.mark.parametrize("vocabulary", [2, 24, 128, 129, 2003])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.05])
 def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_number(
     vocabulary, top_p
 ):
     rng = np.random.default_rng(vocabulary)
-    rows = 64
+    rows = 64 if vocabulary < 1000 else 16
     logits_RV = (3 * rng.standard_normal((rows, vocabulary))).astype(np.float32)
     temperatures = rng.choice([0.5, 1.0, 2.0], rows)
     uniforms_R = rng.random(rows)
