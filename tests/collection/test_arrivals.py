@@ -78,13 +78,16 @@ def test_a_second_copy_of_a_group_is_recognised():
         queue.take_in(group((0, 1)))
 
 
-def test_a_group_that_will_not_come_is_counted_and_written_off():
-    queue = arrivals()
-    counted = [queue.records, queue.arrived_groups, queue.stale_groups, queue.dropped_groups]
-    assert counted == [0, 0, 0, 0]
-    queue.take_in(Drop(0, 1, "cancelled", 2, 30))
-    assert (queue.records, queue.arrived_groups, queue.dropped_groups) == (1, 0, 1)
-    assert queue.ledger.settled["cancelled"] == Amount(2, 30)
+@pytest.mark.parametrize("reason", ["cancelled", "lost"])
+def test_a_group_that_will_not_come_is_counted_and_written_off_once(reason):
+    """Two of its members had finished, with 30 tokens."""
+    queue = filled(arrivals(), 1)
+    queue.take_in(Drop(0, 1, reason, 2, 30))
+    assert (queue.records, queue.arrived_groups, queue.dropped_groups) == (2, 1, 1)
+    closed = {name: each for name, each in queue.ledger.settled.items() if each != Amount()}
+    assert closed == {reason: Amount(2, 30)}
+    queue.ledger.report(Amount(2 + 2, 6 + 30), held=Amount())
+    queue.ledger.check(1)
 
 
 def test_a_resume_goes_on_with_the_outstanding_places_not_the_smallest():

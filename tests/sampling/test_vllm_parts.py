@@ -346,11 +346,10 @@ STUBBORN = (
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
     "print(child.pid, flush=True); time.sleep(600)"
 )
-GUARD_ENDINGS = ["guard is told to stop", "parent is killed"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", GUARD_ENDINGS)
+@pytest.mark.parametrize("ending", ["guard is told to stop", "parent is killed"])
 def test_the_guard_ends_its_whole_process_group(ending):
     """The guarded process and its child ignore SIGTERM."""
     guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", STUBBORN]
