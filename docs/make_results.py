@@ -60,11 +60,12 @@ def difference(each: dict[str, Any]) -> str:
 def does_replay_pay() -> str:
     found = results()
     long, tiny, real = found["tiny-long"], found["tiny-main"], found["smollm2"]
+    seeds = [each["difference"]["ours"]["seeds"] for each in (long, tiny)]
     return f"""\
-At equal generated rollouts, replay (`ours`) ends {points(long)} points ahead of GRPO where a
-rollout costs {long["mu"]} times as much to generate as to train on (μ), and {points(tiny)} where it
-costs {tiny["mu"]:.1f} times as much (95 % intervals over seeds). On a real model where it costs
-{real["mu"]} times as much, four seeds leave it undecided, and by the clock it gained nothing.
+On a tiny model whose rollouts cost {long["mu"]} times as much to generate as to train on (μ), `ours`
+ends {points(long)} points of held-out accuracy ahead of GRPO at equal generated
+rollouts, and {points(tiny)} where μ is {tiny["mu"]:.1f} (95 % over {seeds[0]} and {seeds[1]} seeds). On a real
+model with a μ of {real["mu"]}, four seeds leave it undecided, and by the clock it gained nothing.
 """
 
 
