@@ -2,16 +2,23 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+from itertools import pairwise
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_replay.recipe import load_recipe
+from grpo_replay.cli.train_command import samples_table, shortened
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.recipe import load_recipe, resolve_recipe
+from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training import Observer
+from grpo_replay.training import run as run_module
+from grpo_replay.training.run import run_training
 
 SETTINGS = [
     "run.steps=5",
@@ -19,6 +26,7 @@ SETTINGS = [
     "sampling.group_size=4",
     "replay.warmup_steps=1",
     "replay.max_age_steps=2",
+    "replay.capacity_rollouts=32",
     "checkpoint.every_steps=2",
     "checkpoint.keep=2",
     "eval.every_steps=3",
@@ -27,14 +35,43 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    from grpo_replay.training import Observer
-    from grpo_replay.training.run import run_training
+class Watcher(Observer):
+    """Keeps what it is shown, and what the sampler is told to do."""
 
+    def __init__(self) -> None:
+        self.samples, self.notices, self.told_sampler = {}, [], []
+
+    def on_samples(self, step, rows) -> None:
+        self.samples[step] = rows
+
+    def on_notice(self, text) -> None:
+        self.notices.append(text)
+
+    def noted(self, name: str):
+        """The sampler's method, which says that it was called."""
+        honest = getattr(HfSampler, name)
+
+        def call(sampler, *arguments, **options):
+            kept = options.get("keep_weights")
+            self.told_sampler.append((name, kept) if name == "sleep" else name)
+            return honest(sampler, *arguments, **options)
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def watcher() -> Watcher:
+    return Watcher()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, watcher, processes):
     path = tmp_path_factory.mktemp("run") / "tiny"
-    result = run_training(load_recipe("tiny", SETTINGS), path, False, Observer())
-    assert not result.interrupted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "SAMPLES_EVERY_STEPS", 2)
+        for name in ("generate", "sleep", "load_weights"):
+            patch.setattr(HfSampler, name, watcher.noted(name))
+        assert not run_training(load_recipe("tiny", SETTINGS), path, False, watcher).interrupted
     return path
 
 
@@ -53,8 +90,11 @@ def test_the_directory_holds_what_the_design_says(run):
     assert (run / "checkpoints/latest").resolve().name == "step_000005"
     parts = {path.name for path in (run / "checkpoints/latest").iterdir()}
     assert parts == {"model", "engine", "buffer.parquet", "state.json", "manifest.json"}
-    assert list((run / "tensorboard").glob("events.*"))
     assert [path.name for path in (run / "log").iterdir()] == ["attempt_001.log"]
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] and environment["world_size"] == 1
+    recipe = resolve_recipe([yaml.safe_load((run / "recipe.yaml").read_text())])
+    assert recipe == load_recipe("tiny", SETTINGS)
 
 
 def test_metrics_have_one_line_per_step_and_no_nan(run):
@@ -63,18 +103,12 @@ def test_metrics_have_one_line_per_step_and_no_nan(run):
     assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4, 5]
 
 
-def test_every_step_after_the_warm_up_replays_within_the_age_limit(run):
-    first, *later = metrics_of(run)
-    assert first["replay/rollouts"] == 0
-    for row in later:
-        assert row["replay/rollouts"] > 0
-        assert row["replay/age_max"] <= 2
-
-
-def test_the_sampler_is_the_policy_at_every_step(run):
+def test_the_sampler_is_the_policy_at_every_step_and_what_is_replayed_is_young(run):
     for row in metrics_of(run):
         assert row["sampler/logprob_gap_mean"] < 1e-5
         assert row["sampler/policy_version"] == row["step"] - 1
+        assert (row["replay/rollouts"] > 0) == (row["step"] > 1)
+        assert (row["replay/age_max"] or 0) <= 2
 
 
 def test_the_summary_has_exactly_its_keys(run):
@@ -92,30 +126,15 @@ def test_the_summary_has_exactly_its_keys(run):
     benchmarks = {"tiny_add", "tiny_sub", "tiny_mul", "tiny_order", "tiny_pair", "mean"}
     assert set(summary["base"]) == set(summary["final"]) == benchmarks
     assert rows[-1]["eval/mean"] == summary["final"]["mean"]
-
-
-def test_the_state_names_the_policy_of_the_weights(run):
-    state = json.loads((run / "checkpoints/latest/state.json").read_text())
-    assert (state["step"], state["policy_version"], state["prompt_cursor"]) == (5, 5, 40)
-
-
-def test_the_resolved_recipe_is_the_run_again(run):
-    from grpo_replay.recipe import resolve_recipe
-
-    resolved = resolve_recipe([yaml.safe_load((run / "recipe.yaml").read_text())])
-    assert resolved == load_recipe("tiny", SETTINGS)
-
-
-def test_the_environment_is_recorded(run):
-    environment = json.loads((run / "environment.json").read_text())
-    assert environment["packages"]["torch"]
-    assert environment["world_size"] == 1
+    for name, mean in summary["means"].items():
+        defined = [row[name] for row in rows if row[name] is not None]
+        assert mean == pytest.approx(sum(defined) / len(defined)), name
+    assert rows[0]["replay/clip_fraction"] is None, "the warm-up does not count as 0"
 
 
 def test_plain_transformers_loads_the_checkpoint(run):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    state = json.loads((run / "checkpoints/latest/state.json").read_text())
+    assert (state["step"], state["policy_version"], state["prompt_cursor"]) == (5, 5, 40)
     folder = run / "checkpoints/latest/model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -123,15 +142,11 @@ def test_plain_transformers_loads_the_checkpoint(run):
     prompt = tokenizer("47+38=", return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     assert "\\boxed{" in tokenizer.decode(output[0])
-    assert torch.isfinite(next(model.parameters())).all()
     assert (folder / "README.md").read_text().startswith("---\nlibrary_name: transformers")
 
 
 def test_checkpointed_weights_give_the_log_probs_that_were_sampled_with(run):
     """Rollouts of policy version 4 were sampled from the weights of step_000004."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoints/step_000004/model")
     table = pq.read_table(run / "rollouts/step_000005.parquet").to_pylist()
     assert {row["policy_version"] for row in table} == {4}
@@ -145,29 +160,51 @@ def test_checkpointed_weights_give_the_log_probs_that_were_sampled_with(run):
         assert (chosen - stored).abs().max() < 1e-4
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_checkpoints_and_can_be_resumed(tmp_path):
-    words = [word for setting in SETTINGS[1:] for word in ("--set", setting)]
-    command = [sys.executable, "-m", "grpo_replay.cli.app", "train", "tiny", "--output-dir",
-               str(tmp_path / "run"), "--set", "run.steps=400", "--set", "eval.benchmarks=[]",
-               *words]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    metrics = tmp_path / "run/metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "--resume" in errors
-    state = json.loads((tmp_path / "run/checkpoints/latest/state.json").read_text())
-    assert state["step"] == len(metrics.read_text().splitlines())
+def test_rollouts_are_shown_now_and_then_and_tensorboard_has_them(run, watcher):
+    assert list(watcher.samples) == [1, 2, 4, 5]
+    for step, rows in watcher.samples.items():
+        table = pq.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist()
+        logged = {row["rollout_id"]: row for row in table}
+        assert [row["rollout_id"] for row in rows] == [min(logged), max(logged)]
+        for row in rows:
+            of_file = logged[row["rollout_id"]]
+            assert row["completion"] == of_file["completion_text"]
+            assert (row["reward"], row["verdict"]) == (of_file["reward"], of_file["verdict"])
+            assert row["tokens"] == len(of_file["completion_token_ids"])
+            assert row["prompt"].endswith("=")
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    shown = events.Tensors("samples/text_summary")
+    assert len(shown) == 4
+    assert watcher.samples[2][0]["completion"] in shown[1].tensor_proto.string_val[0].decode()
+
+
+def test_texts_that_are_long_or_hostile_to_a_terminal_fit_on_a_line():
+    assert shortened("a\x1b[31m\nb") == "a [31m b"
+    assert len(shortened("x" * 10_000)) == 303
+    row = {"rollout_id": 1, "prompt": "[/a]", "completion": "[bold]", "reward": 1.0,
+           "verdict": "correct"}  # fmt: skip
+    assert samples_table(1, [row]).columns[4]._cells[0].plain == "[bold]"
+
+
+def test_a_capacity_that_binds_is_said_once(run, watcher):
+    (notice,) = watcher.notices
+    assert "replay.capacity_rollouts 32 binds" in notice
+
+
+def test_the_sampler_drops_its_weights_only_where_a_push_comes_next(run, watcher):
+    """After a step, but not after an evaluation."""
+    calls = [call for call in watcher.told_sampler if call != "generate"]
+    assert [calls[at + 1] for at, call in enumerate(calls) if call == ("sleep", False)] == [
+        "load_weights"
+    ] * 5
+    after_evaluations = [
+        following for call, following in pairwise(calls) if call == ("sleep", None)
+    ]
+    assert len(after_evaluations) == 2 and "load_weights" not in after_evaluations
 
 
 def test_a_run_directory_belongs_to_one_process(tmp_path):
-    from grpo_replay.errors import OutputDirectoryError
-    from grpo_replay.storage.run_directory import RunDirectory
-
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     first.lock()
     with pytest.raises(OutputDirectoryError, match=f"in use by process {os.getpid()}"):
@@ -175,20 +212,3 @@ def test_a_run_directory_belongs_to_one_process(tmp_path):
     first.unlock()
     second.lock()
     second.unlock()
-
-
-@pytest.mark.slow
-def test_a_capacity_that_binds_is_said_once(tmp_path):
-    from grpo_replay.training import Observer
-    from grpo_replay.training.run import run_training
-
-    class Listener(Observer):
-        heard: list[str] = []  # noqa: RUF012
-
-        def on_notice(self, text):
-            self.heard.append(text)
-
-    settings = [*SETTINGS, "replay.capacity_rollouts=32", "eval.benchmarks=[]"]
-    run_training(load_recipe("tiny", settings), tmp_path / "run", False, Listener())
-    (notice,) = Listener.heard
-    assert "replay.capacity_rollouts 32 binds" in notice
