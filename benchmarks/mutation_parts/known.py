@@ -27,7 +27,7 @@ ARRIVALS = "grpo_replay/collection/arrivals.py"
 ASSEMBLY = "grpo_replay/collection/arrivals.py"
 FROZEN = (
     "tests/training/test_trainer.py::"
-    "test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values[constant]"
+    "test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values"
 )
 BY_HAND = "tests/replay/test_loss.py::test_clipped_surrogate_by_hand"
 

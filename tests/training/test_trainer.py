@@ -4,12 +4,11 @@ Whole runs on the shipped tiny model; everything is recomputed from their files,
 a spy that changes nothing.
 """
 
-import logging
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from slow_tests import slow_except
 from small_runs.trained import (
     GROUP,
     MAX_AGE,
@@ -17,6 +16,7 @@ from small_runs.trained import (
     WARMUP,
     FinishedRun,
     hopeless_after,
+    row_of,
     same_weights,
     steps_of,
     train_small_run,
@@ -26,21 +26,17 @@ from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.batch import TrainRow, mini_batch_indices
-from grpo_replay.training import Observer
-from grpo_replay.training.run import run_training
 from grpo_replay.training.trainer import DRAW_STREAM, SPLIT_STREAM
 from grpo_replay.types import stream
 
 # --- what is drawn --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_except(["ours_run"], ["ours_run", "one_update_run"]))
-def test_ages_at_use_never_exceed_the_maximum_and_reach_it(name, request):
+def test_ages_at_use_never_exceed_the_maximum_and_reach_it(ours_run):
     """Ages count training steps, whatever the number of mini-batches in a step."""
-    run = request.getfixturevalue(name)
     ages = []
-    for draw in run.all_draws:
-        birth = run.all_rollouts[draw["rollout_id"]]["birth_step"]
+    for draw in ours_run.all_draws:
+        birth = ours_run.all_rollouts[draw["rollout_id"]]["birth_step"]
         assert draw["age_steps"] == draw["step"] - birth
         ages.append(draw["age_steps"])
     assert max(ages) == MAX_AGE
@@ -110,31 +106,40 @@ def test_the_buffer_holds_every_survivor_of_the_last_births_and_nothing_else(our
 # --- what is trained on ---------------------------------------------------------------------------
 
 
-class Spy:
-    """Records the rows of every optimizer update, and passes them on."""
+class Spied(NamedTuple):
+    """A run with the rows of its optimizer updates, and those put through the policy for their
+    log-probs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.updates: list[list[TrainRow]] = []
-        original = DeepSpeedEngine.update
-
-        def update(engine, rows):
-            self.updates.append(list(rows))
-            return original(engine, rows)
-
-        monkeypatch.setattr(DeepSpeedEngine, "update", update)
+    run: FinishedRun
+    updates: list[list[TrainRow]]
+    forwards: list[list[TrainRow]]
 
 
-@pytest.mark.parametrize(
-    "aggregation", slow_except(["constant"], ["token_mean", "sequence_mean", "constant"])
-)
-def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values(
-    tmp_path, processes, monkeypatch, aggregation
-):
+@pytest.fixture(scope="module")
+def spied(tmp_path_factory, processes) -> Spied:
+    updates: list[list[TrainRow]] = []
+    forwards: list[list[TrainRow]] = []
+    update, logprobs = DeepSpeedEngine.update, DeepSpeedEngine.logprobs
+
+    def spy_update(engine, rows):
+        updates.append(list(rows))
+        return update(engine, rows)
+
+    def spy_logprobs(engine, rows):
+        forwards.append(list(rows))
+        return logprobs(engine, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedEngine, "update", spy_update)
+        patch.setattr(DeepSpeedEngine, "logprobs", spy_logprobs)
+        run = train_small_run(tmp_path_factory.mktemp("spied") / "run", run={"steps": 8})
+    return Spied(run, updates, forwards)
+
+
+def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values(spied):
     """Advantages are those of birth, not renormalised over the mixed batch; the denominator is
     taken after composing, without dropped rows. Each step has a random split of its own."""
-    spy = Spy(monkeypatch)
-    run = train_small_run(tmp_path / "run", loss={"aggregation": aggregation}, run={"steps": 8})
-    updates = iter(spy.updates)
+    run, updates = spied.run, iter(spied.updates)
     replayed = 0
     for step in steps_of(run):
         trained = [run.all_rollouts[row["rollout_id"]] for row in run.draws(step)]
@@ -151,13 +156,9 @@ def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_value
         part_ids = [[row.rollout_id for row in part] for part in parts]
         assert part_ids == [[batch_ids[i] for i in part] for part in split]
         for part in parts:
-            lengths = [len(row.completion_token_ids) for row in part]
-            expected = {
-                "token_mean": [1 / sum(lengths)] * len(part),
-                "sequence_mean": [1 / (len(part) * tokens) for tokens in lengths],
-                "constant": [1 / (len(part) * 16)] * len(part),
-            }[aggregation]
-            assert [row.token_weight for row in part] == pytest.approx(expected, rel=1e-12)
+            tokens = sum(len(row.completion_token_ids) for row in part)
+            weights = [row.token_weight for row in part]
+            assert weights == pytest.approx([1 / tokens] * len(part), rel=1e-12)
     assert next(updates, None) is None
     assert replayed > 10
 
@@ -180,6 +181,18 @@ def _frozen_record(record: dict) -> tuple:
     )
 
 
+def test_behaviour_log_probs_are_computed_once_at_birth(spied):
+    """At replay nothing but the update's own forward sees a rollout."""
+    assert len(spied.forwards) == len(spied.run.metrics)
+    for step, rows in enumerate(spied.forwards, start=1):
+        born = {_tokens(row_of(row)) for row in spied.run.rollouts(step)}
+        assert {_tokens(row) for row in rows} == born  # fewer than 64: all, dropped ones too
+
+
+def _tokens(row: TrainRow) -> bytes:
+    return row.prompt_token_ids.tobytes() + row.completion_token_ids.tobytes()
+
+
 def test_every_fresh_survivor_has_an_outcome_and_the_ledger_counts_its_tokens(ours_run):
     for step in steps_of(ours_run):
         line = ours_run.metrics[step - 1]
@@ -197,18 +210,17 @@ def test_every_fresh_survivor_has_an_outcome_and_the_ledger_counts_its_tokens(ou
 # --- steps without survivors ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_steps_without_survivors_train_nothing_but_count_evict_and_log(tmp_path, processes):
     run = train_small_run(
         tmp_path / "run",
-        prompts=hopeless_after(tmp_path, 4),
-        run={"steps": 9},
+        prompts=hopeless_after(tmp_path, 3),
+        run={"steps": 6},
         checkpoint={"every_steps": 1, "keep": 100},
     )
-    assert [line["step"] for line in run.metrics] == list(range(1, 10))
+    assert [line["step"] for line in run.metrics] == list(range(1, 7))
     sizes = [line["buffer/rollouts"] for line in run.metrics]
-    assert sizes[3] > 0
-    for step in range(5, 10):
+    assert sizes[2] > 0
+    for step in range(4, 7):
         line = run.metrics[step - 1]
         assert line["fresh/rollouts"] == line["replay/rollouts"] == line["updates"] == 0
         assert line["frac_reward_zero_std"] == 1
@@ -218,51 +230,16 @@ def test_steps_without_survivors_train_nothing_but_count_evict_and_log(tmp_path,
         assert line["cost/trained_tokens"] == 0
         assert run.draws(step) == []
         assert len(run.rollouts(step)) == GROUP * PROMPTS
-        assert same_weights(run.weights(step), run.weights(4))
+        assert same_weights(run.weights(step), run.weights(3))
         assert line["sampler/policy_version"] == step - 1
         expected = sum(len(run.survivors(birth)) for birth in range(max(1, step - 2), step + 1))
         assert sizes[step - 1] == expected
     assert sizes[-1] == 0
-    assert sum(line["buffer/evicted"] for line in run.metrics[4:]) == sizes[3]
-    assert not same_weights(run.weights(3), run.weights(4))
-
-
-def test_a_run_that_never_has_a_survivor_finishes(tmp_path, processes):
-    run = train_small_run(
-        tmp_path / "run",
-        reward={"function": "core_rewards:always_wrong"},
-        run={"steps": 4},
-        checkpoint={"every_steps": 1, "keep": 100},
-    )
-    assert [line["fresh/rollouts"] for line in run.metrics] == [0] * 4
-    assert [line["reward"] for line in run.metrics] == [-1.0] * 4
-    assert same_weights(run.weights(1), run.weights(4))
+    assert sum(line["buffer/evicted"] for line in run.metrics[3:]) == sizes[2]
+    assert not same_weights(run.weights(2), run.weights(3))
 
 
 # --- the default recipe ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_default_recipe_replays_once_its_warm_up_is_over(tmp_path, processes):
-    """Replay settings as shipped; only sizes that have nothing to do with replay are reduced."""
-    recipe = load_recipe(
-        "tiny",
-        [
-            "run.steps=23", "sampling.prompts_per_step=6", "eval.benchmarks=[]",
-            "tracking.report_to=[]", "reward.function=minerva", "engine.zero_stage=0",
-        ],
-    )  # fmt: skip
-    run_training(recipe, tmp_path / "run", False, Observer())
-    run = FinishedRun(tmp_path / "run", recipe)
-    replayed = [line["replay/rollouts"] for line in run.metrics]
-    assert replayed[:20] == [0] * 20
-    for step in (21, 22, 23):
-        assert (
-            replayed[step - 1]
-            == round(recipe.replay.ratio * run.metrics[step - 1]["fresh/rollouts"])
-            > 0
-        )
-    assert run.metrics[-1]["replay/age_max"] > 1
 
 
 def test_every_shipped_recipe_replays_unless_it_is_plain_grpo():
@@ -272,26 +249,3 @@ def test_every_shipped_recipe_replays_unless_it_is_plain_grpo():
         recipe = load_recipe(name)
         assert recipe.replays == (recipe.replay.preset != "grpo"), name
         assert recipe.replay.warmup_steps < recipe.run.steps, name
-
-
-# --- capacity -------------------------------------------------------------------------------------
-
-
-def test_a_capacity_that_binds_is_first_in_first_out_and_warns_once(tmp_path, processes, caplog):
-    with caplog.at_level(logging.WARNING, logger="grpo_replay.training.trainer"):
-        run = train_small_run(
-            tmp_path / "run",
-            replay={"capacity_rollouts": 24, "max_age_steps": 10},
-            run={"steps": 8},
-            checkpoint={"every_steps": 2, "keep": 100},
-        )
-    warned = [r.message for r in caplog.records if "replay.capacity_rollouts 24 binds" in r.message]
-    assert len(warned) == 1
-    order: list[int] = []
-    for step in steps_of(run):
-        order += [row["rollout_id"] for row in run.survivors(step)]
-        assert run.metrics[step - 1]["buffer/rollouts"] == min(len(order), 24)
-        if step % 2 == 0:
-            stored = [r.rollout_id for r in run.snapshot(step).state["rollouts"]]
-            assert stored == order[-24:]
-    assert len(order) > 30

@@ -8,6 +8,7 @@ from small_runs.trained import (
     WARMUP,
     policy_at,
     row_of,
+    same_weights,
     small_recipe,
     steps_of,
     train_small_run,
@@ -18,7 +19,6 @@ from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.weights import named_weights
 from grpo_replay.errors import LogprobGapError
-from grpo_replay.replay.batch import TrainRow
 from grpo_replay.sampling.hf import HfSampler
 
 # --- ratios and behaviour log-probs ---------------------------------------------------------------
@@ -92,28 +92,6 @@ def test_stored_rollouts_never_change(ours_run):
     assert older > 20
 
 
-def test_only_survivors_are_put_through_the_policy_for_behaviour_log_probs(
-    tmp_path, processes, monkeypatch
-):
-    """Once, at birth: at replay nothing but the update's own forward sees a rollout."""
-    forwards = []
-    original = DeepSpeedEngine.logprobs
-
-    def logprobs(engine, rows):
-        forwards.append({_key(row) for row in rows})
-        return original(engine, rows)
-
-    monkeypatch.setattr(DeepSpeedEngine, "logprobs", logprobs)
-    run = train_small_run(tmp_path / "run", run={"steps": 6})
-    assert len(forwards) == 6
-    for step, seen in enumerate(forwards, start=1):
-        assert seen == {_key(row_of(row)) for row in run.rollouts(step)}  # < 64: all of them
-
-
-def _key(row: TrainRow) -> bytes:
-    return row.prompt_token_ids.tobytes() + row.completion_token_ids.tobytes()
-
-
 def nudged(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
     """Make the sampler report log-probs that are off by `nats`."""
     original = HfSampler.generate
@@ -127,19 +105,19 @@ def nudged(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
 
 
 def test_sampler_log_probs_play_no_part_in_a_loss_anchored_at_the_trainers(
-    tmp_path, processes, monkeypatch
+    tmp_path, processes, monkeypatch, ours_run
 ):
     """No truncated importance weight on top of the behaviour-anchored ratio."""
-    sections = {"run": {"steps": 5}, "sampling": {"logprob_gap_limit": 0.1}}
-    plain = train_small_run(tmp_path / "plain", **sections)
     nudged(monkeypatch, 0.05)
-    shifted = train_small_run(tmp_path / "shifted", **sections)
-    for a, b in zip(plain.timeless_metrics, shifted.timeless_metrics, strict=True):
+    shifted = train_small_run(
+        tmp_path / "shifted", run={"steps": 6}, sampling={"logprob_gap_limit": 0.1}
+    )
+    for a, b in zip(ours_run.timeless_metrics, shifted.timeless_metrics, strict=False):
         gaps = {name for name in a if a[name] != b[name]}
         assert gaps == {"sampler/logprob_gap_mean", "sampler/logprob_gap_max"}
         assert b["sampler/logprob_gap_mean"] == pytest.approx(0.05, abs=1e-4)
-    one, other = plain.weights(), shifted.weights()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert sum(line["replay/rollouts"] for line in shifted.metrics) > 0
+    assert same_weights(ours_run.weights(6), shifted.weights(6))
 
 
 def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
@@ -150,7 +128,7 @@ def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
         tmp_path / "run",
         loss={"behavior_logprobs": "sampler"},
         batch={"updates_per_step": 1},
-        run={"steps": 5},
+        run={"steps": 3},
         sampling={"logprob_gap_limit": 0.1},
     )
     for step in steps_of(run):
@@ -159,16 +137,13 @@ def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
             assert row["log_ratio_mean"] == pytest.approx(0.05, abs=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature, limit", [(2.0, 0.1), (0.6, None)])
 def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
-    tmp_path, processes, monkeypatch, temperature, limit
+    tmp_path, processes, monkeypatch
 ):
     """Log-probs of raw logits against those of the distribution sampled from."""
     sections = {
-        "sampling": {"temperature": temperature, "logprob_gap_limit": limit},
-        "run": {"steps": 4},
-    }
+        "sampling": {"temperature": 0.6}, "run": {"steps": 2}, "replay": {"preset": "grpo"},
+    }  # fmt: skip
     run = train_small_run(tmp_path / "right", **sections)
     assert max(line["sampler/logprob_gap_max"] for line in run.metrics) < 1e-4
 
@@ -176,7 +151,7 @@ def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
         return PolicyModule(model, 1.0, 1024)
 
     monkeypatch.setattr(DeepSpeedEngine, "_wrap", wrap)
-    with pytest.raises(LogprobGapError, match="The sampler is not the policy"):
+    with pytest.raises(LogprobGapError):
         train_small_run(tmp_path / "wrong", **sections)
 
 
