@@ -1,19 +1,15 @@
-"""Asynchronous runs in which something fails: servers, collectors, verifiers, the trainer."""
+"""Asynchronous runs in which something fails: servers, collectors, rewards, the trainer."""
 
-import json
 import os
 import signal
 import time
 
 import pytest
-import torch
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
-    BUFFER_ONLY,
     async_recipe,
     check_ledger,
     collector_pids,
-    replay_run,
     same_weights_as_journal,
     train_async_run,
 )
@@ -26,25 +22,6 @@ from grpo_replay.lab.verification.verify import verify_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def test_the_use_once_queue_takes_the_newest_first(fake_server, tmp_path, processes):
-    sections = {
-        "replay": {"preset": "grpo", "max_age_steps": 4},
-        "sampling": {"collection": {"order": "newest_first", "max_ahead_steps": 3}},
-        "run": {"steps": 4},
-    }
-    run = train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
-    check_ledger(run)
-    seen: set[int] = set()
-    for line in run.metrics:
-        ids = {row["rollout_id"] for row in run.rollouts(line["step"])}
-        assert not ids & seen
-        seen |= ids
-        assert line["replay/rollouts"] == 0
-    again = replay_run(run, tmp_path / "again")
-    assert all(torch.equal(w, again.weights()[k]) for k, w in run.weights().items())
-    assert json.loads((run.path / "summary.json").read_text())["replayed_rollouts"] == 0
-
-
 class Stopped(Exception):
     """Stands for a kill: the run is left where it is."""
 
@@ -53,14 +30,13 @@ def crash() -> None:
     raise Stopped
 
 
-@pytest.mark.parametrize("step", [3, 5])
 def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
-    fake_server, tmp_path, processes, step
+    fake_server, tmp_path, processes
 ):
-    """The checkpoint is of step 2: the steps after it are repeated from the journal."""
+    """The checkpoint is of step 4: step 5 is repeated from the journal."""
     recipe = async_recipe([fake_server.url], {"checkpoint": {"every_steps": 2}})
     with pytest.raises(Stopped):
-        train_async_run(recipe, tmp_path / "run", after={step: crash})
+        train_async_run(recipe, tmp_path / "run", after={5: crash})
     before = list(read_journal(tmp_path / "run/journal"))
     run = train_async_run(recipe, tmp_path / "run", resume=True)
     assert list(read_journal(tmp_path / "run/journal"))[: len(before)] == before
@@ -68,7 +44,7 @@ def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
     check_ledger(run)
     assert same_weights_as_journal(run, tmp_path / "again")
     repeated = [line["step"] for line in run.metrics if line["cost/generation_seconds"] is None]
-    assert repeated == [step]  # what it cost to generate is unknown, not nothing
+    assert repeated == [5]  # what it cost to generate is unknown, not nothing
     groups = [r.place for r in read_journal(run.path / "journal") if isinstance(r, Group)]
     assert len(groups) == len(set(groups))
     assert verify_run(run.path).passed
@@ -115,53 +91,20 @@ def test_a_server_that_dies_and_comes_back_gets_the_newest_weights(
     assert same_weights_as_journal(run, tmp_path / "again")
 
 
-def test_a_server_that_fails_to_load_is_not_used_and_keeps_no_version(
-    fake_server, tmp_path, processes
-):
-    """trl#5932, trl#6797: the label is raised only after the load, whose answer is read."""
-    second = FakePolicyServer(seconds=0.03)
-
-    def break_loading() -> None:
-        second.load_status = 500
-
-    try:
-        recipe = async_recipe([fake_server.url, second.url])
-        run = train_async_run(recipe, tmp_path / "run", after={2: break_loading})
-        assert second.label.endswith("/updating")
-    finally:
-        second.stop()
-    assert len(run.metrics) == 6
-    check_ledger(run)
-
-
 def test_a_wait_for_rollouts_ends_with_a_message_that_names_them(tmp_path, processes):
     """NeMo-RL#2694: neither side waits for the other without a limit."""
     lonely = FakePolicyServer(seconds=0.03)
     recipe = async_recipe([lonely.url], {"sampling": {"servers": {"request_timeout_seconds": 2.0}}})
-    with pytest.raises(
-        SamplerError, match=r"waited for the 6 groups of step \d.*no request was run"
-    ):
+    with pytest.raises(SamplerError, match=r"the 6 groups of step \d"):
         train_async_run(recipe, tmp_path / "run", after={2: lonely.stop})
     assert collector_pids() == []
 
 
-def test_a_stalled_verifier_ends_as_a_timeout_and_delays_nothing_else(
+def test_rewards_that_do_not_come_leave_the_ledger_balanced_and_train_nothing(
     fake_server, tmp_path, processes
 ):
-    reward = {"function": "collected_rewards:stalls_on_seven", "time_limit_seconds": 0.5}
-    recipe = async_recipe([fake_server.url], {"reward": reward, "run": {"steps": 3}})
-    run = train_async_run(recipe, tmp_path / "run")
-    verdicts = [row["verdict"] for step in (1, 2, 3) for row in run.rollouts(step)]
-    assert "timeout" in verdicts and "scored" in verdicts
-    check_ledger(run)
-
-
-@pytest.mark.parametrize("replay", [{}, BUFFER_ONLY], ids=["anchored", "fifo"])
-def test_rewards_that_do_not_come_leave_the_ledger_balanced_and_train_nothing(
-    fake_server, tmp_path, processes, replay
-):
     reward = {"function": "collected_rewards:even_unless_it_fails", "max_failed_share": 0.9}
-    sections = {"reward": reward, "replay": replay, "run": {"steps": 4}}
+    sections = {"reward": reward, "run": {"steps": 4}}
     run = train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
     check_ledger(run)
     missing = [row for row in run.all_rollouts.values() if row["reward"] is None]

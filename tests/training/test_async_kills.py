@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_policy_server import FakePolicyServer
-from server_helpers import free_ports, wait_for
+from server_helpers import wait_for
 from small_runs.asynchronous import async_recipe, check_ledger, replay_run
 from small_runs.trained import FinishedRun, same_weights
 
@@ -62,9 +62,8 @@ def finished(folder: Path, server: FakePolicyServer) -> FinishedRun:
     return FinishedRun(folder, async_recipe([server.url], SECTIONS))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_killed_twice_is_the_run_of_its_journal(server, tmp_path, seed, processes):
-    chance = random.Random(seed)
+def test_a_run_killed_twice_is_the_run_of_its_journal(server, tmp_path, processes):
+    chance = random.Random(1)
     folder = tmp_path / "run"
     for _ in range(2):
         run = start(folder, [server.url])
@@ -100,31 +99,6 @@ def test_sigterm_in_a_wait_ends_it_with_a_checkpoint_and_no_process(server, tmp_
     done = finished(folder, server)
     assert verify_run(folder).passed
     assert same_weights(done.weights(), replay_run(done, tmp_path / "again").weights())
-
-
-def test_a_server_that_is_stopped_and_continued_takes_part_again(server, tmp_path):
-    """Its requests are taken over after the time limit, and it gets the newest weights."""
-    (port,) = free_ports(1)
-    words = [sys.executable, str(SUPPORT / "fake_policy_server.py"), str(port), "0.05"]
-    second = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    folder = tmp_path / "run"
-    urls = [server.url, f"http://127.0.0.1:{port}"]
-    sampling = {"servers": {"request_timeout_seconds": 3.0}}
-    run = start(folder, urls, sampling=sampling, run={"steps": 60})
-    try:
-        assert wait_for(lambda: steps_of(folder) >= 2, 200)
-        second.send_signal(signal.SIGSTOP)
-        stopped_at = steps_of(folder)
-        assert wait_for(lambda: steps_of(folder) >= stopped_at + 5, 120)
-        second.send_signal(signal.SIGCONT)
-        assert run.wait(300) == 0, (tmp_path / "output").read_text()[-3000:]
-    finally:
-        second.kill()
-        run.kill()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 60
-    assert lines[-1]["ledger/lost_rollouts"] == 0
-    assert verify_run(folder).passed
 
 
 def test_two_trainer_ranks_train_and_repeat_the_same_run(server, tmp_path):

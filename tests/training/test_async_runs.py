@@ -1,11 +1,9 @@
-"""Whole asynchronous runs with a fake policy server: real trainer, collector process and journal.
-`fresh_anchored` by default; with the slow tests also `buffer_only`. Faults: test_async_faults."""
+"""A whole asynchronous run with a fake policy server: real trainer, collector process and journal.
+`fresh_anchored`; one slow test has `buffer_only`. Faults: test_async_faults."""
 
 import json
-import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +16,10 @@ from small_runs.asynchronous import (
     check_ledger,
     collector_pids,
     replay_run,
+    same_weights_as_journal,
     train_async_run,
 )
-from small_runs.trained import GROUP, PROMPTS, FinishedRun
+from small_runs.trained import GROUP, PROMPTS, FinishedRun, same_weights
 
 from grpo_replay.collection.arrivals import Arrived
 from grpo_replay.collection.journal import Journal, read_journal
@@ -34,9 +33,7 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.training.asynchronous import ServerShare, ServerTimes, lateness
-from grpo_replay.training.journal_rules import refuse_other_steps
-from grpo_replay.types import Draw
+from grpo_replay.training.asynchronous import ServerShare, ServerTimes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -62,18 +59,6 @@ def anchored(fake_server, tmp_path_factory, processes, cancelled) -> FinishedRun
         return train_async_run(
             async_recipe([fake_server.url]), tmp_path_factory.mktemp("anchored") / "run"
         )
-
-
-@pytest.fixture(scope="module")
-def fifo(fake_server, tmp_path_factory, processes) -> FinishedRun:
-    """Paper B's buffer, never gated."""
-    recipe = async_recipe([fake_server.url], {"replay": BUFFER_ONLY})
-    return train_async_run(recipe, tmp_path_factory.mktemp("fifo") / "run")
-
-
-@pytest.fixture(params=["anchored", pytest.param("fifo", marks=pytest.mark.slow)])
-def run(request) -> FinishedRun:
-    return request.getfixturevalue(request.param)
 
 
 def test_fresh_anchored_trains_on_the_groups_of_its_step_and_a_draw(anchored):
@@ -126,32 +111,6 @@ def test_lags_are_those_of_the_rollout_s_own_tokens(anchored):
         assert -1e-9 < last <= first < line["async/age_mean"] + 1e-9
 
 
-def test_ages_are_those_of_what_was_trained_on():
-    """Born at 4 and at 1, trained on at 6."""
-    members = [
-        SimpleNamespace(birth_step=born, policy_version=born - 1, policy_version_end=born - 1)
-        for born in (4, 1)
-    ]
-    batch = SimpleNamespace(rollouts=members, draw=Draw.empty())
-    record = SimpleNamespace(step=6, batch=batch, generated=[])
-    found = lateness(record)
-    assert (found["async/age_mean"], found["async/age_max"]) == (3.5, 5)
-
-
-def test_a_rollout_of_several_versions_has_two_lags_below_its_age():
-    """At step 6 the policy is version 5. A group with versions 3 to 5 and 4 to 4 is born at 4."""
-    members = [
-        SimpleNamespace(birth_step=4, policy_version=first, policy_version_end=last)
-        for first, last in ((3, 5), (4, 4))
-    ]
-    batch = SimpleNamespace(rollouts=members, draw=Draw.empty())
-    record = SimpleNamespace(step=6, batch=batch, generated=[])
-    found = lateness(record)
-    assert found["async/age_mean"] == found["async/age_max"] == 2
-    assert found["async/first_token_lag_mean"] == 1.5
-    assert found["async/last_token_lag_mean"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("servers", "busy"),
     [({"launch": 2}, 4.5), ({"urls": ["http://a:1"]}, 1.5)],
@@ -186,34 +145,26 @@ def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
 
 
 @pytest.mark.slow
-def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(fifo):
-    for line in fifo.metrics:
-        assert len(fifo.draws(line["step"])) == PROMPTS * GROUP
-        assert line["buffer/rollouts"] <= 60
-    generated = fifo.metrics[-1]["ledger/generated_rollouts"]
-    assert generated >= sum(len(fifo.rollouts(s)) for s in range(1, 7))
-    assert any(line["async/sampler_idle"] is not None for line in fifo.metrics)
-    check_ledger(fifo)
-
-
-@pytest.mark.slow
-def test_steps_to_which_nothing_has_arrived_train_all_the_same(tmp_path, processes):
-    """The trainer of `buffer_only` does not wait, and here it is faster than the server."""
+def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(tmp_path, processes):
+    """The trainer does not wait: here it is faster than the server, and trains on what is stored.
+    The journal alone gives the same weights."""
     server = FakePolicyServer(seconds=0.5)
     tracking = {"report_to": ["tensorboard"]}
-    sections = {"replay": BUFFER_ONLY, "tracking": tracking, "run": {"steps": 20}}
+    sections = {"replay": BUFFER_ONLY, "tracking": tracking, "run": {"steps": 12}}
     run = train_async_run(async_recipe([server.url], sections), tmp_path / "run")
     server.stop()
+    for line in run.metrics:
+        assert line["replay/rollouts"] == len(run.draws(line["step"])) == PROMPTS * GROUP
+        assert line["buffer/rollouts"] <= 60
     idle = [line for line in run.metrics if not run.rollouts(line["step"])]
-    assert len(idle) > 5
-    for line in idle:
-        assert line["reward"] is None and line["fresh/rollouts"] == 0
-        assert line["replay/rollouts"] == PROMPTS * GROUP
+    assert len(idle) > 2
+    assert all(line["reward"] is None and line["fresh/rollouts"] == 0 for line in idle)
     check_ledger(run)
     assert verify_run(run.path).passed
+    assert same_weights_as_journal(run, tmp_path / "again")
 
 
-def test_every_update_pauses_loads_and_confirms(fake_server, run):
+def test_every_update_pauses_loads_and_confirms(fake_server, anchored):
     """Each update: pause, the label that is no version, load, cache, label, resume."""
     start = fake_server.calls.index("pause")
     update = fake_server.calls[start : start + 6]
@@ -229,33 +180,35 @@ def test_every_version_reaches_the_servers_but_the_last(anchored):
     assert max(later) >= 2
 
 
-def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
-    again = replay_run(run, tmp_path / "again")
-    first, second = run.weights(), again.weights()
-    assert first.keys() == second.keys() and len(first) > 10
-    assert all(torch.equal(first[key], second[key]) for key in first)
+@pytest.fixture(scope="module")
+def again(anchored, tmp_path_factory) -> FinishedRun:
+    """The run from its journal alone."""
+    return replay_run(anchored, tmp_path_factory.mktemp("again") / "run")
+
+
+def test_the_journal_alone_gives_the_same_weights_bit_for_bit(anchored, again):
+    assert same_weights(anchored.weights(), again.weights())
     for step in range(1, 7):
-        assert run.rollouts(step) == again.rollouts(step)
-        assert run.draws(step) == again.draws(step)
-    for line, other in zip(run.metrics, again.metrics, strict=True):
+        assert anchored.rollouts(step) == again.rollouts(step)
+        assert anchored.draws(step) == again.draws(step)
+    for line, other in zip(anchored.metrics, again.metrics, strict=True):
         same = {k for k in line if k.startswith("ledger/")} | {"loss", "grad_norm", "reward"}
         assert {k: line[k] for k in same} == {k: other[k] for k in same}
-    assert measured_mu(run.metrics, PROMPTS * GROUP) > 0
+    assert measured_mu(anchored.metrics, PROMPTS * GROUP) > 0
     assert measured_mu(again.metrics, PROMPTS * GROUP) is None  # nothing was generated for it
 
 
 def test_the_learning_rate_follows_its_schedule(anchored, tmp_path):
     """While the rate rises, the same groups move the weights less."""
     with rates_of_updates() as measured:
-        again = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
+        rising = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
     peak = anchored.recipe.optimizer.learning_rate
     expected = [0.2 * peak, 0.4 * peak, 0.6 * peak, 0.8 * peak, peak, peak]
-    assert [line["learning_rate"] for line in again.metrics] == pytest.approx(expected)
-    updates = [line["updates"] for line in again.metrics]
-    assert min(updates) > 0
+    assert [line["learning_rate"] for line in rising.metrics] == pytest.approx(expected)
+    updates = [line["updates"] for line in rising.metrics]
     assert measured == pytest.approx(np.repeat(expected, updates).tolist(), rel=1e-3)
     base = load_policy(anchored.recipe.model, 0).state_dict()
-    assert 0.3 < moved(again, base) / moved(anchored, base) < 0.9
+    assert 0.3 < moved(rising, base) / moved(anchored, base) < 0.9
 
 
 def moved(run: FinishedRun, base: dict[str, torch.Tensor]) -> float:
@@ -263,39 +216,24 @@ def moved(run: FinishedRun, base: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("sampling", "prompts_per_step", 2),
-        ("replay", "max_age_steps", 5),
-        ("replay", "drop_zero_variance", False),
-    ],
+    ("section", "key", "value"), [("replay", "max_age_steps", 5), ("reward", "correct", 0.5)]
 )
-def test_a_journal_is_repeated_by_its_own_rules_alone(anchored, tmp_path, section, key, value):
-    change = {section: {key: value}}
-    named = rf"{section}\.{key} {value}, was .*Leave these keys"
+def test_a_journal_is_repeated_and_goes_on_by_its_own_rules_and_rewards_alone(
+    anchored, tmp_path, section, key, value
+):
+    change, named = {section: {key: value}}, rf"{section}\.{key} {value}, was "
     with pytest.raises(RecipeError, match=named):
         replay_run(anchored, tmp_path / "again", change)
     assert not (tmp_path / "again").exists()
     copy = tmp_path / "copy"
     shutil.copytree(anchored.path, copy, symlinks=True)
-    before = sorted(copy.rglob("*"))
+    before = sorted(copy.rglob("*.parquet"))
     longer = resolve_recipe(
         [anchored.recipe.model_dump(mode="json"), change, {"run": {"steps": 7}}]
     )
     with pytest.raises(RecipeError, match=named):
         train_async_run(longer, copy, resume=True)
-    assert sorted(copy.rglob("*")) == before
-
-
-def test_a_journal_is_repeated_and_goes_on_with_its_own_rewards(anchored, tmp_path):
-    change = {"reward": {"correct": 0.5}}
-    with pytest.raises(RecipeError, match=r"changes: reward\.correct 0\.5, was 1\.0\. Leave"):
-        replay_run(anchored, tmp_path / "again", change)
-    longer = resolve_recipe(
-        [anchored.recipe.model_dump(mode="json"), change, {"run": {"steps": 7}}]
-    )
-    with pytest.raises(RecipeError, match=r"changes: reward\.correct 0\.5, was 1\.0\. Leave"):
-        refuse_other_steps(longer, anchored.path, 6)
+    assert sorted(copy.rglob("*.parquet")) == before
 
 
 def test_another_journal_gives_other_weights(anchored, tmp_path):
@@ -309,52 +247,39 @@ def test_another_journal_gives_other_weights(anchored, tmp_path):
         journal.append(record)
     journal.close()
     again = replay_run(FinishedRun(changed, anchored.recipe), tmp_path / "again")
-    first, second = anchored.weights(), again.weights()
-    assert not all(torch.equal(first[key], second[key]) for key in first)
+    assert not same_weights(anchored.weights(), again.weights())
 
 
-def test_every_metric_of_the_mode_is_documented(run):
-    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    documented = set(re.findall(r"^\| `((?:async|ledger)/[^`]+)` \|", page, re.MULTILINE))
-    for line in run.metrics:
-        assert {name for name in line if name.startswith(("async/", "ledger/"))} == documented
-    assert len(documented) == 11 + 16
-
-
-def test_verify_recomputes_ages_versions_and_the_ledger(run):
-    report = verify_run(run.path)
+def test_verify_recomputes_ages_versions_and_the_ledger(anchored):
+    report = verify_run(anchored.path)
     assert report.passed, report.to_json()
     assert {check.name: check.checked for check in report.checks}["ledger"] >= 6 * 8
 
 
-def test_inspection_rebuilds_the_buffer_although_rollouts_arrive_after_their_birth(run):
+def test_inspection_rebuilds_the_buffer_although_rollouts_arrive_after_their_birth(anchored):
     """Without the checkpoint, from rollouts/ and draws/: the same rollouts and uses."""
-    rebuilt = rebuild_stored(open_source(str(run.path), None), run.recipe.replay, GROUP)
-    state = run.snapshot(6).state
+    rebuilt = rebuild_stored(open_source(str(anchored.path), None), anchored.recipe.replay, GROUP)
+    state = anchored.snapshot(6).state
     assert rebuilt.rollout_id.tolist() == [r.rollout_id for r in state["rollouts"]]
     assert rebuilt.times_used.tolist() == state["times_used"].tolist()
     assert (rebuilt.logged_step > rebuilt.birth_step).any()
 
 
-def test_inspection_counts_every_use_once_and_the_metrics_what_each_step_took(run):
-    source = open_source(str(run.path), None)
+def test_inspection_counts_every_use_once_and_the_metrics_what_each_step_took(anchored):
+    source = open_source(str(anchored.path), None)
     uses = sum(each.uses for each in outcomes_by_age(source).values())
-    assert uses == sum(line["cost/trained_rollouts"] for line in run.metrics) > 0
-    for line in run.metrics:
-        assert line["cost/generated_rollouts"] == len(run.rollouts(line["step"]))
+    assert uses == sum(line["cost/trained_rollouts"] for line in anchored.metrics) > 0
+    for line in anchored.metrics:
+        assert line["cost/generated_rollouts"] == len(anchored.rollouts(line["step"]))
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_verify_finds_a_damaged_journal(anchored, tmp_path, damage):
+def test_verify_finds_a_damaged_journal(anchored, tmp_path):
     copy = Path(shutil.copytree(anchored.path, tmp_path / "run", symlinks=True))
     (segment,) = (copy / "journal").iterdir()
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 1
-    segment.write_bytes(data if damage == "flip" else data[: len(data) // 2])
-    if damage == "delete":
-        segment.unlink()
-    failed = [check.name for check in verify_run(copy).checks if not check.passed]
-    assert failed == ["written files", "journal"]
+    segment.write_bytes(data)
+    assert "journal" in [check.name for check in verify_run(copy).checks if not check.passed]
 
 
 def test_verify_finds_a_ledger_that_does_not_balance(anchored, tmp_path):
@@ -363,8 +288,7 @@ def test_verify_finds_a_ledger_that_does_not_balance(anchored, tmp_path):
     lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     lines[3]["ledger/lost_tokens"] += 1
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    failed = [check.name for check in verify_run(copy).checks if not check.passed]
-    assert failed == ["ledger", "written files"]
+    assert "ledger" in [check.name for check in verify_run(copy).checks if not check.passed]
 
 
 def test_the_journal_records_what_each_step_saw(anchored):
@@ -377,5 +301,5 @@ def test_the_journal_records_what_each_step_saw(anchored):
         )
 
 
-def test_a_run_ends_with_its_collector_and_leaves_no_process(run):
+def test_a_run_ends_with_its_collector_and_leaves_no_process(anchored):
     assert collector_pids() == []

@@ -12,7 +12,7 @@ from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
 from small_runs.trained import GROUP, PROMPTS, small_recipe
 
-from grpo_replay.collection.arrivals import Arrivals, rollouts_to_insert
+from grpo_replay.collection.arrivals import Arrivals
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Drop, Report
 from grpo_replay.distributed.comm import Comm
@@ -38,23 +38,16 @@ from grpo_replay.types import ComposedBatch, Draw
 
 def test_shares_of_the_servers_time_are_differences_of_two_reports():
     """Two servers, two ranks. First step: 20 s of servers, 5 idle and 3 paused. Second: 10 more,
-    4 idle and 1 paused."""
+    4 idle and 1 paused. Another collector counts from zero, and pauses go on."""
     times = ServerTimes(gpus_per_rank=1 / 2)
     assert times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0) == ServerShare(6.0, 0.4)
     assert times.step(Report(idle_seconds=9.0, server_seconds=30.0), 4.0) == ServerShare(2.5, 0.5)
-
-
-def test_another_collector_counts_from_zero_and_pauses_go_on():
-    times = ServerTimes(gpus_per_rank=1)
-    times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0)
-    found = times.step(Report(idle_seconds=1.0, server_seconds=8.0), 4.0)
-    assert found == ServerShare(6.0, 0.25)
+    assert times.step(Report(idle_seconds=1.0, server_seconds=8.0), 5.0) == ServerShare(3.0, 0.25)
 
 
 def test_without_a_server_in_use_there_is_no_share_and_no_more_than_all_is_idle():
     times = ServerTimes(gpus_per_rank=1)
     assert times.step(Report(), 0.0) == ServerShare(0.0, None)
-    assert times.step(Report(server_seconds=0.5), 0.0) == ServerShare(0.5, 0.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, 1.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, None)
 
@@ -141,27 +134,6 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
     assert run._step() is False and saved == [3]
     (tmp_path / checkpoint_name(3)).mkdir()
     assert run._step() is False and saved == [3]
-    run.state.step = 0
-    assert run._step() is False and saved == [3]
-
-
-def test_each_waiting_group_is_looked_into_once(monkeypatch):
-    """However often a wait looks, and also if none of its rollouts can be stored."""
-    recipe = async_recipe(URLS, {"replay": BUFFER_ONLY | {"drop_zero_variance": True}})
-    source, intake = collector_source(recipe)
-    looked = []
-
-    def count(arrived, recipe) -> int:
-        looked.append(arrived.number)
-        return rollouts_to_insert(arrived, recipe)
-
-    monkeypatch.setattr(asynchronous, "rollouts_to_insert", count)
-    same = group((0, 0), rewards=(1.0,) * 4)
-    intake.arrivals.take_in(same)
-    assert source._rollouts_waiting(3) == source._rollouts_waiting(3) == 0
-    intake.arrivals.take_in(group((0, 1), rewards=(1.0, -1.0, -1.0, 1.0)))
-    assert source._rollouts_waiting(3) == source._rollouts_waiting(3) == 4
-    assert looked == [0, 1]
 
 
 def test_a_stop_while_a_step_waits_takes_nothing():
@@ -208,22 +180,7 @@ def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_o
     assert source.sampler._suspects == {"there"}
 
 
-def test_nobody_waits_for_servers_of_the_run_that_have_ended():
-    source, _ = collector_source(async_recipe(URLS))
-    ended, running = (
-        SimpleNamespace(exited=lambda done=done: done, log=f"log/{done}.log")
-        for done in (True, False)
-    )
-    source.sampler._launched = [ended, running]
-    source._look(Report(down={"there": "away"}))
-    assert source.sampler._suspects == {"there"}
-    source.sampler._launched = [ended, ended]
-    with pytest.raises(SamplerError, match=r"has ended; their logs: log/True.log, log/True"):
-        source._look(Report(down={"there": "away"}))
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_what_a_step_takes_by_hand(is_main):
+def test_what_a_step_takes_by_hand():
     """Of three groups that arrived in the run, after a fourth that was lost, one is for this step;
     two were counted before."""
     source, intake = collector_source(async_recipe(URLS))
@@ -231,13 +188,11 @@ def test_what_a_step_takes_by_hand(is_main):
     for index in range(3):
         intake.arrivals.take_in(group((0, index)))
     intake.arrivals.take_in(Drop(0, 3, "lost", 0, 0))
-    source.intake = intake if is_main else None
     generated = (make_rollout(8, birth_step=3), make_rollout(9, birth_step=2))
     taken = source._step_rollouts(generated, ServerShare(3.0, 0.5))
-    found = (taken.prompts, taken.groups, taken.generation_seconds, len(taken.measured))
-    assert found == ((1, 1, 3.0, 1) if is_main else (0, 0, None, 0))
+    assert (taken.prompts, taken.groups, taken.generation_seconds) == (1, 1, 3.0)
+    assert (len(taken.measured), len(taken.generated)) == (1, 2)
     assert taken.nominal_rollouts == PROMPTS * GROUP
-    assert len(taken.generated) == (2 if is_main else 0)
 
 
 def test_counters_of_a_step_by_hand():
@@ -264,14 +219,11 @@ def test_mean_lengths_are_of_what_was_kept_and_of_what_came_late():
 
 
 def test_a_checkpoint_has_the_journal_on_the_disk_first_and_the_end_ends_the_collector(tmp_path):
-    source, intake = collector_source(async_recipe(URLS, {}))
+    source, intake = collector_source(async_recipe(URLS))
     source.save(tmp_path)
     assert intake.done == [("sync",)]
     source.close()
     assert intake.done == [("sync",), ("close",)]
-    source.intake = None  # a rank other than 0
-    source.save(tmp_path)
-    source.close()
 
 
 def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
@@ -302,10 +254,6 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     assert (found["sampler/policy_version"], found["async/undrawn_evicted"]) == (2, 2)
     assert found["ledger/generated_rollouts"] == 0
     assert (found["async/age_mean"], found["async/age_max"]) == (0.5, 1)
-    source.parts.clock = SimpleNamespace(read=lambda: {"step": 0.0})
-    assert source.metrics(StepRecord(3, taken, (), None, batch, [], []))[
-        "async/trainer_idle"
-    ] == pytest.approx(6e9)
 
 
 def test_another_rank_waits_with_rank_0_and_takes_nothing(monkeypatch):
@@ -352,13 +300,11 @@ def test_a_collector_is_started_with_the_servers_and_what_may_wait(
     assert intake.done[1:] == [("announce", "a", 3)]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("repeats", [False, True])
-@pytest.mark.parametrize("is_main", [False, True])
-def test_a_source_opens_the_journal_that_it_repeats_or_goes_on_with(
-    tmp_path, monkeypatch, resumed, repeats, is_main
+def test_a_resumed_source_brings_servers_the_policy_and_reads_the_journal_that_it_repeats(
+    tmp_path, monkeypatch, repeats
 ):
-    """The intake is closed before its journal. Servers of a resumed run get its policy first."""
+    """The intake is closed before its journal."""
     done: list[tuple] = []
     monkeypatch.setattr(asynchronous, "_push", lambda _, version: done.append(("push", version)))
     monkeypatch.setattr(asynchronous.JournalRecords, "of", lambda folder: folder)
@@ -367,7 +313,7 @@ def test_a_source_opens_the_journal_that_it_repeats_or_goes_on_with(
 
     class Opened:
         def __init__(self, recipe, journal, records, step) -> None:
-            self.journal, self.records, self.step = journal, records, step
+            self.records, self.step = records, step
 
         def close(self) -> None:
             done.append(("intake closed",))
@@ -376,37 +322,16 @@ def test_a_source_opens_the_journal_that_it_repeats_or_goes_on_with(
     recipe, stack = async_recipe(URLS), ExitStack()
     recipe.sampling.collection.__dict__["replay_journal"] = "before" if repeats else None
     parts = SimpleNamespace(
-        recipe=recipe, comm=Comm(int(not is_main)), run_dir=SimpleNamespace(path=tmp_path),
+        recipe=recipe, comm=Comm(), run_dir=SimpleNamespace(path=tmp_path),
         sampler=object.__new__(RollingServerSampler),
     )  # fmt: skip
-    monkeypatch.setattr(asynchronous, "run_collectively", lambda _, action: action())
-    checkpoint = tmp_path if resumed else None
     state = RunState(step=3, policy_version=4)
-    source = asynchronous.open_collected(parts, state, checkpoint, stack)
-    assert done == [("push", 4)] * resumed
-    assert type(source) is (JournalSource if repeats else CollectorSource)
-    if is_main:
-        folder = Path("before") if repeats else tmp_path
-        assert source.intake.records == folder / "journal" and source.intake.step == 3
-        assert source.intake.journal is (None if repeats else journal)
-    else:
-        assert source.intake is None
-    done.clear()
+    source = asynchronous.open_collected(parts, state, tmp_path, stack)
+    assert done == [("push", 4)]
+    folder = Path("before") if repeats else tmp_path
+    assert source.intake.records == folder / "journal" and source.intake.step == 3
     stack.close()
-    closes = is_main and not repeats
-    assert done == ([("intake closed",), ("journal closed",)] if closes else [])
-
-
-def test_a_push_is_gathered_as_its_version_and_timed(monkeypatch):
-    pushed, comm = [], Comm()
-    monkeypatch.setattr(asynchronous, "sync_weights", lambda *words: pushed.append(words))
-    stages = []
-    parts = SimpleNamespace(
-        engine="engine", sampler="sampler",
-        clock=SimpleNamespace(stage=lambda name: stages.append(name) or comm.position.stage(name)),
-    )  # fmt: skip
-    asynchronous._push(parts, 3)
-    assert (pushed, stages) == ([("engine", "sampler", 3)], ["sync"])
+    assert done[1:] == ([] if repeats else [("intake closed",), ("journal closed",)])
 
 
 @pytest.mark.parametrize(("update_N", "updates"), [(None, 1), ([0, 1], 2)])

@@ -1,12 +1,9 @@
 """Rewards that did not come: a reward function that fails on a third of the completions trains the
 weights of a run in which exactly these rollouts do not exist."""
 
-import io
 import json
-import shlex
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +11,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from missing_rewards import fails_on
-from rich.console import Console
 from small_runs.trained import (
     FinishedRun,
     same_weights,
@@ -23,14 +19,14 @@ from small_runs.trained import (
     train_small_run,
 )
 
-from grpo_replay.cli.train_command import RunDisplay, describe_end
 from grpo_replay.errors import RewardError
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import print_life, read_life
+from grpo_replay.lab.inspection.views import read_life
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay.rollouts import assemble_rollouts
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 from grpo_replay.types import RequestKey
 
@@ -38,31 +34,28 @@ FAILING = {"function": "missing_rewards:boxed_unless_it_fails"}
 SETTINGS = {"loss": {"behavior_logprobs": "sampler"}, "run": {"steps": 6}}
 
 
-class Listener(RunDisplay):
-    """The screen of a run, as text."""
-
+class Listener(Observer):
     def __init__(self) -> None:
-        super().__init__(Console(file=io.StringIO(), width=300, force_terminal=False))
+        self.notices: list[str] = []
 
-    @property
-    def text(self) -> str:
-        return self._console.file.getvalue()
+    def on_notice(self, text) -> None:
+        self.notices.append(text)
 
 
 @pytest.fixture(scope="module")
-def screen():
+def listener() -> Listener:
     return Listener()
 
 
 @pytest.fixture(scope="module")
-def failing(tmp_path_factory, screen) -> FinishedRun:
+def failing(tmp_path_factory, processes, listener) -> FinishedRun:
     path = tmp_path_factory.mktemp("missing") / "run"
     evaluation = {
         "benchmarks": ["tiny"], "samples": 2, "max_problems": 8, "at_start": False,
         "max_completion_length": 16, "reward": FAILING["function"],
     }  # fmt: skip
     recipe = small_recipe(reward=FAILING, eval=evaluation, **SETTINGS)
-    run_training(recipe, path, False, screen)
+    run_training(recipe, path, False, listener)
     return FinishedRun(path, recipe)
 
 
@@ -93,7 +86,7 @@ def shorter_groups(prompts, completions, texts, verdicts, step, recipe, first_ro
 
 
 def test_the_weights_are_those_of_a_run_in_which_these_rollouts_do_not_exist(
-    failing, tmp_path, monkeypatch, processes
+    failing, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("grpo_replay.training.synchronous.assemble_rollouts", shorter_groups)
     monkeypatch.setattr("grpo_replay.training.metrics.generation_metrics", lambda *_: {})
@@ -101,12 +94,8 @@ def test_the_weights_are_those_of_a_run_in_which_these_rollouts_do_not_exist(
         tmp_path / "run", reward={"function": "missing_rewards:boxed"}, **SETTINGS
     )
     assert same_weights(failing.weights(), other.weights())
-    assert [row["rollout_id"] for row in failing.all_draws] == [
-        row["rollout_id"] for row in other.all_draws
-    ]
-    assert [row["probability"] for row in failing.all_draws] == [
-        row["probability"] for row in other.all_draws
-    ]
+    for name in ("rollout_id", "probability"):
+        assert [row[name] for row in failing.all_draws] == [row[name] for row in other.all_draws]
     gone = failing.all_rollouts.keys() - other.all_rollouts.keys()
     assert {i for i, row in failing.all_rollouts.items() if row["reward"] is None} <= gone
     share = np.mean([row["reward"] is None for row in failing.all_rollouts.values()])
@@ -114,14 +103,13 @@ def test_the_weights_are_those_of_a_run_in_which_these_rollouts_do_not_exist(
 
 
 def test_the_log_keeps_the_row_and_nothing_trains_on_it_or_stores_it(failing):
-    missing = [row for row in failing.all_rollouts.values() if row["reward"] is None]
-    assert {row["verdict"] for row in missing} == {"crash", "none"}
-    assert not any(row["kept"] for row in missing)
+    missing = {i: row for i, row in failing.all_rollouts.items() if row["reward"] is None}
+    assert {row["verdict"] for row in missing.values()} == {"crash", "none"}
+    assert not any(row["kept"] for row in missing.values())
     for name in ("advantage", "behavior_logprobs", "tokens"):
-        assert all(row[name] is None for row in missing), name
-    ids = {row["rollout_id"] for row in missing}
-    assert not ids & {row["rollout_id"] for row in failing.all_draws}
-    assert not ids & {rollout.rollout_id for rollout in failing.snapshot(6).state["rollouts"]}
+        assert all(row[name] is None for row in missing.values()), name
+    assert not missing.keys() & {row["rollout_id"] for row in failing.all_draws}
+    assert not missing.keys() & {r.rollout_id for r in failing.snapshot(6).state["rollouts"]}
 
 
 def test_the_closed_forms_hold_with_the_members_whose_reward_came(failing):
@@ -156,77 +144,54 @@ def test_verify_agrees_and_finds_a_missing_reward_that_was_made_an_incorrect_one
     assert {"kept flags", "group statistics", "metrics"} <= failed
 
 
-def test_metrics_step_lines_and_summary_show_the_share(failing, screen):
+def test_metrics_summary_and_one_notice_show_the_share(failing, listener):
     for step, line in zip(steps_of(failing), failing.metrics, strict=True):
         rewards = [row["reward"] for row in failing.rollouts(step)]
-        share = rewards.count(None) / len(rewards)
-        assert line["reward/missing_fraction"] == pytest.approx(share)
+        assert line["reward/missing_fraction"] == pytest.approx(rewards.count(None) / len(rewards))
         assert line["reward"] == pytest.approx(np.mean([r for r in rewards if r is not None]))
         assert line.get("verdict/none", 0) + line.get("verdict/crash", 0) == rewards.count(None) > 0
-        assert f"no reward {100 * share:.1f} %" in screen.text
-    assert screen.text.count("the reward function gave no reward for") == 1
-    assert "ConnectionError: the judge is not reachable" in screen.text
+    (notice,) = [text for text in listener.notices if "gave no reward for" in text]
+    assert "ConnectionError" in notice
     summary = json.loads((failing.path / "summary.json").read_text())
     share = np.mean([line["reward/missing_fraction"] for line in failing.metrics])
     assert summary["means"]["reward/missing_fraction"] == pytest.approx(share)
-    assert f"no reward came for {100 * share:.1f} %" in describe_end(failing.path, summary)
-    commands = [shlex.split(line) for line in describe_end(Path("my runs/é"), summary).split("  ")]
-    named = [word for words in commands for word in words if word.startswith("my runs/é")]
-    assert [name.removeprefix("my runs/é") for name in named] == [
-        *("", "/checkpoints/latest", "", "/tensorboard"),
-    ]
 
 
 def test_inspect_buffer_warns_and_shows_such_a_rollout(failing):
     source = open_source(str(failing.path), None)
     missing = [i for i, row in failing.all_rollouts.items() if row["reward"] is None]
+    assert summarise(source).missing_rewards == len(missing)
     (warning,) = [text for text in summarise(source).warnings if "have no reward" in text]
-    assert warning.startswith(f"{len(missing)} of {len(failing.all_rollouts)} generated rollouts")
-    life = read_life(source, missing[0])
-    assert life.fate.startswith("never stored: the reward function gave no reward")
-    with io.StringIO() as out:
-        print_life(life, Console(file=out, width=200))
-        assert "reward none" in out.getvalue()
+    assert str(len(missing)) in warning
+    assert "no reward" in read_life(source, missing[0]).fate
 
 
-def test_an_evaluation_counts_such_completions_as_not_correct_and_says_so(failing, screen):
+def test_an_evaluation_counts_such_completions_as_not_correct_and_says_so(failing):
     report = read_report(failing.path / "eval/step_000006.json")
     rows = report.samples.to_pylist()
     missing = [row for row in rows if row["verdict"] in ("crash", "none")]
     assert len(missing) > 10 and not any(row["correct"] for row in missing)
-    assert (
-        f"gave no verdict for {len(missing)} of {len(rows)} completions "
-        f"({100 * len(missing) / len(rows):.1f} %: "
-    ) in screen.text
-    assert "so the accuracies are lower bounds" in screen.text
-    assert replace(report, settings={"reward": "math_verify"}).missing_verdicts() is None
+    assert f"{len(missing)} of {len(rows)} completions" in report.missing_verdicts()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"replay": {"preset": "group_std", "warmup_steps": 2}},
-        {"replay": {"preset": "fifo", "capacity_rollouts": 40}},
-        {"loss": {"kind": "asymre"}},
-        {"advantage": {"std": "sample"}, "sampling": {"max_refills": 2}},
-        {
-            "reward": {**FAILING, "overlong_buffer_tokens": 6, "mask_truncated": True},
-            "sampling": {"max_completion_length": 12},
-        },
-    ],
-    ids=["queries", "fifo", "asymre", "refills", "overlong"],
-)
-def test_every_kind_of_run_leaves_them_out_and_verify_agrees(tmp_path, processes, sections):
-    run = train_small_run(tmp_path / "run", **{"reward": FAILING, "run": {"steps": 5}, **sections})
+def test_a_run_of_queries_with_refills_and_a_score_for_length_leaves_them_out(tmp_path, processes):
+    run = train_small_run(
+        tmp_path / "run",
+        reward={**FAILING, "overlong_buffer_tokens": 6, "mask_truncated": True},
+        replay={"preset": "group_std", "warmup_steps": 2},
+        advantage={"std": "sample"},
+        sampling={"max_refills": 2, "max_completion_length": 12},
+        run={"steps": 5},
+    )
     missing = {i for i, row in run.all_rollouts.items() if row["reward"] is None}
     assert len(missing) > 10 and not any(run.all_rollouts[i]["kept"] for i in missing)
     assert not missing & {row["rollout_id"] for row in run.all_draws}
     report = verify_run(run.path)
     assert report.passed, [check for check in report.checks if not check.passed]
-    assert summarise(open_source(str(run.path), None)).missing_rewards == len(missing)
 
 
 def test_above_the_limit_the_run_ends(tmp_path, processes):
-    with pytest.raises(RewardError, match=r"step 1: .*\(\d+ crash, \d+ none\), more than"):
+    with pytest.raises(RewardError, match=r"step 1: .*reward\.max_failed_share 0\.1") as seen:
         train_small_run(tmp_path / "run", reward={**FAILING, "max_failed_share": 0.1})
+    assert seen.value.exit_code == 4

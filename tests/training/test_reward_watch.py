@@ -53,12 +53,6 @@ def test_a_step_with_signal_starts_the_count_again():
     assert told == [9, 14]
 
 
-def test_kept_groups_of_equal_rewards_are_no_signal():
-    """As with `replay.drop_zero_variance: false`."""
-    watch = watch_of(recipe_of())
-    assert [s for s in range(1, 7) if watch.observe(s, group(kept=True))] == [5]
-
-
 def test_a_short_run_that_never_trained_says_so_at_its_end():
     watch = watch_of(recipe_of(steps=3))
     assert [step for step in (1, 2, 3) if watch.observe(step, group())] == [3]
@@ -67,41 +61,24 @@ def test_a_short_run_that_never_trained_says_so_at_its_end():
 @pytest.mark.parametrize(
     ("changes", "share", "advice"),
     [
-        ({}, "0% correct", "too hard, or the reference answers have another form"),
+        ({}, "0% correct", "too hard"),
+        ({"kept": True}, "0% correct", "too hard"),  # as with replay.drop_zero_variance false
         ({"group_correct": G, "verdict": "correct"}, "100% correct", "too easy"),
-        ({"finish_reason": "length"}, "100% cut off", "Raise sampling.max_completion_length, 8192"),
-        ({"verdict": "unparsable"}, "100% without an answer", "check prompts.user_template"),
-        ({"verdict": "timeout"}, "100% failures of the reward", "The reward function fails"),
+        ({"finish_reason": "length"}, "100% cut off", "sampling.max_completion_length, 8192"),
+        ({"verdict": "unparsable"}, "100% without an answer", "prompts.user_template"),
+        ({"verdict": "timeout"}, "100% failures", "The reward function fails"),
     ],
 )
 def test_the_notice_says_why(changes, share, advice):
     watch = watch_of(recipe_of())
-    notices = [notice for step in range(1, 6) for notice in watch.observe(step, group(**changes))]
-    (notice,) = notices
-    assert "nothing to learn from for 5 steps" in notice and "Of 20 completions" in notice
+    (notice,) = [each for step in range(1, 6) for each in watch.observe(step, group(**changes))]
     assert share in notice and advice in notice
 
 
-@pytest.mark.parametrize(
-    ("share", "stop_tokens", "named"),
-    [(1.0, None, True), (0.96, None, False), (0.96, ["X"], True), (0.9, ["X"], False)],
-)
-def test_where_hardly_a_completion_ends_the_stop_tokens_are_named(share, stop_tokens, named):
-    sampling = resolve_recipe([{"sampling": {"stop_tokens": stop_tokens}}]).sampling
-    room = "raise sampling.max_completion_length, 8192 tokens"
-    tokens = ", or set sampling.stop_tokens: the model may never sample <e> (2)"
-    assert advice_on_cut_off(share, sampling, "<e> (2)") == room + tokens * named
-
-
-@pytest.mark.parametrize("changes", [
-    {"verdict": "crash"}, {"group_correct": G, "verdict": "correct"}, {"finish_reason": "length"},
-    {"verdict": "unparsable"},
-])  # fmt: skip
-def test_what_half_of_the_completions_have_in_common_is_not_most(changes):
-    watch = watch_of(recipe_of())
-    step = [*group(**changes), *group()]
-    (notice,) = [notice for each in range(1, 6) for notice in watch.observe(each, step)]
-    assert "50% " in notice and "The problems are too hard, or the reference answers" in notice
+def test_where_not_one_completion_ends_the_stop_tokens_are_named():
+    for share, named in ((1.0, True), (0.96, False)):
+        advice = advice_on_cut_off(share, recipe_of().sampling, "<e> (2)")
+        assert ("sampling.stop_tokens" in advice and "<e> (2)" in advice) is named
 
 
 def test_a_step_stops_if_most_verdicts_are_failures():
@@ -111,7 +88,7 @@ def test_a_step_stops_if_most_verdicts_are_failures():
     with pytest.raises(RewardError) as caught:
         refuse_failed_verdicts(most, 3, recipe_of(function="mine:score").reward, "ValueError: no")
     assert caught.value.exit_code == 4
-    for part in ("step 3", "mine:score", "5 of 9", "1 timeout, 4 crash", "ValueError: no"):
+    for part in ("step 3", "mine:score", "5 of 9", "ValueError: no"):
         assert part in str(caught.value)
     refuse_failed_verdicts(group(verdict="crash"), 3, recipe_of(max_failed_share=1.0).reward, None)
     refuse_failed_verdicts([], 3, recipe_of().reward, None)  # other ranks
@@ -125,8 +102,8 @@ def test_scores_that_differ_below_what_counts_as_correct_are_named_once():
     watch = CorrectWatch(recipe_of(function="own.py:part").reward)
     told = {step: watch.observe(step, scores_of(0.0, 0.777)) for step in range(1, 20)}
     ((step, (notice,)),) = [each for each in told.items() if each[1]]
-    assert step == 5 and "no completion of 5 steps was correct" in notice
-    assert "reward.correct 1.0 by own.py:part" in notice and "highest was 0.777" in notice
+    assert step == 5 and "reward.correct 1.0" in notice
+    assert "own.py:part" in notice and "0.777" in notice
     of_several = CorrectWatch(recipe_of(function="own.py:part").reward)
     steps = [of_several.observe(s, scores_of(2.0, 3.0, reward_scores=(0.5,))) for s in range(1, 8)]
     assert steps == [[]] * 7, "the first function's scores are equal"
@@ -140,15 +117,10 @@ def test_a_correct_completion_or_a_builtin_verifier_needs_no_such_notice():
     assert not any(builtin.observe(step, scores_of(-1.0, 0.5)) for step in range(1, 20))
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "error", "told"),
-    [
-        (["timeout", "memory"], None, "none was raised, the function exceeded its limits"),
-        (["timeout", "crash"], None, "none was raised on rank 0; see the logs of the others"),
-        (["crash"], "ValueError: boom", "ValueError: boom"),
-    ],
-)
-def test_a_failure_without_an_exception_says_why_there_is_none(verdicts, error, told):
-    rollouts = [SimpleNamespace(reward=None, verdict=verdict) for verdict in verdicts]
-    (notice,) = MissingWatch().observe(3, rollouts, error)
-    assert f"First error: {told}" in notice
+def test_missing_rewards_are_told_once_with_the_first_error():
+    missing = [SimpleNamespace(reward=None, verdict="crash")]
+    watch = MissingWatch()
+    assert watch.observe(2, [SimpleNamespace(reward=1.0, verdict="correct")], None) == []
+    (notice,) = watch.observe(3, missing, "ValueError: boom")
+    assert "step 3" in notice and "ValueError: boom" in notice
+    assert watch.observe(4, missing, "ValueError: boom") == []

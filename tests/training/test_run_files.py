@@ -3,6 +3,7 @@
 import json
 import os
 from itertools import pairwise
+from math import ceil
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_replay.cli.train_command import samples_table, shortened
+from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.recipe import load_recipe, resolve_recipe
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer
@@ -24,6 +27,8 @@ SETTINGS = [
     "run.steps=5",
     "sampling.prompts_per_step=8",
     "sampling.group_size=4",
+    "sampling.stop_tokens=['}']",
+    "batch.mini_batch_rollouts=14",
     "replay.warmup_steps=1",
     "replay.max_age_steps=2",
     "replay.capacity_rollouts=32",
@@ -109,6 +114,24 @@ def test_the_sampler_is_the_policy_at_every_step_and_what_is_replayed_is_young(r
         assert row["sampler/policy_version"] == row["step"] - 1
         assert (row["replay/rollouts"] > 0) == (row["step"] > 1)
         assert (row["replay/age_max"] or 0) <= 2
+
+
+def test_mini_batches_of_a_literal_size_are_as_many_as_the_batch_needs(run):
+    rows = metrics_of(run)
+    for row in rows:
+        assert row["updates"] == ceil(row["cost/trained_rollouts"] / 14)
+    assert {row["updates"] for row in rows} > {1}
+
+
+def test_completions_end_at_the_recipe_s_stop_token_and_evaluations_say_so(run):
+    brace = load_tokenizer(ModelSection()).convert_tokens_to_ids("}")
+    rows = pq.read_table(run / "rollouts/step_000005.parquet").to_pylist()
+    ends = [row["completion_token_ids"][-1] for row in rows if row["finish_reason"] == "stop"]
+    assert len(ends) > 20 and set(ends) == {brace}
+    assert f"}} ({brace})" in (run / "log/attempt_001.log").read_text()
+    report = read_report(run / "eval/step_000005.json")
+    assert report.settings["stop_tokens"] == ["}"]
+    assert report.verifier == load_recipe("tiny").eval.reward
 
 
 def test_the_summary_has_exactly_its_keys(run):

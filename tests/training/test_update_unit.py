@@ -21,18 +21,15 @@ from grpo_replay.training.run import run_training
 
 QUICK = ["eval.benchmarks=[]", "tracking.report_to=[]", "reward.function=minerva",
          "reward.workers=1", "engine.device=cpu"]  # fmt: skip
-ARMS = {  # groups of 16 that a step takes, its updates of 60
-    3: ["sampling.prompts_per_step=5", "replay.ratio=2.25", "batch.updates_per_step=3"],
-    14: ["sampling.prompts_per_step=3", "replay.ratio=17.5", "batch.updates_per_step=14"],
-}
-GROUPS, STEPS = {3: 5, 14: 3}, {3: 5, 14: 4}
+GROUPS, UPDATES, STEPS = 5, 3, 5
+"""Groups of 16 that a step takes, its updates of 60, and the steps."""
+ARM = ["sampling.prompts_per_step=5", "replay.ratio=2.25", f"batch.updates_per_step={UPDATES}"]
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(14, marks=pytest.mark.slow)])
-def arm(request, tmp_path_factory, processes):
-    """A finished run, its updates per step, and the rollouts of every update as the engine got
-    them."""
-    updates, seen = request.param, []
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory, processes):
+    """A finished run, and the rollouts of every update as the engine got them."""
+    seen = []
     folder = tmp_path_factory.mktemp("updates") / "run"
     original = DeepSpeedEngine.update
 
@@ -42,10 +39,9 @@ def arm(request, tmp_path_factory, processes):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedEngine, "update", update)
-        steps = f"run.steps={STEPS[updates]}"
-        recipe = load_recipe("fifo-tiny", [*QUICK, steps, *ARMS[updates]])
+        recipe = load_recipe("fifo-tiny", [*QUICK, f"run.steps={STEPS}", *ARM])
         run_training(recipe, folder, False, Observer())
-    return folder, updates, seen
+    return folder, seen
 
 
 def in_updates(draws, groups, updates, capacity=84):
@@ -69,22 +65,22 @@ def in_updates(draws, groups, updates, capacity=84):
 
 
 def test_ages_last_use_and_uses_are_those_of_a_simulation_in_updates(arm):
-    folder, updates, seen = arm
+    folder, seen = arm
     assert {len(rollouts) for rollouts in seen} == {60}
-    ages, gaps, uses, stored = in_updates(seen, GROUPS[updates], updates)
+    ages, gaps, uses, stored = in_updates(seen, GROUPS, UPDATES)
     found = summarise(open_source(folder, None))
     assert {row.age_updates: row.replayed for row in found.staleness if row.replayed} == ages
     assert {row.age_updates: row.stored for row in found.staleness if row.stored} == Counter(stored)
     assert {row.value: row.rollouts for row in found.last_use.gaps} | {
         None: found.last_use.new
     } == gaps
-    born = 16 * GROUPS[updates] * len(seen) // updates
+    born = 16 * GROUPS * len(seen) // UPDATES
     unused = {0: born - len(uses)} if born > len(uses) else {}
     counts = {row.value: row.rollouts for row in found.uses_over_run.counts}
     assert counts == Counter(uses.values()) + Counter(unused)
     document = inspection_document(found)
     for name in ("staleness", "by_age"):
-        assert all(row["age_steps"] == row["age_updates"] // updates for row in document[name])
+        assert all(row["age_steps"] == row["age_updates"] // UPDATES for row in document[name])
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     total = sum(line["replay/age_mean"] * line["replay/rollouts"] for line in metrics)
     assert total == pytest.approx(sum(age * count for age, count in ages.items()))
@@ -93,7 +89,7 @@ def test_ages_last_use_and_uses_are_those_of_a_simulation_in_updates(arm):
 
 
 def test_the_draw_log_has_the_update_of_every_draw(arm):
-    folder, _, seen = arm
+    folder, seen = arm
     rows = [
         row
         for path in sorted((folder / "draws").glob("*.parquet"))
@@ -107,25 +103,24 @@ def test_the_draw_log_has_the_update_of_every_draw(arm):
 
 
 def test_the_law_of_ages_and_last_use_is_that_of_uniform_draws_in_updates(arm):
-    """As paper B's arms at y = 2.2 and 17.6: what if draws it five times, the simulation fifty. Its
-    ages are in steps."""
-    folder, updates, seen = arm
+    """As paper B's arm at y = 2.2: what if draws it five times, the simulation fifty. Its ages are
+    in steps."""
+    folder, seen = arm
     rng = np.random.default_rng(0)
     draws = [lambda stored: rng.choice(stored, 60)] * len(seen)
     means = []
     for _ in range(50):
-        ages, *_ = in_updates(draws, GROUPS[updates], updates)
-        means.append(sum(age // updates * n for age, n in ages.items()) / ages.total())
+        ages, *_ = in_updates(draws, GROUPS, UPDATES)
+        means.append(sum(age // UPDATES * n for age, n in ages.items()) / ages.total())
     result = what_if(open_source(folder, None), [])
     assert result.same["age_mean"] == pytest.approx(np.mean(means), abs=3 * np.std(means) + 0.01)
     assert result.logged["age_mean"] == pytest.approx(np.mean(means), abs=4 * np.std(means))
 
 
 def test_a_resume_with_another_number_of_draws_is_refused(arm):
-    folder, updates, _ = arm
-    steps = f"run.steps={STEPS[updates] + 1}"
-    other = [*QUICK, steps, *ARMS[updates], f"batch.updates_per_step={updates + 1}"]
+    folder, _ = arm
+    other = [*QUICK, f"run.steps={STEPS + 1}", *ARM, f"batch.updates_per_step={UPDATES + 1}"]
     before = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(RecipeError, match=f"made {updates} draws, and would make {updates + 1}"):
+    with pytest.raises(RecipeError, match="made 3 draws, and would make 4"):
         run_training(load_recipe("fifo-tiny", other), folder, True, Observer())
     assert (folder / "metrics.jsonl").read_bytes() == before
