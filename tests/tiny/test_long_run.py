@@ -9,19 +9,16 @@ from grpo_replay.recipe import load_recipe
 from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
-SHORT = ["run.steps=6", "eval.benchmarks=[]", "reward.workers=1"]
-OURS = ["replay.warmup_steps=2"]
-FIFO = ["replay.preset=fifo", "replay.capacity_rollouts=64"]
+SHORT = ["run.steps=4", "eval.benchmarks=[]", "reward.workers=1", "replay.warmup_steps=2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", [OURS, FIFO])
-def test_a_short_run_samples_graded_completions_of_two_hundred_tokens_and_replays(tmp_path, arm):
-    recipe = load_recipe("tiny-long", [*SHORT, *arm])
+def test_a_short_run_samples_graded_completions_of_two_hundred_tokens_and_replays(tmp_path):
+    recipe = load_recipe("tiny-long", SHORT)
     run_training(recipe, tmp_path / "run", False, Observer())
     run = FinishedRun(tmp_path / "run", recipe)
     rows = list(run.all_rollouts.values())
-    assert len(rows) == 6 * recipe.rollouts_per_step
+    assert len(rows) == 4 * recipe.rollouts_per_step
     assert sum(row["finish_reason"] == "stop" for row in rows) > 0.95 * len(rows)
     assert {row["verdict"] for row in rows} <= {"correct", "incorrect", "unparsable"}
     assert 0.1 < sum(row["verdict"] == "correct" for row in rows) / len(rows) < 0.8

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
@@ -46,14 +45,3 @@ def test_a_real_model_learns_to_add_and_its_run_verifies(model, tmp_path):
     assert 0.05 < base < 0.4 and final > base + 0.1
     verified = program("-m", "grpo_replay", "inspect-buffer", str(run), "--verify")
     assert verified.returncode == 0, verified.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", "smollm2-steps", "smollm2-bold"])
-def test_the_sweeps_would_start(model, tmp_path, name):
-    """Their prompts have room: what a tokenizer says only with the model."""
-    sweep = yaml.safe_load((ROOT / f"recipes/sweeps/{name}.yaml").read_text())
-    sweep["set"].append(f"model.path={model}")
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    planned = program("-m", "grpo_replay", "sweep", str(tmp_path / "sweep.yaml"), "--dry-run")
-    assert planned.returncode == 0, planned.stdout

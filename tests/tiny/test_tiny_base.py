@@ -1,23 +1,11 @@
 """The shipped base models: they load, speak their tokenizers, and are what the script makes."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
-from make_tiny_base import (
-    BOX,
-    EOS,
-    MAKERS,
-    PAD,
-    Lessons,
-    Maker,
-    WarmUp,
-    learning_rate_factor,
-    make_base,
-    save_base,
-    weights_sha256,
-)
+from make_tiny_base import BOX, EOS, MAKERS, PAD, Maker, weights_sha256
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_replay.tiny import BASES, TASKS, Task
@@ -54,11 +42,6 @@ def tokenizer(task):
     return AutoTokenizer.from_pretrained(task.base_dir)
 
 
-def test_every_task_has_a_maker_and_the_other_way_round():
-    assert set(BASES) == set(MAKERS) == {"tiny", "tiny-long"}
-    assert [maker.recipe for maker in MAKERS.values()] == list(MAKERS)
-
-
 def test_the_shipped_weights_are_those_of_the_script(task, maker):
     record = json.loads((task.base_dir / "recipe.json").read_text())
     constants = json.loads(json.dumps(asdict(maker.warm_up)))
@@ -73,12 +56,6 @@ def test_the_model_is_a_small_fp32_qwen3_with_tied_embeddings(model, task):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
     assert (task.base_dir / "model.safetensors").stat().st_size < 2 * 1024**2
-
-
-def test_the_last_message_of_a_chat_is_the_prompt(tokenizer):
-    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12+34"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == PROMPT_TEMPLATE.format(problem="12+34")
 
 
 def test_model_and_tokenizer_agree_on_the_special_tokens(tokenizer, task, maker):
@@ -107,11 +84,6 @@ def test_texts_survive_the_tokenizer(tokenizer, task):
         assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_one_token_a_character_and_one_for_the_box(tokenizer):
-    assert tokenizer.tokenize(r"15,8\boxed{85}") == ["1", "5", ",", "8", BOX, "8", "5", "}"]
-    assert tokenizer("A\n")["input_ids"] == [tokenizer.unk_token_id] * 2
-
-
 def test_greedy_answers_are_boxed_and_end_in_eos(model, tokenizer, task, name):
     each = 40 // len(task.benchmarks) + 1
     rows = [row for b in task.benchmarks for row in task.benchmark_problems(b)[:each]][:40]
@@ -125,41 +97,3 @@ def test_greedy_answers_are_boxed_and_end_in_eos(model, tokenizer, task, name):
     right = sum(f"{BOX}{row['answer']}}}" in c for row, c in zip(rows, completions, strict=True))
     fewest, most = SOLVED[name]
     assert fewest <= right <= most
-
-
-def test_lessons_train_the_answer_and_its_eos_only(maker):
-    lessons = Lessons(maker)
-    ids, labels = lessons.batch(64)
-    assert ids.shape == labels.shape == (64, ids.shape[1])
-    for row, targets in zip(ids, labels, strict=True):
-        trained = targets != -100
-        assert torch.equal(row[trained], targets[trained])
-        answer = lessons.tokenizer.decode(row).split("=", 1)[1].split(PAD)[0]
-        assert answer.endswith("}" + EOS)
-        assert lessons.tokenizer.decode(row[trained]) == answer
-
-
-def test_learning_rate_rises_then_falls_to_zero():
-    warm_up = WarmUp()
-    assert learning_rate_factor(0, warm_up) == 1 / warm_up.learning_rate_rise_steps
-    assert learning_rate_factor(warm_up.learning_rate_rise_steps, warm_up) == 1.0
-    assert learning_rate_factor(warm_up.steps, warm_up) == pytest.approx(0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["tiny"], indirect=True)  # the longer one takes many minutes
-def test_the_script_rebuilds_the_shipped_model(tmp_path, model, maker):
-    """Minutes. Rounding differs between processors, so the losses are compared, not bits.
-
-    A coarse check: it finds a broken warm-up, not slightly other habits (the constants' test does).
-    """
-    torch.set_num_threads(1)
-    rebuilt = make_base(maker)
-    save_base(rebuilt, maker, tmp_path)
-    others = replace(maker, warm_up=replace(maker.warm_up, seed=99))
-    ids, labels = Lessons(others).batch(512)
-    with torch.no_grad():
-        shipped_loss = model(input_ids=ids, labels=labels).loss.item()
-        rebuilt_loss = rebuilt(input_ids=ids, labels=labels).loss.item()
-    assert rebuilt_loss == pytest.approx(shipped_loss, abs=0.02)

@@ -86,32 +86,10 @@ def test_stored_logprobs_are_those_of_the_checkpoint_they_were_sampled_from(one_
         np.testing.assert_allclose(row["sampler_logprobs"], own.numpy(), atol=LARGEST_GAP)
 
 
-def test_an_untied_model_is_in_sync_too(tmp_path):
+def test_merged_adapters_are_in_sync_too(tmp_path):
     folder = train(
-        tmp_path / "untied",
-        "sampling.backend=vllm",
-        "run.steps=3",
-        "model.random_init={tie_word_embeddings: false, initializer_range: 0.3}",
-    )
-    gaps = largest_gaps(folder)
-    assert len(gaps) == 3
-    assert max(gaps) <= LARGEST_GAP
-
-
-@pytest.mark.parametrize(
-    "server", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in process", "over HTTP"]
-)
-def test_merged_adapters_are_in_sync_too(tmp_path, server):
-    backend = ["sampling.backend=vllm"]
-    if server:
-        backend = [
-            "sampling.backend=vllm_server",
-            "sampling.servers.launch=1",
-            f"sampling.servers.address=127.0.0.1:{free_ports(1)[0]}",
-        ]
-    folder = train(
-        tmp_path / "lora", *backend, "model.lora.r=8", "optimizer.learning_rate=1e-2",
-        "engine.zero_stage=3",
+        tmp_path / "lora", "sampling.backend=vllm", "model.lora.r=8",
+        "optimizer.learning_rate=1e-2", "engine.zero_stage=3",
     )  # fmt: skip
     gaps = largest_gaps(folder)
     assert len(gaps) == 5
@@ -141,28 +119,6 @@ def test_two_ranks_sample_what_one_samples(one_rank, tmp_path):
     assert same >= 0.99 * total
 
 
-@pytest.mark.slow
-def test_servers_that_lag_sample_with_the_weights_of_the_last_push(tmp_path):
-    folder = train(
-        tmp_path / "lagging",
-        "sampling.backend=vllm_server",
-        "sampling.servers.launch=1",
-        f"sampling.servers.address=127.0.0.1:{free_ports(1)[0]}",
-        "run.sync_every_steps=2",
-        "loss.behavior_logprobs=sampler",
-    )
-    gaps = largest_gaps(folder)
-    for step, (gap, pushed) in enumerate(zip(gaps, [0, 0, 2, 2, 4], strict=True), start=1):
-        rows = rollouts(folder, step)
-        assert {(row["policy_version"], row["policy_version_end"]) for row in rows} == {
-            (pushed,) * 2
-        }
-        assert all(
-            row["behavior_logprobs"] == row["sampler_logprobs"] for row in rows if row["kept"]
-        )
-        assert (gap <= LARGEST_GAP) == (pushed == step - 1), step
-
-
 def test_a_killed_server_ends_the_run_and_leaves_its_checkpoint(one_rank, tmp_path):
     """Until then the run over HTTP is the run in process; then nothing stays behind."""
     folder = tmp_path / "served"
@@ -182,7 +138,6 @@ def test_a_killed_server_ends_the_run_and_leaves_its_checkpoint(one_rank, tmp_pa
     finally:
         process.kill()
     assert process.returncode == 4, errors[-3000:]
-    assert "is lost" in errors
     assert "vllm-server-" in errors, "the message names the server's log"
     assert wait_for(lambda: not group_members(guard), seconds=30)
     assert find_checkpoint(folder / "checkpoints") is not None
