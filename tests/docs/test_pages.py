@@ -1,17 +1,15 @@
 """Docs that cannot rot: snippets run, links and names lead somewhere, references are generated."""
 
 import ast
+import asyncio
 import importlib
 import importlib.util
 import itertools
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -205,40 +203,17 @@ def test_every_reward_function_grades_as_the_page_says(tmp_path):
         assert found == expected, function
 
 
-class Judge(BaseHTTPRequestHandler):
-    """Says yes to a solution of 4, no to 5, something else to the rest; fails at first."""
+def test_the_judge_of_docs_reads_yes_no_and_neither(monkeypatch):
+    judge = program("judge_reward")
+    replies = {"4": "Yes.", "5": "<think>yes</think> No", "6": "hm"}
 
-    asked = 0
+    async def ask(question: str) -> str:
+        return replies[question.split("Solution to judge:\n")[1][0]]
 
-    def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        Judge.asked += 1
-        self.send_response(503 if Judge.asked == 1 else 200)
-        self.end_headers()
-        solution = text.split("Solution to judge:")[1]
-        word = "yes" if solution.startswith("\\n4") else "no" if "\\n5" in solution else "hm"
-        answer = {"choices": [{"message": {"content": word}}]}
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-@pytest.mark.slow
-def test_the_judge_gives_rewards_or_none_and_tries_again(tmp_path, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
-    section = RewardSection(function=f"{DOCS}/judge_reward.py:judged", workers=1)
-    expected = {"4": 1.0, "5": -1.0, "mumble": None, "cut": -1.0}
-    messages = [{"role": "user", "content": "2+2"}]
-    with RewardScorer.open(section) as scorer:
-        for text in expected:
-            scorer.submit(text, text, "4", {}, messages=messages, truncated=text == "cut",
-                          group="0.0", of=len(expected))  # fmt: skip
-        found = {text: verdict.reward for text, verdict in scorer.results().items()}
-    server.shutdown()
-    assert found == expected and Judge.asked == 4
+    monkeypatch.setattr(judge, "ask", ask)
+    problem = [{"role": "user", "content": "2+2"}]
+    found = [asyncio.run(judge.judged(text, "4", problem, False)) for text in replies]
+    assert found == [1.0, -1.0, None]
 
 
 @pytest.mark.slow
