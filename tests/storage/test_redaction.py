@@ -49,8 +49,8 @@ def test_planted_secrets_are_in_no_file_of_a_run(planted, tmp_path):
         for secret in (TOKEN, KEY, PASSWORD):
             assert secret.encode() not in content, path
     log = (run.path / "log/attempt_001.log").read_text()
-    assert "a reward function printed: key *** http://***@10.0.0.1/" in log
-    assert "ConnectionError: http://***@10.0.0.1:8000 said ***" in log
+    assert "key *** http://***@10.0.0.1/" in log
+    assert "http://***@10.0.0.1:8000 said ***" in log
     command = json.loads((run.path / "environment.json").read_text())["command"]
     assert command == [
         "grpo-replay", "train", "--set", "x=http://***@10.0.0.1:8000", "***", "***"
@@ -59,7 +59,7 @@ def test_planted_secrets_are_in_no_file_of_a_run(planted, tmp_path):
 
 def test_a_url_with_a_password_is_refused_and_not_repeated():
     urls = [f"http://me:{PASSWORD}@10.0.0.1:8000"]
-    with pytest.raises(RecipeError, match="set VLLM_API_KEY in the environment") as caught:
+    with pytest.raises(RecipeError, match="VLLM_API_KEY") as caught:
         resolve_recipe([{"sampling": {"servers": {"urls": urls}}}])
     assert PASSWORD not in str(caught.value)
 
@@ -67,7 +67,7 @@ def test_a_url_with_a_password_is_refused_and_not_repeated():
 @pytest.mark.parametrize("secret", [TOKEN, KEY, f"s3://me:{PASSWORD}@store/x"])
 def test_a_recipe_with_a_secret_starts_no_run(planted, tmp_path, secret):
     recipe = small_recipe(prompts={"system_prompt": f"use {secret}"})
-    with pytest.raises(RecipeError, match=r"prompts\.system_prompt holds .* a secret") as caught:
+    with pytest.raises(RecipeError, match=r"prompts\.system_prompt") as caught:
         RunDirectory(tmp_path / "run").create(recipe)
     assert not (tmp_path / "run").exists()
     assert secret not in str(caught.value)

@@ -101,27 +101,25 @@ def test_any_rollouts_survive_a_table(rollouts):
     assert_same_rollouts(rollouts, table_to_rollouts(rollouts_to_table(rollouts)))
 
 
-def test_slices_and_chunks_of_tables_are_read_correctly():
+def test_slices_and_chunks_of_tables_are_read_into_arrays_of_their_own(tmp_path):
     rollouts = some_rollouts()
+    rollouts[0] = dataclasses.replace(
+        rollouts[0], completion_mask=np.ones(len(rollouts[0].completion_token_ids), bool)
+    )
     table = rollouts_to_table(rollouts)
     assert_same_rollouts(rollouts[3:7], table_to_rollouts(table.slice(3, 4)))
-    chunked = pa.concat_tables([table.slice(0, 2), table.slice(2)])
-    assert_same_rollouts(rollouts, table_to_rollouts(chunked))
-
-
-def test_a_rollout_does_not_keep_its_table_alive():
-    masked = dataclasses.replace(some_rollouts()[0], completion_mask=np.array([True]))
-    rollout = table_to_rollouts(rollouts_to_table([masked]))[0]
+    found = table_to_rollouts(pa.concat_tables([table.slice(0, 2), table.slice(2)]))
+    assert_same_rollouts(rollouts, found)
     for name in ARRAYS:
-        assert getattr(rollout, name).base is None
-        assert not getattr(rollout, name).flags.writeable
+        assert getattr(found[0], name).base is None
+        assert not getattr(found[0], name).flags.writeable
 
 
 @pytest.mark.parametrize("field", ["reward", "advantage", "group_reward_mean", "group_reward_std"])
-@pytest.mark.parametrize("value", [0.1, float("nan"), float("inf"), -float("inf"), 1e300])
-def test_a_number_that_is_not_exact_in_float32_is_refused(field, value):
-    with pytest.raises(ValueError, match=field):
-        rollouts_to_table([dataclasses.replace(make_rollout(0), **{field: value})])
+def test_a_number_that_is_not_finite_and_exact_in_float32_is_refused(field):
+    for value in (0.1, float("nan"), -float("inf"), 1e300):
+        with pytest.raises(ValueError, match=field):
+            rollouts_to_table([dataclasses.replace(make_rollout(0), **{field: value})])
 
 
 def test_arrays_of_another_type_are_refused():
@@ -130,7 +128,7 @@ def test_arrays_of_another_type_are_refused():
         rollouts_to_table([wrong])
 
 
-def test_rollout_file(tmp_path):
+def test_a_file_of_rollouts_has_them_all_and_the_statistics_of_those_trained_on(tmp_path):
     path = step_path(tmp_path, 12)
     assert path.name == "step_000012.parquet"
     rollouts = some_rollouts()
@@ -139,17 +137,13 @@ def test_rollout_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     table = read_rollout_table(path)
     assert_same_rollouts(rollouts, table_to_rollouts(table))
-    rows = table.to_pylist()
-    assert {name: rows[0][name] for name in dataclasses.asdict(OUTCOME)} == dataclasses.asdict(
-        OUTCOME
-    )
+    rows, names = table.to_pylist(), dataclasses.asdict(OUTCOME)
+    assert {name: rows[0][name] for name in names} == names
     assert rows[1]["tokens"] is None and rows[4]["approx_kl"] is None
     assert rows[8]["tokens"] == 0 and rows[8]["clip_fraction"] is None
-    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
-    assert column.compression == "ZSTD"
 
 
-def test_draw_file(tmp_path):
+def test_a_file_of_draws_has_the_draw_in_its_order(tmp_path):
     path = step_path(tmp_path, 7)
     rollouts = make_group(0, 0, 5, [1.0, -1.0])
     drawn = (rollouts[1], rollouts[0], rollouts[1])
@@ -158,6 +152,7 @@ def test_draw_file(tmp_path):
     table = read_draw_table(path)
     assert table["rollout_id"].to_pylist() == [1, 0, 1]
     assert table["probability"].to_pylist() == [0.75, 0.25, 0.75]
+    assert table["age_steps"].to_pylist() == [2, 2, 2]
     assert table["step"].to_pylist() == [7, 7, 7]
     assert table["approx_kl"].to_pylist() == [0.0625] * 3
     write_draws(path, 7, Draw.empty(), [])
@@ -166,136 +161,53 @@ def test_draw_file(tmp_path):
         write_draws(path, 7, draw, [OUTCOME] * 2)
 
 
+DRAW = Draw(tuple(some_rollouts()[:2]), np.array([0.5, 0.5]), np.array([2, 2]), 2.0, 0.7)
 READERS = {
     "rollouts": (read_rollout_table, lambda path: write_rollouts(path, some_rollouts(), {})),
-    "draws": (
-        read_draw_table,
-        lambda path: write_draws(
-            path,
-            7,
-            Draw(tuple(some_rollouts()[:2]), np.array([0.5, 0.5]), np.array([2, 2]), 2.0, 0.7),
-            [OUTCOME] * 2,
-        ),
-    ),
+    "draws": (read_draw_table, lambda path: write_draws(path, 7, DRAW, [OUTCOME] * 2)),
     "buffer": (read_snapshot, lambda path: write_snapshot(path, drawn_buffer(), 10)),
 }
 
 
-@pytest.fixture(params=READERS)
-def kind(request):
-    return request.param
-
-
-def test_a_missing_file_is_named(kind, tmp_path):
-    with pytest.raises(SnapshotError, match=f"gone.parquet: no such file.*{kind}"):
-        READERS[kind][0](tmp_path / "gone.parquet")
-
-
-def test_an_empty_file_is_named(kind, tmp_path):
-    path = tmp_path / "f.parquet"
-    path.touch()
-    with pytest.raises(SnapshotError, match=r"f\.parquet: the file is empty"):
-        READERS[kind][0](path)
-
-
-def test_a_truncated_file_is_refused_at_every_length(kind, tmp_path):
+@pytest.mark.parametrize("kind", READERS)
+def test_a_file_that_is_missing_broken_newer_or_of_another_kind_is_named(
+    kind, tmp_path, monkeypatch
+):
     reader, writer = READERS[kind]
     path = tmp_path / "f.parquet"
-    writer(path)
-    whole = path.read_bytes()
-    lengths = range(1, len(whole), max(1, len(whole) // 60))
-    for length in lengths:
-        path.write_bytes(whole[:length])
-        with pytest.raises(SnapshotError, match=r"f\.parquet: not a readable Parquet file"):
+
+    def is_refused(*values):
+        with pytest.raises(SnapshotError, match=r"f\.parquet") as seen:
             reader(path)
-    assert len(lengths) >= 60
+        assert all(value in str(seen.value) for value in values)
 
-
-def test_a_flipped_byte_in_the_data_is_detected(kind, tmp_path):
-    reader, writer = READERS[kind]
-    path = tmp_path / "f.parquet"
+    is_refused(kind)  # missing
     writer(path)
-    whole = path.read_bytes()
-    group = pq.ParquetFile(path).metadata.row_group(0)
-    tried = 0
-    for index in range(group.num_columns):
-        column = group.column(index)
-        start = column.dictionary_page_offset or column.data_page_offset
-        damaged = bytearray(whole)
-        damaged[start + column.total_compressed_size - 1] ^= 0x10
-        path.write_bytes(bytes(damaged))
-        with pytest.raises(SnapshotError, match="restore it"):
-            reader(path)
-        tried += 1
-    assert tried == group.num_columns
-
-
-def test_a_foreign_file_is_refused(kind, tmp_path):
-    path = tmp_path / "f.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    is_refused()
     pq.write_table(pa.table({"x": [1, 2]}), path)
-    with pytest.raises(SnapshotError, match="not written by grpo-replay"):
-        READERS[kind][0](path)
-    path.write_bytes(b"PK\x03\x04 this is a zip file" * 20)
-    with pytest.raises(SnapshotError, match="not a readable Parquet file"):
-        READERS[kind][0](path)
-
-
-def test_a_newer_file_asks_for_an_upgrade(kind, tmp_path, monkeypatch):
-    reader, writer = READERS[kind]
-    path = tmp_path / "f.parquet"
-    with monkeypatch.context() as newer:
-        newer.setattr(rollout_log, "ROLLOUT_LOG_VERSION", 2)
-        newer.setattr("grpo_replay.replay.snapshot.SNAPSHOT_VERSION", 2)
-        writer(path)
-    with pytest.raises(SnapshotError, match=r"version 2 is newer.*up to 1.*upgrade"):
-        reader(path)
-
-
-def test_one_kind_is_not_taken_for_another(kind, tmp_path):
+    is_refused(kind)
     other = {"rollouts": "draws", "draws": "buffer", "buffer": "rollouts"}[kind]
-    path = tmp_path / "f.parquet"
     READERS[other][1](path)
-    with pytest.raises(SnapshotError, match=f"a {other} file, where a {kind} file"):
-        READERS[kind][0](path)
+    is_refused(kind, other)
+    monkeypatch.setattr(rollout_log, "ROLLOUT_LOG_VERSION", 2)
+    monkeypatch.setattr("grpo_replay.replay.snapshot.SNAPSHOT_VERSION", 2)
+    writer(path)
+    monkeypatch.undo()
+    is_refused("2", "1")
 
 
-def test_a_column_that_changed_its_type_is_named(tmp_path):
-    path = tmp_path / "f.parquet"
-    write_rollouts(path, some_rollouts(), {})
-    table = pq.read_table(path)
-    index = table.column_names.index("reward")
-    wrong = table.set_column(index, "reward", table["reward"].cast(pa.float64()))
-    pq.write_table(wrong, path)
-    with pytest.raises(SnapshotError, match="column reward is double, expected float"):
-        read_rollout_table(path)
-    pq.write_table(table.drop_columns(["kept"]), path)
-    with pytest.raises(SnapshotError, match="column kept is missing"):
-        read_rollout_table(path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
+def test_a_write_that_fails_or_meets_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f.parquet"
     write_rollouts(path, some_rollouts(), {})
     before = path.read_bytes()
-    wrong = dataclasses.replace(OUTCOME, tokens=2**40)
     with pytest.raises((pa.ArrowInvalid, OverflowError)):
-        write_rollouts(path, some_rollouts(), {0: wrong})
-    assert path.read_bytes() == before
-
-
-def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "f.parquet"
-    write_rollouts(path, some_rollouts(), {})
-    before = path.read_bytes()
+        write_rollouts(path, some_rollouts(), {0: dataclasses.replace(OUTCOME, tokens=2**40)})
 
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", no_space)
-    with pytest.raises(
-        OutputDirectoryError, match=r"f\.parquet: cannot be written.*No space.*free"
-    ):
+    with pytest.raises(OutputDirectoryError, match=r"f\.parquet.*No space"):
         write_rollouts(path, some_rollouts()[:4], {})
     assert path.read_bytes() == before
-    with pytest.raises(OutputDirectoryError, match="cannot be written"):
-        write_rollouts(tmp_path / "missing" / "f.parquet", some_rollouts(), {})
