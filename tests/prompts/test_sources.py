@@ -1,0 +1,234 @@
+"""Rows of problems from files and the hub: golds kept as text, bad rows refused by their place."""
+
+import gzip
+import json
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_replay.engine.models import byte_tokenizer
+from grpo_replay.errors import DatasetError
+from grpo_replay.prompts.prompt_set import load_prompts, read_problems
+from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
+from grpo_replay.recipe import PromptsSection
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture
+def jsonl(tmp_path) -> Callable[..., str]:
+    """Writes rows (or raw lines) and returns the path."""
+
+    def write(*rows):
+        path = tmp_path / "problems.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def section(source, **changes):
+    return PromptsSection(
+        **{"source": str(source), "template": "plain", "user_template": "{problem}", **changes}
+    )
+
+
+def found(source, whole_rows=True, **changes):
+    prompts = load_prompts(section(source, **changes), TOKENIZER, 0, whole_rows)
+    return [(p.text, p.answer) for p in prompts.sample(9)]
+
+
+def refused(source, match, **changes):
+    for whole_rows in (True, False):
+        with pytest.raises(DatasetError, match=match):
+            load_prompts(section(source, **changes), TOKENIZER, 0, whole_rows)
+
+
+@pytest.fixture(scope="module")
+def pasted(tmp_path_factory):
+    """A folder with the same two rows in every form."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("pasted")
+    rows = [{"question": "1+1, or\n2?", "answer": "007"}, {"question": "NA", "answer": "1.50"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "a.json").write_text(json.dumps(rows))
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, sep in (("a.csv", ","), ("semi.csv", ";")):
+        (folder / name).write_text(
+            f'question{sep}answer\n"1+1, or\n2?"{sep}007\nNA{sep}1.50\n', encoding="utf-8-sig"
+        )
+    (folder / "files").mkdir()
+    (folder / "files" / "train.jsonl").write_text(lines)
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.save_to_disk(folder / "saved")
+    datasets.DatasetDict(train=dataset, rest=dataset.select([0])).save_to_disk(folder / "splits")
+    dataset.to_parquet(folder / "a.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.csv", "semi.csv", "a.json", "a.jsonl", "a.parquet", "saved", "splits", "files",
+     "a.jsonl.gz"],
+)  # fmt: skip
+def test_the_same_rows_come_from_every_form_with_their_answers_as_text(pasted, name):
+    """GSM8K's `question` is found by its name."""
+    more = {"dataset_options": {"sep": ";"}} if name == "semi.csv" else {}
+    chosen = section(f"{pasted}/{name}", **more)
+    for whole_rows in (True, False):
+        prompts = load_prompts(chosen, TOKENIZER, 0, whole_rows)
+        rows = [(p.prompt_id, p.text, p.answer) for p in prompts.sample(2)]
+        assert rows == [("0", "1+1, or\n2?", "007"), ("1", "NA", "1.50")]
+    assert dict(prompts.sample(2)[0].row) == {"question": "1+1, or\n2?", "answer": "007"}
+    assert "'question'" in prompts.notices[0]
+    known = read_problems(chosen, 0)
+    assert (known.by_id["1"], known.sha256) == (("NA", "1.50"), prompts.sha256)
+
+
+def test_a_split_of_a_local_source_is_that_split(pasted):
+    assert len(found(f"{pasted}/splits", dataset_options={"split": "rest"})) == 1
+    sliced = found(f"{pasted}/a.jsonl", dataset_options={"split": "train[1:]"})
+    assert sliced == [("NA", "1.50")]
+    refused(f"{pasted}/splits", "'test'.*train, rest", dataset_options={"split": "test"})
+
+
+def test_numeric_answers_become_text_with_all_their_digits(jsonl):
+    numbers = (72, -3, 18.0, 0.25, 12345678901234567)
+    path = jsonl(*({"problem": "a", "answer": n} for n in numbers))
+    texts = ["72", "-3", "18", "0.25", "12345678901234567"]
+    assert [answer for _, answer in found(path)] == texts
+    refused(jsonl({"problem": "a", "answer": 1e300}), r":1: .*1e\+300")
+
+
+def test_a_number_that_lost_digits_beside_a_fraction_is_refused(tmp_path):
+    """A reader with one type for a column makes floats of all its numbers."""
+    rows = [{"problem": "a", "answer": n} for n in (0.5, 3, 12345678901234567)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    refused(tmp_path / "a.json", r"row 2: field 'answer' found 1.234.*e\+16")
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_text_beside_numbers_in_one_column_stays_as_it_is(tmp_path, name):
+    """Arrow has one type for a column; `datasets` makes this one JSON text, with quotes."""
+    mixed = [
+        {"problem": "a", "answer": "1/2", "more": {"v": "x"}},
+        {"problem": "b", "answer": 3, "more": {"v": 1}},
+    ]
+    lines = "\n".join(map(json.dumps, mixed)) + "\n"
+    (tmp_path / name).write_text(json.dumps(mixed) if name == "rows.json" else lines)
+    rows = read_local_rows(str(tmp_path / name))
+    assert rows.column("answer") == ["1/2", 3] and rows.column("more.v") == ["x", 1]
+    assert rows.row(1) == mixed[1] and list(rows.names) == ["problem", "answer", "more"]
+    assert checked_column(rows, "answer", answer_text) == ["1/2", "3"]
+
+
+def test_a_date_stays_text_in_json_lines_and_is_refused_where_it_was_made_a_date(tmp_path):
+    dated = [{"problem": "when?", "answer": "2020-01-02"}]
+    (tmp_path / "rows.json").write_text(json.dumps(dated))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dated[0]) + "\n")
+    refused(tmp_path / "rows.json", r"2020-01-02.*\.jsonl")
+    assert found(tmp_path / "rows.jsonl") == [("when?", "2020-01-02")]
+
+
+def test_only_the_text_after_the_last_marker_is_the_answer(jsonl):
+    """As in GSM8K."""
+    marked = {"problem": "a", "answer": "9 + 9 = <<9+9=18>>18\n#### first\n#### 1,018 "}
+    prompts = load_prompts(section(jsonl(marked, {"problem": "b", "answer": "7"})), TOKENIZER, 0)
+    assert [p.answer for p in prompts.sample(2)] == ["1,018", "7"]
+    assert prompts.sample(2)[0].row == marked
+    (notice,) = prompts.notices
+    assert "1 of 2" in notice
+    refused(jsonl({"problem": "a", "answer": "7 ####  "}), ":1: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"problem": "p"}, r"problems.jsonl:3: .*'answer'"),
+        ({"problem": "p", "anwser": "1"}, r":3: .*'answer' .*'anwser'"),
+        ({"problem": "p", "answer": " "}, r":3: field 'answer'"),
+        ({"problem": "p", "answer": float("nan")}, r":3: field 'answer' found nan"),
+        ({"problem": "p", "answer": True}, r":3: field 'answer' found True"),
+        ({"problem": "p", "answer": ["1"]}, r":3: field 'answer' found \['1'\]"),
+        ({"problem": 5, "answer": "1"}, r":3: field 'problem' found 5"),
+        ("{broken", r":3: "),
+        ('["a", "b"]', r":3: "),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_file_and_line(jsonl, row, match):
+    refused(jsonl({"problem": "ok", "answer": "1"}, "", row), match)
+
+
+def test_a_bad_row_of_parquet_is_refused_with_its_file_and_row(tmp_path):
+    path = tmp_path / "problems.parquet"
+    pq.write_table(pa.table({"problem": ["a", "b"], "answer": ["1", None]}), path)
+    refused(path, "problems.parquet row 1: field 'answer' found None")
+    refused(path, "problems.parquet: .*'solution'", answer_field="solution")
+
+
+def test_missing_sources_are_named(tmp_path, jsonl):
+    refused(tmp_path / "none.jsonl", "none.jsonl")
+    refused("builtin:huge", "builtin:huge.*builtin:tiny")
+    (tmp_path / "data.xlsx").write_text("problem,answer\n")
+    refused(tmp_path / "data.xlsx", r"'.xlsx'")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"problem": "\xe9"}')
+    refused(tmp_path / "latin.jsonl", "latin.jsonl.*UTF-8")
+    refused(jsonl(), "problems.jsonl")
+
+
+def test_commas_without_quotes_are_refused(tmp_path):
+    """pandas would take "What is 1" for the name of the row."""
+    path = tmp_path / "own.csv"
+    path.write_text("question,answer\nWhat is 1,000+1?,1001\nWhat is 2,000+1?,2001\n")
+    refused(path, r"own\.csv row 0: 3 values")
+
+
+def test_ids_come_from_their_field_and_must_be_unique(jsonl):
+    rows = [{"problem": "p", "answer": "1", "uid": uid} for uid in ("a", 7, "c")]
+    prompts = load_prompts(section(jsonl(*rows), id_field="uid"), TOKENIZER, 0)
+    assert [p.prompt_id for p in prompts.sample(3)] == ["a", "7", "c"]
+    rows.append({"problem": "q", "answer": "1", "uid": "7"})
+    refused(jsonl(*rows), r"jsonl:4: id '7' .*jsonl:2", id_field="uid")
+
+
+def test_fields_that_no_function_reads_are_left_out(tmp_path):
+    rows = [{"problem": "1+1", "answer": "1", "uid": str(i), "long": "x"} for i in range(3)]
+    path = tmp_path / "problems.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    named = section(path, id_field="uid")
+    assert [p.row for p in load_prompts(named, TOKENIZER, 0).sample(3)] == rows
+    part = load_prompts(named, TOKENIZER, 0, whole_rows=False).sample(3)
+    assert [p.row | {"long": "x"} for p in part] == rows and "long" not in part[0].row
+
+
+def test_a_hub_dataset_is_read_through_datasets(tmp_path, monkeypatch):
+    """`datasets` itself reads a Parquet file here, as it does after a download."""
+    import datasets
+
+    rows = [{"problem": f"{i}+1", "answer": str(i + 1)} for i in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    real = datasets.load_dataset
+
+    def from_folder(source, *, name, split, revision):
+        assert (source, name, revision) == ("owner/name", "main", "abc")
+        files, cache = str(tmp_path / "train.parquet"), str(tmp_path / "cache")
+        return real("parquet", data_files=files, split=split, cache_dir=cache)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_folder)
+    options = {"dataset_options": {"name": "main", "revision": "abc"}}
+    expected = [(row["problem"], row["answer"]) for row in rows]
+    assert found("owner/name", **options) == expected
+    assert found("owner/name", whole_rows=False, **options) == expected
+    refused("owner/name", r"owner/name\[train\]: .*'x'", answer_field="x", **options)
+
+
+def test_an_unavailable_hub_dataset_is_refused_with_its_download_command(monkeypatch):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    refused("nobody/no-dataset", "hf download --repo-type dataset nobody/no-dataset")
