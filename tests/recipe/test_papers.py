@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_replay.errors import RecipeError
 from grpo_replay.evaluation.aes import accuracy_efficiency_score
 from grpo_replay.lab.planning.theory import PowerGrowth, optimum
 from grpo_replay.lab.report.costs import OWN_BEST
@@ -54,13 +55,6 @@ def test_every_row_of_paper_a_s_ablations_is_an_arm_with_its_settings():
         assert {key: getattr(replay, key) for key in changed} == changed
         assert differs == changed.keys() - {"preset"}, name
     assert len(arms) == 15
-
-
-def test_the_main_table_agrees_with_the_rows_that_other_tables_repeat():
-    rows = {"uniform": "pool-uniform-query", "group_std": "pool-group_std-query"}
-    for arm in A["main"]:
-        row = rows.get(arm, arm)
-        assert A["main"][arm][1] == A["ablations"][row][1:]
 
 
 @pytest.mark.parametrize("table, name", [("table_3", "fifo-qwen3-0.6b"),
@@ -143,7 +137,7 @@ def test_the_recipes_of_paper_b_hold_its_constants(name):
 def test_a_null_ratio_is_that_of_the_machines_and_needs_them():
     words = ["replay.ratio=null", "replay.machines={workers: 5, trainers: 3, mu: 6.84}"]
     assert load_recipe("fifo-tiny", words).replay.ratio == pytest.approx(6.84 * 3 / 5)
-    with pytest.raises(Exception, match=r"ratio: null takes y = μ·T/W of replay.machines"):
+    with pytest.raises(RecipeError, match=r"ratio: .*replay.machines"):
         load_recipe("fifo-tiny", words[:1])
 
 
@@ -164,9 +158,8 @@ def test_the_page_has_every_printed_row_of_paper_b_and_of_paper_a():
             row = f"| {size} | {workers}, {trainers} | {' | '.join(cells)} |"
             assert row in PAGE, row
     for name, (_, accuracy, passed) in A["ablations"].items():
-        assert re.search(rf"^\| `{name}` \|.*\| {accuracy:.2f} / {passed:.2f} \|$", PAGE, re.M), (
-            name
-        )
+        row = rf"^\| `{name}` \|.*\| {accuracy:.2f} / {passed:.2f} \|$"
+        assert re.search(row, PAGE, re.M), name
     for name, sizes in A["main"].items():
         cells = " | ".join(f"{accuracy:.2f} / {passed:.2f}" for accuracy, passed in sizes)
         assert f"| `{name}` | {cells} |" in PAGE, name

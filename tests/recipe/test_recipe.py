@@ -9,15 +9,14 @@ from grpo_replay.evaluation.session import find_model, resolve_evaluation
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     REPLAY_PRESETS,
+    Recipe,
     load_recipe,
     parse_overrides,
     recipe_to_yaml,
     resolve_recipe,
-    shipped_recipes_folder,
 )
+from grpo_replay.recipe.base import Passthrough, Section
 from grpo_replay.tiny import BASE_DIR
-
-SHIPPED = sorted(path.stem for path in shipped_recipes_folder().glob("*.yaml"))
 
 
 def test_later_layers_win():
@@ -25,15 +24,12 @@ def test_later_layers_win():
     assert (recipe.run.steps, recipe.run.seed) == (70, 1)
 
 
-def test_a_preset_overrides_what_earlier_layers_said():
+def test_a_preset_overrides_earlier_layers_and_its_own_layer_overrides_it():
     recipe = resolve_recipe(
         [{"replay": {"unit": "rollout", "ratio": 0.25}}, {"replay": {"preset": "uniform"}}]
     )
     assert (recipe.replay.unit, recipe.replay.composition) == ("query", "pool")
     assert recipe.replay.ratio == 0.25  # a number is not the preset's business
-
-
-def test_the_same_layer_may_override_its_preset():
     recipe = resolve_recipe([{"replay": {"preset": "uniform", "composition": "fresh_anchored"}}])
     assert (recipe.replay.unit, recipe.replay.composition) == ("query", "fresh_anchored")
 
@@ -89,24 +85,26 @@ def test_a_resolved_recipe_read_again_is_the_same(preset):
     assert resolve_recipe([yaml.safe_load(recipe_to_yaml(recipe))]) == recipe
 
 
-def test_every_shipped_recipe_loads_and_names_itself():
-    assert {"tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"} <= set(SHIPPED)
-    for name in SHIPPED:
-        assert load_recipe(name).name == name
+def leaves(section: type[Section], path: str = "") -> list[str]:
+    """Dotted keys. A passthrough mapping is one key."""
+    if issubclass(section, Passthrough):
+        return [path]
+    found = []
+    for name, field in section.model_fields.items():
+        kind, place = field.annotation, f"{path}.{name}".lstrip(".")
+        inner = isinstance(kind, type) and issubclass(kind, Section)
+        found += leaves(kind, place) if inner else [place]
+    return found
+
+
+def test_a_recipe_has_few_keys():
+    keys = leaves(Recipe)
+    assert len(keys) == len(set(keys)) <= 110
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        ("0.5", 0.5),
-        ("3", 3),
-        ("null", None),
-        ("true", True),
-        ("ours", "ours"),
-        ("[a, b]", ["a", "b"]),
-        ("'x y'", "x y"),
-    ],
+    [("1e-4", 1e-4), ("3", 3), ("null", None), ("ours", "ours"), ("[a, b]", ["a", "b"])],
 )
 def test_override_values_are_yaml_with_exponents(text, value):
     assert parse_overrides([f"a.b={text}"]) == {"a": {"b": value}}
@@ -118,22 +116,25 @@ ASYNCHRONOUS = [
 ]  # fmt: skip
 
 REFUSED = {
-    "unknown key": (["replay.rato=1"], "replay.rato.*did you mean 'ratio'"),
-    "unknown section": (["repla.ratio=1"], "unknown key 'repla'.*did you mean 'replay'"),
-    "no equals sign": (["replay.ratio"], "expected key=value"),
-    "a section set to a value": (["replay=3"], "replay is a section"),
-    "below the range": (["replay.ratio=-1"], "replay.ratio: .*greater than or equal to 0.*-1"),
-    "above the range": (["checkpoint.keep=1"], "checkpoint.keep: .*greater than or equal to 2"),
-    "wrong type": (["run.steps=many"], "run.steps: .*integer.*'many'"),
+    "unknown key": (["replay.rato=1"], "replay.rato.*'ratio'"),
+    "unknown section": (["repla.ratio=1"], "'repla'.*'replay'"),
+    "a key of another trainer": (["optimizer.lr=1e-5"], "optimizer.lr .*optimizer.learning_rate"),
+    "a key that went": (["replay.priority_epsilon=1"], "replay.priority_epsilon"),
+    "no equals sign": (["replay.ratio"], "replay.ratio"),
+    "a section set to a value": (["replay=3"], "replay "),
+    "below the range": (["replay.ratio=-1"], "replay.ratio: .*0.*-1"),
+    "wrong type": (["run.steps=many"], "run.steps: .*'many'"),
     "not one of the words": (["replay.unit=row"], "replay.unit: .*'rollout' or 'query'.*'row'"),
+    "true for a number": (["run.steps=yes"], "run.steps: .*true"),
+    "an infinite ratio": (["replay.ratio=.inf"], "replay.ratio: "),
+    "a list that is too short": (["optimizer.adamw.betas=[0.9]"], "betas: .*2"),
+    "a setting that another key decides": (["engine.zero.stage=3"], "stage is set by"),
+    "a passed on setting of another type": (["engine.zero.sub_group_size=true"], "sub_group_size"),
     "capacity below one step": (["replay.capacity_rollouts=100"], "capacity_rollouts 100.*128"),
     "warm-up as long as the run": (["run.steps=20"], "warmup_steps 20.*run.steps 20"),
     "|A| of a query": (["replay.unit=query"], "abs_advantage.*query"),
-    "fifo that trains on nothing": (["replay.preset=fifo", "replay.ratio=0"], "train on nothing"),
-    "fifo with a warm-up": (
-        ["replay.preset=fifo", "replay.warmup_steps=5"],
-        "draws from the first step",
-    ),
+    "fifo that trains on nothing": (["replay.preset=fifo", "replay.ratio=0"], "replay.ratio"),
+    "fifo with a warm-up": (["replay.preset=fifo", "replay.warmup_steps=5"], "warmup_steps"),
     "positive bias of queries": (
         ["replay.preset=uniform", "replay.positive_fraction=0.2"],
         "positive_fraction.*query",
@@ -142,197 +143,121 @@ REFUSED = {
         ["replay.preset=fifo", "replay.unused_first=true"],
         "unused_first.*with_replacement false",
     ),
-    "rewards upside down": (["reward.correct=-2"], "reward.correct -2.*greater"),
+    "rewards upside down": (["reward.correct=-2"], "reward.correct -2"),
     "a budget below one rollout": (
         ["batch.max_tokens_per_microbatch=10"],
         "max_tokens_per_microbatch 10.*36",
     ),
-    "no problem in the template": (["prompts.user_template=x"], "must contain {problem}"),
+    "no problem in the template": (["prompts.user_template=x"], "user_template.*{problem}"),
     "a problem in double braces": (
         ["prompts.user_template=Solve {{problem}}"],
-        "user_template: .*must contain {problem}.*found 'Solve",
+        "user_template.*'Solve",
     ),
-    "another placeholder": (["prompts.user_template={problem} {x}"], "only placeholder"),
-    "a placeholder without a name": (["prompts.user_template={problem} {}"], "only placeholder"),
-    "an attribute of the problem": (["prompts.user_template={problem.x}"], "only placeholder"),
-    "an open brace": (["prompts.user_template={problem} {"], "only placeholder"),
-    "LaTeX braces": (["prompts.user_template={problem} \\boxed{}"], "only placeholder"),
-    "an infinite ratio": (["replay.ratio=.inf"], "replay.ratio: .*finite"),
-    "an infinite learning rate": (["optimizer.learning_rate=1e999"], "learning_rate: .*finite"),
-    "a reward that is no number": (["reward.correct=.nan"], "reward.correct: .*finite"),
-    "chunks of nothing": (
-        ["engine.logprob_chunk_tokens=0"],
-        "engine.logprob_chunk_tokens.*greater than or equal to 1.*found 0",
-    ),
+    "another placeholder": (["prompts.user_template={problem} {x}"], "user_template"),
+    "LaTeX braces": (["prompts.user_template={problem} \\boxed{}"], "user_template"),
     "offload without its stage": (
         ["engine.offload=everything", "engine.zero_stage=2"],
         "zero_stage 3, not 2",
     ),
-    "no server": (["sampling.backend=vllm_server"], "servers.urls or"),
+    "no server": (["sampling.backend=vllm_server"], "servers.urls"),
     "a server without a scheme": (
         ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1, localhost:8000]"],
-        "servers.urls: 'localhost:8000' is not a URL such as http://",
+        "servers.urls: 'localhost:8000'",
     ),
-    "a server with a word for a port": (
-        ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:port]"],
-        "servers.urls: 'http://a:port' is not a URL",
-    ),
-    "a temperature that is too low": (
-        ["sampling.temperature=0.005"],
-        "sampling.temperature: Input should be greater than or equal to 0.01, found 0.005",
-    ),
+    "a temperature that is too low": (["sampling.temperature=0.005"], "temperature: .*0.01.*0.005"),
     "an evaluation of a temperature that is too low": (
         ["eval.temperature=0.001"],
-        "eval.temperature: 0 for greedy decoding, or 0.01 and more, found 0.001",
+        "eval.temperature: .*0.01.*0.001",
     ),
-    "a sequence ratio over tokens": (
-        ["loss.kind=gspo"],
-        "loss.kind 'gspo'.*set loss.aggregation sequence_mean",
-    ),
-    "sampler weights of asymre": (
-        ["loss.kind=asymre", "loss.sampler_ratio_cap=2"],
-        "no importance weights",
-    ),
+    "a verifier without a function": (["eval.reward=a.py:"], r"eval\.reward: .*a\.py:'"),
+    "a sequence ratio over tokens": (["loss.kind=gspo"], "'gspo'.*loss.aggregation sequence_mean"),
+    "sampler weights of asymre": (["loss.kind=asymre", "loss.sampler_ratio_cap=2"], "asymre"),
     "the sampler's ratio twice": (
         ["loss.behavior_logprobs=sampler", "loss.sampler_ratio_cap=2"],
-        "would count twice",
+        "sampler_ratio_cap",
     ),
     "a cap per token of a ratio per rollout": (
         ["loss.kind=gspo", "loss.aggregation=sequence_mean", "loss.sampler_ratio_cap=2"],
-        "cap is of a ratio per token",
+        "sampler_ratio_cap",
     ),
     "a warm-up of the learning rate as long as the run": (
         ["run.steps=30", "optimizer.warmup_steps=30"],
-        "warmup_steps 30 is not less.*steps 30",
+        "warmup_steps 30 .*steps 30",
     ),
     "refills without dropped groups": (
         ["replay.preset=fifo", "replay.warmup_steps=0", "sampling.max_refills=2"],
-        "no group is dropped",
+        "max_refills",
     ),
-    "asynchronous, log-probs recomputed": (["run.mode=async"], "would switch the clip off"),
-    "asynchronous, no server": (ASYNCHRONOUS[:2], "set sampling.backend vllm_server"),
+    "asynchronous, log-probs recomputed": (["run.mode=async"], "behavior_logprobs"),
+    "asynchronous, no server": (ASYNCHRONOUS[:2], "sampling.backend vllm_server"),
     "asynchronous over NCCL": (
         [*ASYNCHRONOUS, "sampling.servers.weight_transfer=nccl"],
-        "set it to folder",
+        "weight_transfer.*folder",
     ),
-    "asynchronous pool": ([*ASYNCHRONOUS, "replay.preset=uniform"], "'pool' is not available"),
+    "asynchronous pool": ([*ASYNCHRONOUS, "replay.preset=uniform"], "'pool'"),
     "newest first with a buffer": (
         [*ASYNCHRONOUS, "sampling.collection.order=newest_first"],
-        "set replay.preset grpo",
+        "newest_first.*replay.preset grpo",
     ),
-    "asynchronous masks": ([*ASYNCHRONOUS, "reward.mask_truncated=true"], "is not available"),
-    "asynchronous refills": ([*ASYNCHRONOUS, "sampling.max_refills=2"], "nothing to refill"),
+    "asynchronous masks": ([*ASYNCHRONOUS, "reward.mask_truncated=true"], "mask_truncated"),
+    "asynchronous refills": ([*ASYNCHRONOUS, "sampling.max_refills=2"], "max_refills"),
     "asynchronous weights that are always too old": (
         [*ASYNCHRONOUS, "run.sync_every_steps=4", "replay.max_age_steps=2"],
-        "up to 3 steps ago.*set replay.max_age_steps to 3 or more",
+        "replay.max_age_steps .*3",
     ),
     "a replayed run that evaluates": (
         [*ASYNCHRONOUS, "sampling.collection.replay_journal=runs/x"],
-        "has no sampler",
+        "eval",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_values_are_refused_with_place_value_and_remedy(case):
+def test_bad_values_are_refused_with_key_and_value(case):
     overrides, message = REFUSED[case]
     with pytest.raises(RecipeError, match=f"(?s){message}"):
         load_recipe("tiny", overrides)
 
 
-@pytest.mark.parametrize("overrides", [
-    ["eval.temperature=0"], ["eval.temperature=0.01", "sampling.temperature=0.01"]
-])  # fmt: skip
-def test_a_temperature_that_every_sampler_can_have_is_allowed(overrides):
-    load_recipe("tiny", overrides)
-
-
-@pytest.mark.parametrize("word", ["12e4567", "1234567", "1e3", "0123", "on", "2026-11-20"])
-def test_text_settings_are_not_parsed_as_yaml(word):
-    recipe = load_recipe("tiny", [f"model.revision={word}", f"prompts.id_field={word}"])
-    assert recipe.model.revision == recipe.prompts.id_field == word
-    assert load_recipe("tiny", ["model.revision=null"]).model.revision is None
-    assert load_recipe("tiny", ["prompts.answer_field='on'"]).prompts.answer_field == "on"
-
-
-LITERAL = [
-    "####", "### Answer:", "---", "|", "exp #3", "#1", "!important do", "&a", "*", "- a", "a: b",
-    "{answer}", "[x]", "'a' or 'b'", '"open', "'a' # b", "%", "@", "`", "> x", "!!str", "true",
-]  # fmt: skip
+LITERAL = ["12e4567", "0123", "on", "2026-11-20", "####", "exp #3", "!important do", "- a", "a: b",
+           "{answer}", "'a' or 'b'", '"open']  # fmt: skip
 
 
 @pytest.mark.parametrize("word", LITERAL)
-def test_all_of_the_word_after_set_is_the_text(word):
+def test_all_of_the_word_after_set_is_the_text_of_a_text_setting(tmp_path, word):
     recipe = load_recipe("tiny", [f"prompts.system_prompt={word}", f"prompts.id_field= {word} "])
     assert recipe.prompts.system_prompt == recipe.prompts.id_field == word
+    path = tmp_path / "tiny.yaml"  # as a run saves it
+    path.write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(path)) == recipe
 
 
 @pytest.mark.parametrize(
-    "word, text",
-    [
-        ("", None),
-        ("null", None),
-        ("~", None),
-        ("'null'", "null"),
-        ('"a\\n#"', "a\n#"),
-        ("' #'", " #"),
-    ],
+    "word, text", [("", None), ("null", None), ("'null'", "null"), ('"a\\n#"', "a\n#")]
 )
 def test_quotes_and_null_mean_in_text_after_set_what_they_mean_in_yaml(word, text):
     assert load_recipe("tiny", [f"prompts.id_field={word}"]).prompts.id_field == text
 
 
 @pytest.mark.parametrize(
-    "line, problem",
+    "line, place",
     [
-        (
-            "answer_field: ####",
-            "prompts.answer_field: .*valid string: put it in quotes, found None",
-        ),
-        ("answer_field: on", "prompts.answer_field: .*valid string: put it in quotes, found True"),
-        ("id_field: 1e3", "prompts.id_field: .*valid string: put it in quotes, found 1000.0"),
-        ("system_prompt: [a]", r"system_prompt: Input should be a valid string, found \['a'\]"),
-        ("system_prompt: !important do", "mine.yaml:2: not valid YAML: .* the tag '!important'"),
+        ("answer_field: ####", "prompts.answer_field: .*None"),
+        ("answer_field: on", "prompts.answer_field: .*True"),
+        ("id_field: 1e3", "prompts.id_field: .*1000.0"),
+        ("system_prompt: !important do", "mine.yaml:2: "),
     ],
 )
-def test_text_that_yaml_reads_as_something_else_is_refused_in_a_file(tmp_path, line, problem):
+def test_text_that_yaml_reads_as_something_else_is_refused_in_a_file(tmp_path, line, place):
     path = tmp_path / "mine.yaml"
     path.write_text(f"prompts:\n  {line}\n")
-    with pytest.raises(RecipeError, match=problem):
+    with pytest.raises(RecipeError, match=place):
         load_recipe(str(path))
-
-
-@pytest.mark.parametrize("word", ["12e4567", "1e3", "0123", "on", "2026-11-20", "####"])
-def test_the_recipe_of_a_run_has_the_text_after_set(tmp_path, word):
-    recipe = load_recipe("tiny", [f"model.revision={word}", f"sampling.stop_tokens=['{word}']"])
-    path = tmp_path / "tiny.yaml"
-    path.write_text(recipe_to_yaml(recipe))
-    assert load_recipe(str(path)) == recipe
-
-
-def test_comments_beside_text_stay_comments_in_a_file(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "prompts:\n  answer_field: '####'  # of GSM8K\n  system_prompt: null  # none\n"
-        "  user_template:  # on the next line\n    Solve {problem}\n  id_field:\n"
-        "  # no stop tokens\nsampling: {stop_tokens: null}  # all\n"
-    )
-    prompts = load_recipe(str(path)).prompts
-    assert (prompts.answer_field, prompts.system_prompt) == ("####", None)
-    assert (prompts.user_template, prompts.id_field) == ("Solve {problem}", None)
-
-
-def test_a_sampler_of_ones_own_is_not_taken_for_vllm():
-    sampling = {"backend": "mine.py:Sampler"}
-    recipe = resolve_recipe([{"sampling": sampling | {"vllm": {"tensor_parallel_size": 4}}}])
-    assert not (recipe.sampling.vllm_in_ranks or recipe.sampling.over_http)
 
 
 SAME = {
     "optimizer.learning_rate": ("1e-4", 1e-4),
-    "loss.beta": ("1.5e-7", 1.5e-7),
     "run.steps": ("1e3", 1000),
-    "run.seed": ("1_000", 1000),
     "prompts.id_field": ("null", None),
     "eval.greedy": ("off", False),
     "sampling.stop_tokens": ("[<|endoftext|>, '1e3']", ["<|endoftext|>", "1e3"]),
@@ -350,14 +275,6 @@ def test_a_value_means_the_same_in_a_file_and_after_set(key, tmp_path):
         assert found == expected and type(found) is type(expected)
 
 
-@pytest.mark.parametrize("key", ["run.steps", "loss.beta", "replay.max_age_steps",
-                                 "engine.zero_stage", "engine.logprob_chunk_tokens"])  # fmt: skip
-@pytest.mark.parametrize("word", ["yes", "on", "true", "no"])
-def test_true_and_false_are_not_numbers(key, word):
-    with pytest.raises(RecipeError, match=f"{key}: expected a number, found (true|false)"):
-        load_recipe("tiny", [f"{key}={word}"])
-
-
 def test_an_error_names_the_layer_that_it_comes_from(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("run: {steps: 0}\nreplay: {ratio: 0.25}\n")
@@ -373,9 +290,9 @@ def test_an_error_names_the_layer_that_it_comes_from(tmp_path):
         load_recipe(str(path))
 
 
-@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "", "a\\\\b", "x" * 101])
+@pytest.mark.parametrize("name", ["../../evil", "..", "", "x" * 101])
 def test_a_name_cannot_leave_the_folder_of_runs(name):
-    with pytest.raises(RecipeError, match=r"name: .*part of a run directory's name"):
+    with pytest.raises(RecipeError, match="name: "):
         resolve_recipe([{"name": name}])
     assert resolve_recipe([{"name": "exp[bold] 1"}]).name == "exp[bold] 1"
 
@@ -385,23 +302,18 @@ def test_a_disabled_buffer_is_not_checked_for_contradictions():
     assert not recipe.replays
 
 
-def test_an_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(RecipeError, match=r"did you mean 'tiny'.*shipped: .*qwen3-4b"):
+def test_what_is_no_recipe_is_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"'tinny'.*'tiny'.*qwen3-4b"):
         load_recipe("tinny")
-
-
-def test_broken_yaml_names_file_and_line(tmp_path):
-    path = tmp_path / "broken.yaml"
-    path.write_text("run:\n  steps: 5\n bad: [\n")
-    with pytest.raises(RecipeError, match=r"broken.yaml:\d+: not valid YAML"):
-        load_recipe(str(path))
-
-
-def test_a_recipe_that_is_a_list_is_refused(tmp_path):
-    path = tmp_path / "list.yaml"
-    path.write_text("- 1\n")
-    with pytest.raises(RecipeError, match="mapping of sections, found a list"):
-        load_recipe(str(path))
+    for name, text, place in (
+        ("broken.yaml", "run:\n  steps: 5\n bad: [\n", r"broken.yaml:\d+: "),
+        ("twice.yaml", "run: {steps: 5}\nrun: {seed: 1}\n", r"twice.yaml:2: .*'run'"),
+        ("list.yaml", "- 1\n", "list.yaml"),
+        ("additions.csv", "problem,answer\n1+1,2\n", r"prompts\.source: additions\.csv"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(RecipeError, match=place):
+            load_recipe(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -433,10 +345,7 @@ def test_the_automatic_zero_stage_shards_only_over_several_ranks(ranks, override
     assert load_recipe("tiny", overrides).zero_stage(ranks) == stage
 
 
-@pytest.mark.parametrize("attention, packs", [
-    ("sdpa", False), ("eager", False), ("flash_attention_2", True), ("flash_attention_3", True),
-    ("flex_attention", True),
-])  # fmt: skip
+@pytest.mark.parametrize("attention, packs", [("sdpa", False), ("flash_attention_2", True)])
 def test_rows_are_packed_by_default_where_attention_takes_packs(attention, packs):
     overrides = [f"model.attn_implementation={attention}"]
     recipe = load_recipe("tiny", overrides)
@@ -452,10 +361,7 @@ def test_rows_are_packed_by_default_where_attention_takes_packs(attention, packs
         (24, [], 1024),
         (40_960, [], 1024),  # 4 · 40,960 · 1,024 bytes are 160 MiB
         (40_961, [], 960),
-        (151_936, [], 256),  # 148 MiB
-        (262_144, [], 128),
         (10**7, [], 64),
-        (24, ["engine.logprob_chunk_tokens=300"], 300),
         (151_936, ["engine.logprob_chunk_tokens=1024"], 1024),
     ],
 )
@@ -513,60 +419,10 @@ def test_a_folder_of_data_beside_a_recipe_is_made_absolute(tmp_path, monkeypatch
     assert load_recipe("own.yaml", ["prompts.source=data"]).prompts.source == f"{tmp_path}/data"
 
 
-@pytest.mark.parametrize("source", ["owner/name", "builtin:tiny", "/data/x.jsonl", "~/x.jsonl"])
-def test_hub_ids_and_absolute_paths_are_left_as_they_are(tmp_path, source):
-    (tmp_path / "own.yaml").write_text(f"prompts: {{source: '{source}'}}\nname: own\n")
-    assert load_recipe(str(tmp_path / "own.yaml")).prompts.source == source
-
-
-@pytest.mark.parametrize("reward", ["mathverify", "a:", ":f", "my-file:f", "a.py:"])
-def test_a_verifier_of_evaluations_has_the_form_of_one(reward):
-    with pytest.raises(
-        RecipeError, match=r"eval\.reward: .*use math_verify_boxed, .*file\.py:func"
-    ):
-        load_recipe("tiny", [f"eval.reward={reward}"])
-
-
 def test_functions_of_the_user_read_rows_and_the_shipped_ones_do_not():
     shipped = [{"function": name} for name in BUILTIN_VERIFIERS]
     for function, reads in ((shipped, False), ([*shipped, {"function": "own.py:score"}], True)):
         assert resolve_recipe([{"reward": {"function": function}}]).reward.reads_rows == reads
-
-
-def test_a_file_of_data_is_no_recipe_and_lr_is_the_learning_rate(tmp_path):
-    path = tmp_path / "additions.csv"
-    path.write_text("problem,answer\n1+1,2\n")
-    with pytest.raises(RecipeError, match=r"this is data: .*prompts\.source: additions\.csv"):
-        load_recipe(str(path))
-    with pytest.raises(RecipeError, match=r"optimizer\.lr is optimizer\.learning_rate here"):
-        load_recipe("tiny", ["optimizer.lr=1e-5"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["optimizer.adamw.betas=[0.9]"], "betas: List should have at least 2 items"),
-        (["optimizer.adamw.betas=[0.9,high]"], "betas.1: Input should be a valid number"),
-        (
-            ["model.lora.r=4", "model.lora.target_modules=q_proj"],
-            "model.lora.target_modules: Input should be a valid list.*, found 'q_proj'",
-        ),
-        (["model.lora={r: 4, target_modules: 3}"], "target_modules: Input should be a valid list"),
-        (["model.lora.r=true"], "model.lora.r: expected a number, found true"),
-        (["sampling.vllm.gpu_memory_utilization=1.5"], "should be less than or equal to 1, found"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, told):
-    with pytest.raises(RecipeError, match=told):
-        load_recipe("tiny", overrides)
-
-
-@pytest.mark.parametrize(
-    "word", ["optimizer.adamw.lr=1", "optimizer.adamw.params=[]", "engine.zero.stage=3"]
-)
-def test_a_setting_of_a_library_that_another_key_decides_is_refused(word):
-    with pytest.raises(RecipeError, match=f"{word.split('.')[2].split('=')[0]} is set by other"):
-        load_recipe("tiny", [word])
 
 
 def test_reward_functions_that_all_weigh_nothing_are_refused():
