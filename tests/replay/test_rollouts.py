@@ -81,14 +81,11 @@ def test_masked_rollouts_count_in_their_group_but_are_not_kept():
 @pytest.mark.parametrize(
     ("reward", "replay", "match"),
     [
-        ({"overlong_buffer_tokens": 21}, {}, r"21 is more than sampling.max_completion_length 20"),
-        ({"mask_truncated": True}, {"preset": "uniform"}, "mask_truncated with replay.unit"),
-        (
-            {"function": ["a:score", "b.py:score"]}, {},
-            "two scores are called 'score'",
-        ),
+        ({"overlong_buffer_tokens": 21}, {}, r"21 .*sampling.max_completion_length 20"),
+        ({"mask_truncated": True}, {"preset": "uniform"}, r"mask_truncated .*replay.unit"),
+        ({"function": ["a:score", "b.py:score"]}, {}, "'score'"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_refused(reward, replay, match):
     layers = {"sampling": {"max_completion_length": LONGEST}, "reward": reward, "replay": replay}
     with pytest.raises(RecipeError, match=match):
