@@ -1,5 +1,6 @@
-"""Every hostile input of the table gets one clear line and the exit code of its kind."""
+"""Every wrong input of the table gets one clear line and the exit code of its kind."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def own_folder(tmp_path, monkeypatch):
 
 def check(case: Hostile, run: Path) -> None:
     case.prepare(run)
-    result = CliRunner().invoke(app, case.words())
+    result = CliRunner().invoke(app, shlex.split(case.command))
     told = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in result.output
     assert len(told) == 1, result.output
@@ -34,18 +35,17 @@ def check(case: Hostile, run: Path) -> None:
 
 
 @pytest.mark.parametrize("case", cases(heavy=False))
-def test_a_hostile_input_is_answered(case, runs):
+def test_a_wrong_input_is_answered(case, runs):
     check(case, runs["ours"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(heavy=True))
-def test_a_hostile_input_that_needs_torch_is_answered(case, runs):
+def test_a_wrong_input_that_needs_torch_is_answered(case, runs):
     check(case, runs["ours"])
 
 
-def test_the_table_is_large_and_its_entries_differ():
-    assert len(TABLE) >= 60
+def test_the_entries_of_the_table_differ_and_have_every_command_and_code():
     assert len({case.what for case in TABLE}) == len(TABLE)
     assert {case.code for case in TABLE} == {2, 3, 4}
     commands = {case.command.split()[0] for case in TABLE}
