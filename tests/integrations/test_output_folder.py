@@ -64,11 +64,11 @@ def test_a_folder_of_another_trainer_is_neither_resumed_nor_a_run_to_continue(tm
     folder(tmp_path).open(0, False)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match=r"run of another trainer .* resume_from_checkpoint"):
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint"):
         refuse_missing(tmp_path)
     found = CliRunner().invoke(app, ["train", "--resume", "--output-dir", str(tmp_path)])
     assert found.exit_code == 3
-    with pytest.raises(UnfinishedRun, match=r"another trainer, .*: evaluate its checkpoints"):
+    with pytest.raises(UnfinishedRun, match=str(tmp_path)):
         read_finished_run(tmp_path)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
