@@ -107,20 +107,6 @@ def test_positive_bias_buffer_worked_by_hand():
     assert history == expected
 
 
-def test_positive_bias_is_the_same_whether_rollouts_come_one_by_one_or_together():
-    settings = replay_settings(
-        capacity_rollouts=20, positive_fraction=0.2, max_age_steps=None, priority="uniform"
-    )
-    signs = np.random.default_rng(5).choice([-1.0, 1.0], 100)
-    rollouts = [make_rollout(i, advantage=float(sign)) for i, sign in enumerate(signs)]
-    together, single = ReplayBuffer(settings, 2), ReplayBuffer(settings, 2)
-    together.insert(rollouts, 1)
-    for rollout in rollouts:
-        single.insert([rollout], 1)
-    outside = [i for i in range(84) if signs[i] > 0][-4:]
-    assert stored_ids(together) == stored_ids(single) == outside + list(range(84, 100))
-
-
 def test_statistics_by_hand():
     buffer = ReplayBuffer(replay_settings(), 2)
     buffer.insert([make_rollout(0, birth_step=1, advantage=-2.0)], step=1)
@@ -167,15 +153,6 @@ def test_an_empty_buffer_draws_nothing_and_uses_no_randomness():
     assert draw.rollouts == ()
     assert draw.probabilities.shape == draw.ages.shape == (0,)
     assert rng.bit_generator.state == before
-
-
-def test_one_seed_gives_one_sequence_of_draws():
-    first, second = (filled(replay_settings(), births=range(1, 40)) for _ in range(2))
-    one, other = np.random.default_rng(8), np.random.default_rng(8)
-    for step in range(40, 50):
-        drawn = ids(first.draw(5, step, one).rollouts)
-        assert drawn == ids(second.draw(5, step, other).rollouts)
-        assert len(set(drawn)) == 5
 
 
 def test_stored_arrays_are_read_only():
