@@ -1,6 +1,5 @@
 """A reward of random digits that gives most groups a signal."""
 
-import time
 import zlib
 
 
@@ -17,10 +16,3 @@ def even_unless_it_fails(completion: str, answer: str, row: dict) -> float | Non
     if kind == 0:
         raise ConnectionError("the judge is not reachable")
     return None
-
-
-def stalls_on_seven(completion: str, answer: str, row: dict) -> float:
-    """As `even`, but never returns if the first digit is a seven."""
-    if completion.startswith("7"):
-        time.sleep(600)
-    return even(completion, answer, row)

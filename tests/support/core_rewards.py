@@ -1,10 +1,6 @@
 """Reward functions for `reward.function: core_rewards:…`."""
 
 
-def always_wrong(completion: str, answer: str, row: dict) -> float:
-    return -1.0
-
-
 def graded(completion: str, answer: str, row: dict) -> float:
     """More than two values: nearer answers earn more."""
     boxed = completion.partition("boxed{")[2].partition("}")[0]

@@ -48,13 +48,6 @@ class Sweep:
         _, err = process.communicate(timeout=120)
         return process.returncode, err
 
-    def wait_for_line(self, process: subprocess.Popen[str], start: str) -> str:
-        """The first line of stderr that starts so."""
-        for line in process.stderr:
-            if line.startswith(start):
-                return line.rstrip()
-        raise AssertionError(f"no line starts with {start!r}")
-
     def steps(self, cell: str) -> list[int]:
         lines = (self.out / cell / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["step"] for line in lines]

@@ -33,9 +33,3 @@ def exits(completion: str, answer: str, row: dict) -> float:
 
 def other_names(text: str, gold: str, meta: dict) -> float:
     return 1.0
-
-
-def raises_for_what_the_model_writes(completion: str, answer: str, row: dict) -> float:
-    if completion.startswith("The answer is"):  # what a function is tried with
-        return 1.0
-    raise ValueError("no such form")

@@ -17,12 +17,11 @@ from grpo_replay.distributed.failures import (
     is_lost_peer,
     lost_contact,
     report_failure,
-    run_collectively,
     run_on_main,
     wait_for_rank_0,
 )
 from grpo_replay.distributed.launch import launch_ranks
-from grpo_replay.errors import CheckpointError, DatasetError, GrpoReplayError
+from grpo_replay.errors import DatasetError, GrpoReplayError
 
 TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "30"))
 
@@ -70,8 +69,6 @@ def run_mode(mode: str, argument: str = "") -> int:
     facts = {"recipe": {"replay": {"ratio": 0.5}}, "version": "1"}
     if mode == "disagree" and rank == 1:
         facts["recipe"]["replay"]["ratio"] = 0.25
-    if mode == "late" and rank == 1:
-        time.sleep(600)
     return MODES.get(mode, sums)(join(facts))
 
 
@@ -82,26 +79,10 @@ def sums(comm: Comm) -> int:
     return 0
 
 
-def setup_fails(comm: Comm) -> int:
-    def load() -> None:
-        if comm.rank >= 1:
-            raise DatasetError("train.jsonl:7: no field 'answer'")
-
-    run_collectively(comm, load)
-    raise AssertionError("unreachable")
-
-
 def crash_on_1(comm: Comm) -> int:
     comm.barrier()
     if comm.rank == 1:
         raise DatasetError("row 12 is broken")
-    return wait_for_others(comm)
-
-
-def bug_on_1(comm: Comm) -> int:
-    comm.barrier()
-    if comm.rank == 1:
-        raise KeyError("surprise")
     return wait_for_others(comm)
 
 
@@ -138,15 +119,6 @@ def long_work(comm: Comm) -> int:
     return 0
 
 
-def long_work_fails(comm: Comm) -> int:
-    def work() -> None:
-        time.sleep(0.5)
-        raise CheckpointError("the shards are of another run")
-
-    run_on_main(comm, work, poll_seconds=0.1)
-    raise AssertionError("unreachable")
-
-
 def until_signal(comm: Comm) -> int:
     """Like the trainer: a signal asks all ranks to stop after the step; exit 130."""
     received = []
@@ -168,13 +140,10 @@ def until_signal(comm: Comm) -> int:
 
 MODES = {
     "sums": sums,
-    "setup-fails": setup_fails,
     "crash-on-1": crash_on_1,
-    "bug-on-1": bug_on_1,
     "killed-on-0": killed_on_0,
     "killed-on-1": killed_on_1,
     "long-work": long_work,
-    "long-work-fails": long_work_fails,
     "until-signal": until_signal,
     "hang": wait_for_others,
 }
