@@ -28,10 +28,11 @@ from pathlib import Path
 
 from same_bits_parts.compare import first_difference
 from same_bits_parts.inputs import make_inputs
-from same_bits_parts.scenarios import SCENARIOS, ScenarioError, Side
+from same_bits_parts.scenarios import REQUESTS, SCENARIOS, ScenarioError, Side
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "same_bits"
+Row = tuple[str, str]
 
 
 def main() -> int:
@@ -51,8 +52,14 @@ def main() -> int:
     try:
         sides = make_sides(options.commits, options.python, work)
         names = with_needs(options.only or list(SCENARIOS))
-        results = run_sides(sides, names)
-        return print_table(options.commits, sides, names, results)
+        rows = table(sides, names, run_sides(sides, names))
+        for letter, commit, side in zip("AB", options.commits, sides, strict=True):
+            print(f"{letter} is {commit}, {side.tree.name[:12]}")
+        print("\n| scenario | B against A |\n|---|---|")
+        print(*(f"| {name} | {result} |" for name, result in rows), sep="\n")
+        different = sum(result != "equal" for _, result in rows)
+        print(f"\n{len(rows) - different} of {len(rows)} rows are equal")
+        return 1 if different else 0
     finally:
         if options.keep:
             print(f"kept: {work}")
@@ -116,84 +123,53 @@ def dependencies(tree: Path) -> str:
     return repr([project["requires-python"], project["dependencies"], used])
 
 
-class Results:
-    """What became of each scenario of each side: None, or why it did not run to its end."""
-
-    def __init__(self) -> None:
-        self.failures: list[dict[str, str | None]] = [{}, {}]
+Failures = dict[str, str | None]
+"""Scenario -> why it did not run to its end, or None if it did."""
 
 
-def run_sides(sides: Sequence[Side], names: Sequence[str]) -> Results:
+def run_sides(sides: Sequence[Side], names: Sequence[str]) -> tuple[Failures, Failures]:
     """Run the scenarios of both sides at once; those that read the first commit's runs last."""
-    results, ready = Results(), threading.Barrier(2)
+    failures: tuple[Failures, Failures] = ({}, {})
+    ready = threading.Barrier(2)
 
     def work(index: int) -> None:
-        side, failures = sides[index], results.failures[index]
         for reads in (False, True):
             for name in (name for name in names if SCENARIOS[name].reads is reads):
-                given = results.failures[0] if reads else failures
-                missing = [
-                    need for need in SCENARIOS[name].needs if given.get(need, "") is not None
-                ]
-                failures[name] = f"needs {missing[0]}" if missing else run_one(side, name)
-                print(
-                    f"{'AB'[index]} {name}: {failures[name] or 'ran'}", file=sys.stderr, flush=True
-                )
+                given = failures[0 if reads else index]
+                missing = [need for need in SCENARIOS[name].needs if given[need] is not None]
+                why = f"needs {missing[0]}" if missing else run_one(sides[index], name)
+                failures[index][name] = why
+                print(f"{'AB'[index]} {name}: {why or 'ran'}", file=sys.stderr, flush=True)
             ready.wait()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return results
+    return failures
 
 
 def run_one(side: Side, name: str) -> str | None:
+    folder = side.out / name
+    folder.mkdir(parents=True)
     try:
-        SCENARIOS[name].run(side, side.out / name)
-    except (ScenarioError, OSError, ValueError, subprocess.SubprocessError) as error:
-        return str(error) or repr(error)
+        SCENARIOS[name].run(side, folder)
+    except Exception as error:  # whatever it is, the other rows are worth having
+        return str(error) if isinstance(error, ScenarioError) else repr(error)
     return None
 
 
-def rows_of(name: str, one: Path, other: Path) -> list[tuple[str, str]]:
-    """The rows of a scenario that ran in both: of its files, and of what servers were asked."""
-    asked = [folder / "requests.json" for folder in (one, other)]
-    rows = []
-    if all(path.exists() for path in asked):
-        for path in asked:
-            (path.parent / "asked").mkdir()
-            path.rename(path.parent / "asked" / path.name)
-        pairs = [folder / "asked" for folder in (one, other)]
-        rows.append((f"{name}: requests", first_difference(*pairs) or "equal"))
-        for folder in pairs:
-            shutil.rmtree(folder)
-    return [(name, first_difference(one, other) or "equal"), *rows]
-
-
-def print_table(
-    commits: Sequence[str], sides: Sequence[Side], names: Sequence[str], results: Results
-) -> int:
-    rows: list[tuple[str, str]] = []
+def table(sides: Sequence[Side], names: Sequence[str], failures: Sequence[Failures]) -> list[Row]:
+    """A row for the files of each scenario, and one for what its servers were asked."""
+    rows: list[Row] = []
     for name in names:
-        failed = [
-            f"{'AB'[index]} did not run: {reason}"
-            for index in (0, 1)
-            if (reason := results.failures[index][name]) is not None
-        ]
-        if failed:
-            rows.append((name, "; ".join(failed)))
-        else:
-            rows += rows_of(name, *(side.out / name for side in sides))
-    print(f"\nA is {commits[0]} ({sides[0].tree.name[:12]}), B {commits[1]} "
-          f"({sides[1].tree.name[:12]})\n")  # fmt: skip
-    print("| scenario | B against A |\n|---|---|")
-    for name, result in rows:
-        print(f"| {name} | {result} |")
-    different = sum(result != "equal" for _, result in rows)
-    print(f"\n{len(rows) - different} of {len(rows)} rows are equal")
-    return 1 if different else 0
+        failed = [f"{'AB'[i]} did not run: {why}" for i in (0, 1) if (why := failures[i][name])]
+        for part in (name, name + REQUESTS):
+            one, other = (side.out / part for side in sides)
+            if part == name or (one.exists() and not failed):
+                rows.append((part, "; ".join(failed) or first_difference(one, other) or "equal"))
+    return rows
 
 
 if __name__ == "__main__":

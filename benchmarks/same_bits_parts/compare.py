@@ -22,11 +22,11 @@ COMPARED = ("requests.json", "rollouts", "draws", "metrics.jsonl", "buffer", "ev
 """In the order in which a difference is looked for; then weights and whatever else there is."""
 
 NOT_COMPARED = re.compile(
-    r"(^|/)(log|tensorboard|journal|engine)/|(^|/)\.|checkpoints/latest/|(^|/)README\.md$"
+    r"(^|/)(log|tensorboard|journal|engine|\w+\.generations)/|(^|/)\.|checkpoints/latest/|(^|/)README\.md$"
     r"|(files|manifest|environment|state|config|generation_config|tokenizer\w*)\.json$"
 )
-"""Logs, optimizer states (the next weights show them), digests, and what packages write. Of a
-journal the run's repetition is compared."""
+"""Logs, optimizer states (the next weights show them), caches, digests, and what packages write. Of
+a journal the run's repetition is compared."""
 
 NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8"}
 KINDS = (".jsonl", ".parquet", ".safetensors", ".json", ".md", ".html", ".txt")
@@ -128,9 +128,11 @@ def _difference(one: Any, other: Any) -> str | None:
 
 
 def _name(row: Any, index: int) -> str:
-    """A row by its step, if it has one."""
-    step = row.get("step", row.get("birth_step")) if isinstance(row, dict) else None
-    return f"{index}" if step is None else f"row {index}, step {step}"
+    """A row by its step, a request by its route."""
+    for key in ("step", "birth_step", "route") if isinstance(row, dict) else ():
+        if key in row:
+            return f"row {index}, {key.removeprefix('birth_')} {row[key]}"
+    return str(index)
 
 
 def _same(one: Any, other: Any) -> bool:

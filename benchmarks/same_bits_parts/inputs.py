@@ -29,7 +29,7 @@ def score(completion, answer, row):
 '''
 
 TRL_SCRIPT = '''
-"""TRL's trainer with replay: trl_run.py MODEL PROBLEMS OUTPUT PRESET."""
+"""TRL's trainer with replay: trl_run.py MODEL PROBLEMS OUTPUT."""
 import hashlib, json, sys
 from pathlib import Path
 import torch
@@ -40,7 +40,7 @@ from grpo_replay import ReplayConfig
 from grpo_replay.integrations.trl import ReplayGRPOTrainer
 
 torch.set_num_threads(1)
-model, problems, output, preset = sys.argv[1:]
+model, problems, output = sys.argv[1:]
 rows = [json.loads(line) for line in Path(problems).read_text().splitlines()]
 data = Dataset.from_list([{"prompt": r["problem"] + "=", "answer": r["answer"]} for r in rows])
 def reward(completions, answer, **_):
@@ -53,7 +53,7 @@ config = GRPOConfig(
     steps_per_generation=2, num_generations=8, max_completion_length=10, beta=0.0,
     loss_type="dapo", learning_rate=1e-3, lr_scheduler_type="constant",
     model_init_kwargs={"dtype": "float32"})
-replay = ReplayConfig.preset(preset, max_age_steps=2, warmup_steps=1)
+replay = ReplayConfig.preset("ours", max_age_steps=2, warmup_steps=1)
 trainer = ReplayGRPOTrainer(model, reward, config, data, replay=replay,
                             processing_class=AutoTokenizer.from_pretrained(model))
 trainer.train()
@@ -101,31 +101,28 @@ def _make_model(folder: Path, kind: str, changes: dict[str, Any]) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def base_recipe(inputs: Path) -> dict[str, Any]:
-    """A few seconds: five steps of 16 rollouts, with replay from the third on."""
+def base_recipe(inputs: Path, evaluates: bool) -> dict[str, Any]:
+    """A few seconds: five steps of 16 rollouts, with replay from the third on; and evaluations of
+    the held-out problems at the start and at the end. The model is a folder of the inputs."""
+    score = f"{inputs / 'rewards.py'}:score"
+    held_out = {
+        "benchmarks": [str(inputs / "held_out.jsonl")], "samples": 2, "temperature": 0.9,
+        "top_p": 0.9, "greedy": True, "reward": score,
+    }  # fmt: skip
     return {
-        "model": {"path": str(inputs / "qwen3")},
+        "model": {"path": "qwen3"},
         "prompts": {
             "source": str(inputs / "problems.jsonl"), "id_field": "id", "template": "plain",
             "user_template": "{problem}=", "max_prompt_length": 64,
         },
-        "sampling": {
-            "backend": "hf", "prompts_per_step": 4, "group_size": 4, "max_completion_length": 10,
-        },
-        "reward": {"function": f"{inputs / 'rewards.py'}:score", "workers": 1},
+        "sampling": {"prompts_per_step": 4, "group_size": 4, "max_completion_length": 10},
+        "reward": {"function": score, "workers": 1},
         "replay": {"preset": "ours", "ratio": 1.0, "max_age_steps": 3, "warmup_steps": 2},
         "batch": {"updates_per_step": 2, "max_tokens_per_microbatch": 200},
         "optimizer": {"learning_rate": 1e-3},
         "engine": {"device": "cpu", "threads_per_process": 1},
         "run": {"steps": 5, "seed": 5},
         "checkpoint": {"every_steps": 2},
+        "eval": held_out if evaluates else {},
         "tracking": {"report_to": []},
-    }  # fmt: skip
-
-
-def held_out(inputs: Path, **settings: Any) -> dict[str, Any]:
-    """An evaluation of the held-out problems, at the start and at the end."""
-    return {
-        "benchmarks": [str(inputs / "held_out.jsonl")], "samples": 2, "temperature": 0.9,
-        "top_p": 0.9, "reward": f"{inputs / 'rewards.py'}:score", **settings,
     }  # fmt: skip

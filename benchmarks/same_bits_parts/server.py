@@ -258,6 +258,8 @@ class Fleet:
         self.asked: set[str] = set()  # completions asked for at the training temperature
         self.released_steps = 0
         self._releasing: asyncio.Task[None] | None = None
+        problems = Path(self.script["problems"]).read_text().splitlines() if self.script else []
+        self.ids = {f"{row['problem']}=": row["id"] for row in map(json.loads, problems)}
         self.tokenizer = AutoTokenizer.from_pretrained(settings["model"])
         self.servers = [Server(settings["model"], n, self) for n in range(settings["servers"])]
 
@@ -296,7 +298,7 @@ class Fleet:
             held.sort(key=lambda each: each[0])
             first = held[0][0][:2]
             text = self.tokenizer.decode(first[1], skip_special_tokens=True)
-            marks = Path(self.script["marks"]) / self.script["ids"][text]
+            marks = Path(self.script["marks"]) / self.ids[text]
             marks.unlink(missing_ok=True)  # a reward function is tried out when a run opens
             for key, server, request in held:
                 if key[:2] == first:
@@ -327,13 +329,13 @@ class Fleet:
         return web.json_response(answer, status=status)
 
     def record(self) -> dict[str, Any]:
-        """Control requests of each server in their order; completions by the weights before them,
-        then by content, since concurrent ones have no order."""
+        """Completions by the weights before them, then by content, since concurrent ones have no
+        order; control requests of each server in their order."""
         events = [_nameless(event) for event in self.events]
         asked = [event for event in events if "loads" in event]
         asked.sort(key=lambda event: (event["loads"], json.dumps(event)))
         control = [[e for e in events if e.get("server") == s.number] for s in self.servers]
-        return {"control": control, "completions": asked, "polled": sorted(self.polled)}
+        return {"completions": asked, "control": control, "polled": sorted(self.polled)}
 
 
 def _nameless(value: Any) -> Any:
