@@ -167,8 +167,10 @@ def table(sides: Sequence[Side], names: Sequence[str], failures: Sequence[Failur
         failed = [f"{'AB'[i]} did not run: {why}" for i in (0, 1) if (why := failures[i][name])]
         for part in (name, name + REQUESTS):
             one, other = (side.out / part for side in sides)
-            if part == name or (one.exists() and not failed):
-                rows.append((part, "; ".join(failed) or first_difference(one, other) or "equal"))
+            if part == name and failed:
+                rows.append((part, "; ".join(failed)))
+            elif part == name or one.exists():
+                rows.append((part, first_difference(one, other) or "equal"))
     return rows
 
 

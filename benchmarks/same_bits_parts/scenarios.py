@@ -18,7 +18,7 @@ import yaml
 from same_bits_parts.compare import first_difference
 from same_bits_parts.inputs import base_recipe
 
-SCENARIO_SECONDS = 300
+SCENARIO_SECONDS = 900
 ALONE = ("setpriv", "--pdeathsig", "KILL", "taskset", "-c")
 """Ends with this process, however that ends, and runs on the core that follows."""
 TRAIN = ("-m", "grpo_replay", "train")
@@ -202,9 +202,10 @@ def scripted_servers(side: Side, folder: Path, count: int, script: Any) -> Itera
                 raise ScenarioError(f"the scripted server did not start: {problem}")
             time.sleep(0.05)
         yield output.read_text().split()
-        process.terminate()
-        process.wait(30)
     finally:
+        process.terminate()  # it then writes its record, also of a run that failed
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
         end(process)
 
 

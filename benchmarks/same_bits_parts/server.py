@@ -295,6 +295,8 @@ class Fleet:
                 for request in server.unanswered()
                 if self._is_held(request)
             ]
+            if not held:
+                return  # a pause that does not freeze has answered them
             held.sort(key=lambda each: each[0])
             first = held[0][0][:2]
             text = self.tokenizer.decode(first[1], skip_special_tokens=True)
