@@ -2,7 +2,6 @@
 files is no difference, but a missing row, column, tensor or file is one."""
 
 import json
-import math
 import re
 import struct
 from pathlib import Path
@@ -18,8 +17,8 @@ OF_THE_HOST = re.compile(
 """Names of metrics and JSON keys that a clock, the machine, a package or a folder decides. This is
 the one list of what is not compared in the files that are."""
 
-COMPARED = ("requests.json", "rollouts", "draws", "metrics.jsonl", "buffer", "eval", "summary.json")
-"""In the order in which a difference is looked for; then weights and whatever else there is."""
+FIRST = ("rollouts", "draws", "metrics.jsonl", "buffer", "eval", "summary.json")
+"""The order in which a difference is looked for; then weights and whatever else there is."""
 
 NOT_COMPARED = re.compile(
     r"(^|/)(log|tensorboard|journal|engine|\w+\.generations)/|(^|/)\.|checkpoints/latest/|(^|/)README\.md$"
@@ -42,6 +41,8 @@ def first_difference(one: Path, other: Path) -> str | None:
             found.append(f"{name}: only in {'A' if name in mine else 'B'}")
         elif where := _difference(_read(mine[name]), _read(yours[name])):
             found.append(f"{name}{where}")
+    if not mine and not yours:
+        return "nothing to compare in either"
     if not found:
         return None
     others = f" (and {len(found) - 1} more)" if found[1:] else ""
@@ -70,8 +71,8 @@ def _natural(path: Path) -> list[Any]:
 
 
 def _order(name: str) -> tuple[int, str]:
-    places = [place for place, part in enumerate(COMPARED) if f"/{part}" in f"/{name}"]
-    return min(places, default=len(COMPARED)), name
+    places = [place for place, part in enumerate(FIRST) if f"/{part}" in f"/{name}"]
+    return min(places, default=len(FIRST)), name
 
 
 def _read(paths: list[Path]) -> Any:
@@ -136,12 +137,11 @@ def _name(row: Any, index: int) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal bit for bit; any NaN is equal to any other."""
+    """Equal bit for bit: a NaN is itself, and 0.0 is not -0.0."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or struct.pack("<d", one) == struct.pack("<d", other)
+        return struct.pack("<d", one) == struct.pack("<d", other)
     return bool(one == other)
 
 

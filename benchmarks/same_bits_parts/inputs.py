@@ -87,7 +87,9 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def _make_model(folder: Path, kind: str, changes: dict[str, Any]) -> None:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, logging
+
+    logging.disable_progress_bar()
 
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

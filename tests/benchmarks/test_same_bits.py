@@ -70,3 +70,6 @@ def test_what_is_missing_is_named(pair):
     assert first_difference(*pair) == "run/metrics.jsonl [row 0, step 1], loss: only in A"
     (pair[0] / "run/metrics.jsonl").unlink()
     assert first_difference(*pair) == "run/metrics.jsonl: only in B"
+    for folder in pair:
+        shutil.rmtree(folder / "run")
+    assert first_difference(*pair) == "nothing to compare in either"
