@@ -7,7 +7,7 @@ A and B are any names of commits of this repository. Each is unpacked under buil
 runs the same short scenarios side by side with the other, on a core and a thread of its own.
 Compared is what a run writes (rollouts, draws, metrics without clocks, weights byte by byte), what
 the reading commands print, and every request that a scripted vLLM server was sent. The exit code is
-1 if anything differs. About six minutes on two idle cores.
+1 if anything differs. Six to eight minutes on two idle cores.
 
 A commit with the dependencies of this checkout runs with this interpreter, any other in a virtual
 environment for its dependencies, which pip makes once; --python names one for both.

@@ -14,19 +14,19 @@ SIZES = {
 }  # fmt: skip
 MODELS = {"qwen3": {"tie_word_embeddings": True}, "llama": {"tie_word_embeddings": False}}
 
-REWARDS = '''
-"""Scores that depend on the text alone. Each call leaves a mark, by which the scripted server knows
-that the completion has reached the verifiers."""
-import hashlib, os
+REWARDS = """
+import hashlib
 from pathlib import Path
 
 def score(completion, answer, row):
-    if marks := os.environ.get("SAME_BITS_MARKS"):
-        with open(Path(marks) / str(row["id"]), "a") as file:
+    if "marks" in row:
+        with open(Path(row["marks"]) / row["id"], "a") as file:
             file.write("1\\n")
     bits = hashlib.sha256(f"{answer} {completion}".encode()).digest()
     return 1.0 if bits[0] % 3 == 0 else -1.0
-'''
+"""
+"""Scores that depend on the text alone. If the problem names a folder for marks, each call leaves
+one, by which the scripted server knows that the completion has reached the verifiers."""
 
 TRL_SCRIPT = '''
 """TRL's trainer with replay: trl_run.py MODEL PROBLEMS OUTPUT."""
@@ -101,6 +101,14 @@ def _make_model(folder: Path, kind: str, changes: dict[str, Any]) -> None:
     torch.manual_seed(7)
     config = AutoConfig.for_model(kind, **SIZES | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def with_marks(problems: Path, marks: Path) -> Path:
+    """These problems, each of which names the folder `marks`, in a file beside that."""
+    marks.mkdir(parents=True)
+    rows = map(json.loads, problems.read_text().splitlines())
+    _write_lines(marks.with_suffix(".jsonl"), [row | {"marks": str(marks)} for row in rows])
+    return marks.with_suffix(".jsonl")
 
 
 def base_recipe(inputs: Path, evaluates: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from same_bits_parts.compare import first_difference
-from same_bits_parts.inputs import base_recipe
+from same_bits_parts.inputs import base_recipe, with_marks
 
 SCENARIO_SECONDS = 900
 ALONE = ("setpriv", "--pdeathsig", "KILL", "taskset", "-c")
@@ -60,9 +60,9 @@ class Side:
                 env=self.environment() | environment, start_new_session=True,
             )  # fmt: skip
 
-    def run(self, words: list[str], folder: Path, **environment: str) -> str:
+    def run(self, words: list[str], folder: Path) -> str:
         """What it printed. Raises ScenarioError with the last line of its errors."""
-        process = self.start(words, folder, **environment)
+        process = self.start(words, folder)
         try:
             code = process.wait(SCENARIO_SECONDS)
         except subprocess.TimeoutExpired:
@@ -120,31 +120,29 @@ def trained(
         if not servers:
             train(side, folder, recipe, *words)
             return
-        script, marks = None, folder / "log" / "marks"
-        marks.mkdir(parents=True)
+        script = None
         if ahead is not None:
+            marks = folder / "log" / "marks"
+            problems = str(with_marks(side.inputs / "problems.jsonl", marks))
+            recipe["prompts"]["source"] = problems
             recipe["run"] |= {"mode": "async", "steps": 6}
             recipe["loss"] = {"behavior_logprobs": "sampler"}
             recipe["sampling"] |= {"collection": {"max_ahead_steps": ahead}, "prompts_per_step": 2}
-            script = {
-                "groups_per_step": 2, "group_size": 4, "ahead": ahead, "steps": 6,
-                "marks": str(marks), "problems": str(side.inputs / "problems.jsonl"),
-            }  # fmt: skip
+            script = {"groups_per_step": 2, "group_size": 4, "ahead": ahead, "steps": 6,
+                      "marks": str(marks), "problems": problems}  # fmt: skip
         with scripted_servers(side, folder, servers, script) as urls:
             section = {"urls": urls, "max_in_flight": 8 * (1 + (ahead or 0)) // servers}
             recipe["sampling"] |= {"backend": "vllm_server", "servers": section}
-            train(side, folder, recipe, SAME_BITS_MARKS=str(marks))
+            train(side, folder, recipe)
 
     return run
 
 
-def train(
-    side: Side, folder: Path, recipe: dict[str, Any], *words: str, **environment: str
-) -> None:
+def train(side: Side, folder: Path, recipe: dict[str, Any], *words: str) -> None:
     """Train in `folder`/run."""
     (folder / "given.yaml").write_text(yaml.safe_dump(recipe))
     given = [*TRAIN, str(folder / "given.yaml"), "--output-dir", str(folder / "run")]
-    side.run([side.python, *given, *words], folder, **environment)
+    side.run([side.python, *given, *words], folder)
 
 
 def killed(side: Side, folder: Path) -> None:
