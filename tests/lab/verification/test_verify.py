@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,12 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from slow_tests import slow_except
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification import file_checks
-from grpo_replay.lab.verification.file_checks import FileChecks, _read_safetensors_header
+from grpo_replay.lab.verification.file_checks import FileChecks
 from grpo_replay.lab.verification.rollout_checks import _last_pushes
 from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.lab.verification.verify import verify_run
@@ -25,18 +23,10 @@ from grpo_replay.storage.recipe_history import RecipeHistory, change_file, write
 from grpo_replay.storage.rollout_log import step_path
 
 CHECKS = [
-    *(
-        "files",
-        "groups",
-        "policy versions",
-        "kept flags",
-        "group statistics",
-        "advantages",
-        "trained",
-    ),
-    *("stored when drawn", "draw counts", "drawn units", "ages", "probabilities"),
-    *("metrics", "snapshots", "checkpoints"),
-]
+    "files", "groups", "policy versions", "kept flags", "group statistics", "advantages", "trained",
+    "stored when drawn", "draw counts", "drawn units", "ages", "probabilities",
+    "metrics", "snapshots", "checkpoints",
+]  # fmt: skip
 
 QUERY = {"unit": "query", "priority": "group_std"}
 FIFO = {"preset": "fifo", "composition": "buffer_only", "priority": "uniform"} | {
@@ -46,26 +36,14 @@ FIFO = {"preset": "fifo", "composition": "buffer_only", "priority": "uniform"} |
 }
 RUNS = {
     "ours": {},
-    "ours, with replacement": {"with_replacement": True},
-    "ours, alpha 100": {"priority_exponent": 100.0, "ratio": 3.0},
     "ours, alpha 1000": {"priority_exponent": 1000.0, "ratio": 3.0},
-    "ours, alpha 0": {"priority_exponent": 0.0, "ratio": 1.0},
-    "ours, tight capacity": {"capacity_rollouts": 40},
-    "uniform rollouts": {"priority": "uniform"},
-    "pool of rollouts": {"composition": "pool"},
-    "pool of queries": {**QUERY, "composition": "pool"},
-    "fresh-anchored queries": QUERY,
-    "queries, tight capacity": {**QUERY, "capacity_rollouts": 40, "with_replacement": True},
-    "fifo": FIFO,
-    "fifo, zero variance dropped": {**FIFO, "drop_zero_variance": True},
-    "fifo, without replacement": {**FIFO, "with_replacement": False},
-    "fifo, unused first": {**FIFO, "with_replacement": False, "unused_first": True},
-    "fifo, positive bias": {**FIFO, "positive_fraction": 0.5},
-    "queries, unused first": {**QUERY, "unused_first": True, "ratio": 1.5},
     "ours, zero variance kept": {"drop_zero_variance": False},
-    "fifo, age limit": {**FIFO, "max_age_steps": 2},
+    "pool of rollouts, alpha 0": {"composition": "pool", "priority_exponent": 0.0},
+    "queries, tight capacity": {**QUERY, "capacity_rollouts": 40, "with_replacement": True},
+    "queries, unused first": {**QUERY, "unused_first": True, "ratio": 1.5},
+    "fifo, positive bias": {**FIFO, "positive_fraction": 0.5},
+    "fifo, without replacement": {**FIFO, "with_replacement": False, "max_age_steps": 2},
     "grpo": {"preset": "grpo"},
-    "ratio 0": {"ratio": 0.0},
 }
 
 
@@ -84,24 +62,18 @@ def detail(folder, name):
     return check.detail
 
 
-QUICK = ["ours", "ours, tight capacity", "pool of queries", "fifo", "fifo, positive bias", "grpo"]
-
-
-@pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_correct_run_passes_every_check(name, tmp_path):
     write_run(tmp_path, **RUNS[name])
     report = verify_run(tmp_path)
     assert [check.name for check in report.checks] == CHECKS
     assert report.passed, [check for check in report.checks if not check.passed]
     assert report.steps == 30
-    replays = name not in ("grpo", "ratio 0")
     compared = {check.name: check.checked for check in report.checks}
     assert compared["advantages"] > 300
-    assert (compared["probabilities"] > 50) == replays
-    assert (compared["snapshots"] > 60) == replays
-    document = json.loads(json.dumps(report.to_json()))
-    assert document["passed"] is True
-    assert len(document["checks"]) == len(CHECKS) == 15
+    assert (compared["probabilities"] > 50) == (name != "grpo")
+    assert (compared["snapshots"] > 60) == (name != "grpo")
+    assert json.loads(json.dumps(report.to_json()))["passed"] is True
 
 
 @pytest.fixture(scope="module")
@@ -142,78 +114,97 @@ def draws_at(run, step):
     return step_path(run / "draws", step)
 
 
-def test_one_changed_advantage_is_named(run):
-    row = edit(rollouts_at(run, 12), "advantage", lambda a: a * 1.001)
-    changed = pq.read_table(rollouts_at(run, 12)).slice(row, 1).to_pylist()[0]
-    place = f"step 12, group {changed['group_id']}, rollout {changed['rollout_id']}: advantage"
-    assert place in detail(run, "advantages")
+def buffer_at(run, step):
+    return run / "checkpoints" / f"step_{step:06d}" / "buffer.parquet"
 
 
-def test_one_changed_age_is_named(run):
-    edit(draws_at(run, 15), "age_steps", lambda age: age + 1)
-    assert "step 15, rollout" in detail(run, "ages")
-    assert "age_steps" in detail(run, "ages")
-
-
-def test_one_draw_less_is_named(run):
-    drop_row(draws_at(run, 15))
-    assert "step 15: drew" in detail(run, "draw counts")
-    assert "step 15: replay/rollouts" in detail(run, "metrics")
-
-
-def test_one_draw_more_is_named(run):
+def draw_one_more(run):
     table = pq.read_table(draws_at(run, 15))
     pq.write_table(pa.concat_tables([table, table.slice(0, 1)]), draws_at(run, 15))
-    assert "step 15: drew" in detail(run, "draw counts")
-    assert "drawn twice" in detail(run, "drawn units")
 
 
-def test_one_changed_probability_is_named(run):
+def draw_a_fresh_rollout(run):
+    born_now = pq.read_table(rollouts_at(run, 15)).to_pylist()
+    survivor = next(row["rollout_id"] for row in born_now if row["kept"])
+    row = edit(draws_at(run, 15), "rollout_id", lambda _: survivor)
+    edit(draws_at(run, 15), "age_steps", lambda _: 0, row)
+
+
+def swap_buffers(run):
+    shutil.copy(buffer_at(run, 15), buffer_at(run, 30))
+
+
+def in_rollouts(column, change, step=12, row=None):
+    return lambda run: edit(rollouts_at(run, step), column, change, row)
+
+
+def in_draws(column, change):
+    return lambda run: edit(draws_at(run, 15), column, change)
+
+
+def in_buffer(column, change):
+    return lambda run: edit(buffer_at(run, 15), column, change)
+
+
+PLANTED = {
+    # the error, the check that finds it, and the place that it names
+    "an advantage": (in_rollouts("advantage", lambda a: a * 1.001), "advantages", "step 12"),
+    "a reward": (in_rollouts("reward", lambda r: -r, row=0), "group statistics", "step 12"),
+    "a birth step": (in_rollouts("birth_step", lambda b: b - 1), "groups", "birth_step 11"),
+    "a policy version": (
+        in_rollouts("policy_version", lambda v: v - 1), "policy versions", "10 to 11",
+    ),
+    "a last policy version": (
+        in_rollouts("policy_version_end", lambda v: v - 1), "policy versions", "11 to 10",
+    ),
+    "a kept flag": (in_rollouts("kept", lambda _: True, step=7), "kept flags", "step 7"),
+    "a dropped rollout that trained": (
+        in_rollouts("tokens", lambda _: 3, step=7, row=0), "trained", "step 7",
+    ),
+    "a survivor that did not train": (in_rollouts("tokens", lambda _: None), "trained", "step 12"),
+    "a rollout less": (lambda run: drop_row(rollouts_at(run, 12), 5), "groups", "group 1201"),
+    "no rollouts of a step": (lambda run: rollouts_at(run, 12).unlink(), "files", "step_000012"),
+    "no draws of a step": (lambda run: draws_at(run, 12).unlink(), "draw counts", "step 12"),
+    "a draw less": (lambda run: drop_row(draws_at(run, 15)), "draw counts", "step 15"),
+    "a draw more": (draw_one_more, "drawn units", "step 15"),
+    "a draw of the birth step": (draw_a_fresh_rollout, "stored when drawn", "step 15"),
+    "an age": (in_draws("age_steps", lambda age: age + 1), "ages", "step 15, rollout"),
+    "a probability": (
+        in_draws("probability", lambda p: p * (1 + 1e-6)), "probabilities", "step 15, rollout",
+    ),
+    "a use": (in_buffer("times_used", lambda n: n + 1), "snapshots", "times_used"),
+    "a last use": (in_buffer("last_used_step", lambda n: n + 1), "snapshots", "last_used_step"),
+    "a stored priority": (in_buffer("priority", lambda p: p * (1 + 1e-6)), "snapshots", "priority"),
+    "a stored advantage": (in_buffer("advantage", lambda a: a + 0.5), "snapshots", "advantage"),
+    "a stored prompt": (in_buffer("prompt_id", lambda _: "other"), "snapshots", "prompt_id"),
+    "stored tokens": (
+        in_buffer("completion_token_ids", lambda ids: [*ids[:-1], ids[-1] + 1]),
+        "snapshots", "completion_token_ids",
+    ),
+    "log-probs after birth": (
+        in_buffer("behavior_logprobs", lambda values: [values[0] + 1e-6, *values[1:]]),
+        "snapshots", "behavior_logprobs",
+    ),
+    "a buffer of another step": (swap_buffers, "snapshots", "checkpoint 30"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_is_named_with_its_place(run, name):
+    plant, check, place = PLANTED[name]
+    plant(run)
+    assert place in detail(run, check)
+
+
+def test_a_changed_probability_fails_its_check_alone(run):
     edit(draws_at(run, 15), "probability", lambda p: p * (1 + 1e-6))
     assert failed(run) == {"probabilities"}
-    assert "step 15, rollout" in detail(run, "probabilities")
-
-
-def test_a_dropped_rollout_row_is_named(run):
-    drop_row(rollouts_at(run, 12), row=5)
-    assert "step 12, group 1201: completion indices [0, 2, 3]" in detail(run, "groups")
-
-
-@pytest.mark.parametrize(
-    ("column", "found"), [("policy_version", "10 to 11"), ("policy_version_end", "11 to 10")]
-)
-def test_a_changed_policy_version_is_named(run, column, found):
-    edit(rollouts_at(run, 12), column, lambda version: version - 1)
-    assert failed(run) == {"policy versions", "snapshots"}
-    assert f"has policy_version {found}, the last push was 11" in detail(run, "policy versions")
-
-
-def test_a_missing_file_is_named(run):
-    rollouts_at(run, 12).unlink()
-    assert "step_000012.parquet is missing" in detail(run, "files")
-    assert "not stored then" in detail(run, "stored when drawn")
-
-
-def test_a_missing_draw_file_is_named(run):
-    draws_at(run, 12).unlink()
-    assert "step 12: drew 0" in detail(run, "draw counts")
-
-
-def test_a_changed_reward_is_named(run):
-    edit(rollouts_at(run, 12), "reward", lambda reward: -reward, row=0)
-    assert failed(run) & {"kept flags", "advantages", "group statistics"}
-
-
-def test_a_changed_birth_step_is_named(run):
-    edit(rollouts_at(run, 12), "birth_step", lambda birth: birth - 1)
-    assert "has birth_step 11" in detail(run, "groups")
 
 
 @pytest.mark.parametrize(
     ("every", "pushed"),
     [
         ([3, 3, 3, 3, 3], [0, 0, 0, 3, 3]),
-        ([1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
         ([3, 3, 1, 1, 1], [0, 0, 2, 3, 4]),  # a resume without a lag pushes the policy
         ([1, 1, 3, 3, 3], [0, 1, 2, 3, 3]),
     ],
@@ -227,70 +218,14 @@ def test_the_last_push_before_each_step_by_hand(every, pushed):
     assert list(_last_pushes(run).values()) == pushed
 
 
-def test_a_wrong_kept_flag_is_named(run):
-    edit(rollouts_at(run, 7), "kept", lambda kept: True)
-    assert "step 7" in detail(run, "kept flags")
-
-
-def test_a_draw_from_the_birth_step_is_named(run):
-    born_now = pq.read_table(rollouts_at(run, 15)).to_pylist()
-    survivor = next(row["rollout_id"] for row in born_now if row["kept"])
-    row = edit(draws_at(run, 15), "rollout_id", lambda _: survivor)
-    edit(draws_at(run, 15), "age_steps", lambda _: 0, row)
-    assert f"rollout {survivor} was drawn but not stored" in detail(run, "stored when drawn")
-    assert "age 0 is outside 1 to 5" in detail(run, "ages")
-
-
-def test_a_dropped_rollout_that_trained_is_named(run):
-    edit(rollouts_at(run, 7), "tokens", lambda _: 3, row=0)
-    assert "step 7" in detail(run, "trained")
-
-
-def test_a_fresh_survivor_that_did_not_train_is_named(run):
-    edit(rollouts_at(run, 12), "tokens", lambda _: None)
-    assert "(-1: not trained)" in detail(run, "trained")
-
-
 def test_a_split_query_is_named(tmp_path):
     write_run(tmp_path, **QUERY)
     drop_row(draws_at(tmp_path, 15))
-    assert "without the other rollouts of its query" in detail(tmp_path, "drawn units")
-
-
-@pytest.mark.parametrize("column", ["times_used", "last_used_step"])
-def test_a_changed_use_in_a_checkpoint_is_named(run, column):
-    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
-    row = edit(path, column, lambda value: value + 1)
-    rollout_id = pq.read_table(path)["rollout_id"][row]
-    assert f"checkpoint 15, rollout {rollout_id}: {column}" in detail(run, "snapshots")
-
-
-def test_log_probs_that_changed_after_birth_are_named(run):
-    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
-    edit(path, "behavior_logprobs", lambda values: [values[0] + 1e-6, *values[1:]])
-    assert "behavior_logprobs is not what it was at birth" in detail(run, "snapshots")
-
-
-@pytest.mark.parametrize(
-    ("column", "change"),
-    [
-        ("advantage", lambda value: value + 0.5),
-        ("reward", lambda value: value + 1),
-        ("prompt_id", lambda value: "another"),
-        ("prompt_token_ids", lambda value: [value[0] + 1, *value[1:]]),
-        ("completion_token_ids", lambda value: [*value[:-1], value[-1] + 1]),
-    ],
-)
-def test_what_changed_after_birth_is_named(run, column, change):
-    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
-    rollout_id = pq.read_table(path)["rollout_id"][edit(path, column, change)]
-    expected = f"checkpoint 15, rollout {rollout_id}: {column} is not what it was at birth"
-    assert expected in detail(run, "snapshots")
+    assert "step 15" in detail(tmp_path, "drawn units")
 
 
 def test_a_mask_that_the_buffer_lost_is_named_and_extras_may_not_be_numbers(run):
-    snapshot = run / "checkpoints" / "step_000015" / "buffer.parquet"
-    for path in (snapshot, *(rollouts_at(run, step) for step in range(11, 16))):
+    for path in (buffer_at(run, 15), *(rollouts_at(run, step) for step in range(11, 16))):
         table = pq.read_table(path)
         extras = pa.array([[1.0, float("nan")]] * len(table))
         pq.write_table(table.append_column("extra_x", extras), path)
@@ -300,13 +235,7 @@ def test_a_mask_that_the_buffer_lost_is_named_and_extras_may_not_be_numbers(run)
         masks = [[True] * len(ids) for ids in table["completion_token_ids"].to_pylist()]
         table = table.append_column("completion_mask", pa.array(masks))
         pq.write_table(table, rollouts_at(run, step))
-    assert "completion_mask is not what it was at birth" in detail(run, "snapshots")
-
-
-def test_a_changed_priority_in_a_checkpoint_is_named(run):
-    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
-    edit(path, "priority", lambda value: value * (1 + 1e-6))
-    assert ": priority " in detail(run, "snapshots")
+    assert "completion_mask" in detail(run, "snapshots")
 
 
 ZERO = """
@@ -332,75 +261,18 @@ def test_rollouts_of_priority_zero_are_not_missed_in_the_draws(tmp_path, replay)
     assert "draw counts" in failed(tmp_path / "run")
 
 
-def test_foreign_files_are_named_and_not_read(run):
+def test_foreign_files_are_not_read(run):
     (run / "eval").mkdir()
     (run / "eval/step_final.json").write_text("[]")
-    (run / "eval/step_final.parquet").write_text("")
     (run / "draws/notes.txt").write_text("mine")
     shutil.copy(rollouts_at(run, 30), rollouts_at(run, 31))
-    shutil.copy(rollouts_at(run, 30), rollouts_at(run, 32))
-    report = verify_run(run)
-    assert report.passed, [check for check in report.checks if not check.passed]
-    expected = "not read: draws/notes.txt, eval (2 files), rollouts (2 files)"
-    assert expected in report.unchecked
+    assert failed(run) == set()
 
 
-def link_to_itself(run):
-    shutil.rmtree(run / "checkpoints/latest")
-    (run / "checkpoints/latest").symlink_to("latest")
-
-
-def no_rows(run):
-    pq.write_table(pq.read_table(rollouts_at(run, 12)).slice(0, 0), rollouts_at(run, 12))
-
-
-def step_as_text(run):
-    path = run / "checkpoints/step_000015/state.json"
-    path.write_text(path.read_text().replace('"step": 15', '"step": "15"'))
-
-
-def no_facts(run):
-    path = run / "checkpoints/step_000015/buffer.parquet"
-    table = pq.read_table(path)
-    marks = {name: value for name, value in table.schema.metadata.items() if b"buffer" not in name}
-    pq.write_table(table.replace_schema_metadata(marks), path)
-
-
-def metrics_folder(run):
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").mkdir()
-
-
-DAMAGES = {
-    "latest is a loop": (link_to_itself, "checkpoints"),
-    "rollouts without rows": (no_rows, "groups"),
-    "text for a step": (step_as_text, "checkpoints"),
-    "an empty list": (
-        lambda run: (run / "files.json").write_text('{"files": {}}'),
-        "written files",
-    ),
-    "a null id": (lambda run: edit(draws_at(run, 12), "rollout_id", lambda _: None), "contains a"),
-    "a null group": (lambda run: edit(rollouts_at(run, 12), "group_id", lambda _: None), "null"),
-    "no facts": (no_facts, r"buffer\.parquet: its metadata has no readable"),
-    "a folder of metrics": (metrics_folder, r"metrics\.jsonl: not a file"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_named_without_a_traceback(run, name):
-    change, expected = DAMAGES[name]
-    change(run)
-    try:
-        assert expected in failed(run)
-    except SnapshotError as error:
-        assert re.search(expected, str(error))
-
-
-def test_a_header_of_weights_that_is_no_object_is_an_error(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes((2).to_bytes(8, "little") + b"[]")
-    with pytest.raises(ValueError, match="not an object"):
-        _read_safetensors_header(path)
+def test_a_broken_parquet_file_is_named_without_a_traceback(run):
+    draws_at(run, 12).write_bytes(b"PAR1 and no more")
+    with pytest.raises(SnapshotError, match=r"step_000012\.parquet"):
+        verify_run(run)
 
 
 def test_only_a_run_that_repeats_a_journal_may_have_none(run):
@@ -422,14 +294,6 @@ def test_each_draw_is_checked_by_the_recipe_of_its_step(run):
     write_recipe(change_file(run, files.steps[-1]), changed)
     assert read_run_files(run).recipe == changed
     assert failed(run) == set()
-
-
-def test_the_rule_of_the_number_of_draws_is_that_of_the_composition(tmp_path):
-    for preset, rule in (("ours", "round(r B')"), ("uniform", "round((1 + r) B')"),
-                         ("fifo", "round(r R)")):  # fmt: skip
-        write_synthetic_run(tmp_path / preset, preset, steps=6)
-        details = {check.name: check.detail for check in verify_run(tmp_path / preset).checks}
-        assert details["draw counts"].startswith(f"{rule} in units")
 
 
 def test_a_gap_and_a_duplicate_in_the_metrics_are_named(run):
@@ -540,19 +404,12 @@ EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fracti
           "cost/trained_rollouts"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_except(EDITED[::3], EDITED))
-def test_a_metric_that_was_edited_in_every_line_is_named(run, name):
+def test_every_metric_that_was_edited_in_a_line_of_its_own_is_counted(run):
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        line[name] = None if line[name] is None else line[name] + 1
+    for line, name in zip(lines[15:], EDITED, strict=False):
+        line[name] += 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    totals = {"cost/generated_tokens", "cost/trained_tokens"}  # state.json has them too
-    assert failed(run) == {"metrics"} | ({"checkpoints"} if name in totals else set())
-    assert f": {name} " in detail(run, "metrics")
-
-
-def test_a_buffer_of_another_step_is_named(run):
-    folder = run / "checkpoints"
-    shutil.copy(folder / "step_000015/buffer.parquet", folder / "step_000030/buffer.parquet")
-    assert "checkpoint 30: its buffer is of step 15" in detail(run, "snapshots")
+    assert failed(run) == {"metrics", "checkpoints"}  # state.json has totals of tokens
+    said = detail(run, "metrics")
+    assert f"step 16: {EDITED[0]}" in said and f"and {len(EDITED) - 5} more" in said
