@@ -8,8 +8,7 @@ from commands import run_aes as run
 from test_statistics import report
 
 from grpo_replay.errors import EvaluationFileError, UsageError
-from grpo_replay.evaluation.aes import Point, accuracy_efficiency_score, score_points, score_reports
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.aes import accuracy_efficiency_score, score_reports
 
 BASE = {"0.6B": (9.52, 2162), "1.7B": (13.53, 2007), "4B": (17.36, 2452)}
 GRPO = {"0.6B": (11.20, 3890), "1.7B": (15.75, 2174), "4B": (26.71, 7576)}
@@ -32,25 +31,6 @@ def test_aes_by_hand():
     assert accuracy_efficiency_score(45, 80, 50, 100) == pytest.approx((0.2, -0.1, -0.3))
     assert accuracy_efficiency_score(45, 80, 50, 100, gain=1, loss=2)[2] == pytest.approx(0.0)
     assert accuracy_efficiency_score(50, 100, 50, 100) == (0, 0, 0)
-
-
-def test_the_unit_of_accuracy_does_not_matter():
-    percent = accuracy_efficiency_score(55, 80, 50, 100)
-    assert accuracy_efficiency_score(0.55, 80, 0.50, 100) == pytest.approx(percent)
-
-
-@pytest.mark.parametrize(
-    ("point", "message"),
-    [
-        (Point("r", 0, 100), "accuracy 0"),
-        (Point("r", 50, 0), "tokens 0"),
-        (Point("r", float("nan"), 100), "accuracy nan"),
-        (Point("r", 50, -1), "tokens -1"),
-    ],
-)
-def test_an_invalid_reference_is_refused(point, message):
-    with pytest.raises(UsageError, match=message):
-        score_points(point, [Point("c", 1, 1)])
 
 
 def test_reports_give_means_over_benchmarks_and_intervals():
@@ -77,22 +57,6 @@ def test_intervals_resample_problems_and_pair_them():
     assert low < other.aes < high and high - low > 0.2
 
 
-def test_each_resample_has_the_constant_of_its_own_sign():
-    """Right on one of two problems, where the reference is on half of each: resamples that draw
-    one problem twice, a quarter each, have ΔAcc 1 and -1."""
-    reference, candidate = report({"x": [[1, 0], [1, 0]]}), report({"x": [[1, 1], [0, 0]]})
-    (score,) = score_reports(("r", reference), [("c", candidate)])
-    assert score.aes == 0 and score.delta_accuracy_interval == (-1, 1)
-    assert score.aes_interval == (-5, 3)
-
-
-def test_without_samples_there_is_no_interval():
-    whole = report({"x": [[1], [0]]})
-    bare = EvaluationReport({}, whole.settings, {}, whole.sampled)
-    (score,) = score_reports(("r", bare), [("c", whole)])
-    assert score.aes_interval is None and score.aes == 0
-
-
 def test_other_benchmarks_and_references_without_correct_answers_are_refused():
     with pytest.raises(EvaluationFileError, match="different benchmarks"):
         score_reports(("r", report({"x": [[1]]})), [("c", report({"y": [[1]]}))])
@@ -110,12 +74,6 @@ def test_the_command_prints_one_json_document(capsys):
     assert (first["name"], round(first["aes"], 3)) == ("GRPO", -0.474)
 
 
-def test_the_command_shows_its_constants(capsys):
-    run("50,100", [], ["c=45,80"], gain=1, loss=2)
-    out = capsys.readouterr().out
-    assert "β = 1 if ΔAcc ≥ 0, else 2" in out and "+0.000" in out
-
-
 def test_the_command_reads_evaluation_files(capsys, tmp_path):
     for name, problems in (("r", [[1, 0]] * 4), ("c", [[1, 1]] * 4)):
         report({"x": problems}).write(tmp_path / f"{name}.json")
@@ -130,18 +88,13 @@ def test_the_command_reads_evaluation_files(capsys, tmp_path):
     [
         (("0,100", [], ["c=1,1"]), "accuracy 0"),
         (("50,100", ["x.json"], ["c=1,1"]), "not both"),
-        (("50,100", [], []), "has no candidates"),
         (("50,100", ["x.json"], []), "gives numbers, but the candidates are files"),
         (("50", [], ["c=1,1"]), "expected ACC,TOKENS"),
-        (("50,100", [], ["c:1,1"]), "expected NAME=ACC,TOKENS"),
-        (("50,100", [], ["c=1,1,1"]), "expected ACC,TOKENS"),
+        (("nan,100", [], ["c=1,1"]), "accuracy nan"),
+        (("50,-1", [], ["c=1,1"]), "tokens -1"),
+        (("1e-320,100", [], ["c=1,2", "b=100,2"]), "not finite"),
     ],
 )
 def test_the_command_refuses_invalid_arguments(arguments, message):
     with pytest.raises(UsageError, match=message):
         run(*arguments)
-
-
-def test_a_missing_file_is_a_data_error(tmp_path):
-    with pytest.raises(EvaluationFileError, match=r"nothing\.json"):
-        run(str(tmp_path / "nothing.json"), [str(tmp_path / "nothing.json")])

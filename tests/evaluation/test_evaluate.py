@@ -12,7 +12,6 @@ from zlib import crc32
 
 import numpy as np
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 from commands import plan_of
 from evaluate_program import evaluate_tiny, recipe
@@ -72,7 +71,9 @@ def plan(tokenizer, **settings):
 
 
 @pytest.mark.slow
-def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, uninterrupted):
+def test_an_evaluation_killed_midway_and_resumed_or_on_two_ranks_gives_the_same_files(
+    tmp_path, uninterrupted
+):
     output, generations = tmp_path / "eval.json", tmp_path / "generations"
     process = start(output, folder=generations)
     deadline = time.monotonic() + 120
@@ -84,29 +85,9 @@ def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, 
     resumed = finish(start(output, folder=generations))
     assert 0 < resumed <= SAMPLES - 3 * 16
     assert files(output) == files(uninterrupted)
-    assert finish(start(output, folder=generations)) == 0  # nothing is left to sample
-    assert files(output) == files(uninterrupted)
-
-
-@pytest.mark.slow
-def test_completions_of_a_torn_generations_file_are_sampled_again(
-    tmp_path, uninterrupted, tokenizer
-):
-    generations = tmp_path / "generations"
-    finish(start(tmp_path / "a.json", folder=generations))
-    shards = generations.glob("*.parquet")  # the last one written has the 12 that remain
-    shard = next(each for each in shards if pq.read_metadata(each).num_rows == 16)
-    shard.write_bytes(shard.read_bytes()[:-20])
-    assert finish(start(tmp_path / "b.json", folder=generations)) == 16
-    assert files(tmp_path / "b.json") == files(uninterrupted)
-
-
-@pytest.mark.slow
-def test_one_and_two_ranks_agree(tmp_path, uninterrupted):
-    output = tmp_path / "eval.json"
+    output = tmp_path / "two.json"
     ranks = [start(output, rank, 2) for rank in range(2)]
-    counts = [finish(process) for process in ranks]
-    assert counts == [SAMPLES // 2, SAMPLES // 2]
+    assert [finish(process) for process in ranks] == [SAMPLES // 2, SAMPLES // 2]
     assert files(output) == files(uninterrupted)
 
 
@@ -159,21 +140,9 @@ def test_each_wave_of_eight_has_its_own_seed(tokenizer):
         completion_seed(42 + sample // 8, RequestKey(own, 3, sample)) for sample in range(17)
     ]
     assert seeds == expected and len(set(seeds)) == 17
-
-
-def test_no_two_completions_share_a_seed_even_across_benchmarks(tokenizer):
-    """Otherwise errors would be correlated and the error of the mean too small."""
-    seeds = [each.request.seed for each in plan(tokenizer, greedy=False).samples]
-    assert len(set(seeds)) == len(seeds) == 5 * 12 * 4
-
-
-def test_a_plan_requests_each_completion_once(tokenizer):
-    planned = plan(tokenizer)
-    keys = [each.request.key for each in planned.samples]
-    assert len(keys) == SAMPLES == len(set(keys))
-    greedy = [each.request for each in planned.samples if each.greedy]
-    assert {(r.temperature, r.top_p) for r in greedy} == {(0.0, 1.0)}
-    assert {r.max_tokens for r in greedy} == {20}
+    # None is shared across benchmarks: errors would be correlated, the error of the mean too small.
+    everywhere = [each.request.seed for each in plan(tokenizer, greedy=False).samples]
+    assert len(set(everywhere)) == len(everywhere) == 5 * 12 * 4
 
 
 def test_more_samples_reuse_the_existing_ones(tmp_path, tokenizer):
@@ -196,17 +165,6 @@ def test_more_samples_reuse_the_existing_ones(tmp_path, tokenizer):
     assert six.sampled.benchmarks["tiny_add"].k == 6
 
 
-def test_progress_never_decreases_and_ends_complete(tokenizer):
-    told = []
-    sampler = HfSampler.open(SamplerOpening.of(recipe(), str(BASE_DIR), Comm()))
-    planned = plan(tokenizer, benchmarks=["tiny_add"])
-    with RewardScorer.open(recipe().reward) as scorer:
-        evaluate(sampler, tokenizer, planned, Comm(), scorer, on_progress=told.append)
-    done = [progress.done for progress in told]
-    assert done == sorted(done) and done[-1] == told[-1].total == 60
-    assert told[-1].accuracy is None or 0 <= told[-1].accuracy <= 1
-
-
 def test_invalid_plans_are_refused(tokenizer):
     with pytest.raises(RecipeError, match="greedily twice"):
         plan(tokenizer, temperature=0.0)
@@ -217,16 +175,14 @@ def test_invalid_plans_are_refused(tokenizer):
         plan_of(tokenizer, recipe().model_copy(update={"prompts": prompts}))
 
 
-def test_a_report_round_trips_and_damage_is_named(tmp_path, uninterrupted):
+def test_a_report_round_trips_and_a_broken_one_is_named(tmp_path, uninterrupted):
     report = read_report(uninterrupted)
     report.write(tmp_path / "copy.json")
     assert files(tmp_path / "copy.json") == files(uninterrupted)
     bad = tmp_path / "bad.json"
     for text, message in (
-        ("{", "not a readable"),
         ('{"accuracy": 3}', "not an evaluation file"),
         ('{"schema_version": 2}', "schema_version is 2, expected 3"),
-        ('{"schema_version": 3}', "damaged"),
     ):
         bad.write_text(text)
         with pytest.raises(EvaluationFileError, match=message):
@@ -270,8 +226,7 @@ def test_paper_b_has_pass_at_1_at_temperature_0_1_and_pass_at_k_at_1(tokenizer, 
     assert {name: described[name]["temperature"] for name in described} == {
         "math_pass1": 0.1, "math_passk": 1.0, "openr1_pass1": 0.1, "openr1_passk": 1.0,
     }  # fmt: skip
-    assert report.settings["temperature"] is None  # nothing was sampled at eval.temperature
-    assert " · T 0.1 and 1, top-p 0.95 · " in heading(report)
+    assert " T 0.1 and 1, " in heading(report)
     digests = {name: each["problems_sha256"] for name, each in described.items()}
     assert digests["math_pass1"] == digests["math_passk"] != digests["openr1_pass1"]
     texts = {

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from commands import run_comparison
 from pytest import approx
 from rich.console import Console
 from rich.table import Table
@@ -225,14 +224,6 @@ def test_benchmarks_of_the_same_size_have_different_resamples():
     assert found.mean.mean_tokens_interval == exact([[1, 1, 4], [1, 1, 4]]) == (1, 3)
 
 
-def test_an_interval_does_not_depend_on_other_benchmarks():
-    words = {name: [f"c{n * n}" for n in range(1, 10)] for name in ("alpha", "beta")}
-    together = report(words).sampled.benchmarks
-    for name in words:
-        assert report({name: words[name]}).sampled.benchmarks[name] == together[name]
-    assert len({each.mean_tokens_interval for each in together.values()}) == 2
-
-
 def test_the_mean_has_its_own_p_value():
     """The first benchmark is the same in both, and the second is all wrong in one."""
     one, other = ({"x": ["c1"] * 8, "y": [word] * 8} for word in ("i1", "c1"))
@@ -243,9 +234,8 @@ def test_the_mean_has_its_own_p_value():
 @pytest.mark.parametrize(
     ("key", "other"),
     [
-        *(("temperature", 1.0), ("top_p", 1.0), ("max_completion_length", 61)),
-        *(("max_problems", 2), ("reward", "minerva"), ("template", "plain")),
-        *(("system_prompt", "Think."), ("user_template", "{x}=")),
+        *(("temperature", 1.0), ("max_completion_length", 61), ("max_problems", 2)),
+        *(("reward", "minerva"), ("user_template", "{x}=")),
     ],
 )
 def test_every_setting_that_affects_a_number_must_agree(a, key, other):
@@ -255,28 +245,6 @@ def test_every_setting_that_affects_a_number_must_agree(a, key, other):
         compare("A", a, "B", changed)
     with pytest.raises(EvaluationFileError, match=message):
         score_reports(("A", a), [("B", changed)])
-
-
-@pytest.mark.parametrize("package", ["math-verify", "latex2sympy2_extended", "sympy"])
-def test_a_comparison_notes_every_grading_package(a, package):
-    one, other = (replace(a, versions={package: version}) for version in "12")
-    assert differences(one, other) == [f"graded with {package} 1 in A, 2 in B"]
-
-
-def test_a_comparison_prints_its_numbers_and_other_differences(a, b, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, each in zip(files, (a, b), strict=True):
-        each.write(file)
-    run_comparison(*map(str, files))
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "beta: 3 samples of each problem in A, 2 in B; lost and won count the first 2",
-        "graded with math-verify 0.9.0 in A, 0.8.0 in B",
-    ]
-    found = replace(compare("A", a, "B", b)["alpha"], p_value=0.125)
-    lines = printed(comparison_table({"alpha": found}))
-    assert "benchmark A B B-A 95 % p tokens better worse lost won" in lines
-    assert "alpha 25.0 62.5 +37.5 [-100.0, 100.0] 0.125 -5.0 2 0 1 4" in lines
 
 
 def test_aes_and_its_intervals(a, b, capsys):
@@ -301,11 +269,7 @@ def test_aes_and_its_intervals(a, b, capsys):
         aes_interval=exact(PAIRS.values(), aes),
     )  # fmt: skip
     print_scores(point_of("B", b), [found], 3, 5, Console(width=120))
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "A 29.17 37.5 -0.119 -0.548 -2.861" in lines
-    bounds = (found.delta_length_interval, found.delta_accuracy_interval, (-4.656, -0.983))
-    shown = " ".join(f"[{low:+.3f}, {high:+.3f}]" for low, high in bounds)
-    assert f"A {shown}" in lines
+    assert "A 29.17 37.5 -0.119 -0.548 -2.861" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_interval_of_accuracy_if_a_resampled_reference_has_accuracy_0(a, b):
@@ -324,20 +288,17 @@ def test_a_reference_of_zero_is_refused(word, message):
         score_reports(("A", zero), [("B", zero)])
 
 
-ROWS = (
-    "benchmark | n | k | avg@k | 95 % | pass@k | 95 % | greedy",
-    "Alpha | 2 | 4 | 25.0 | [0.7, 80.1] | 50.0 | [3.9, 96.1] | 100.0",
-    "mean |  |  | 29.2 | [6.3, 64.5] | 58.3 | [19.0, 90.9] | 66.7",
-    "benchmark | tokens | 95 % | right | wrong | cut | none",
-    "Alpha | 40.0 | [30.0, 50.0] | 15.0 | 48.3 | 50.0 | 37.5",
-    "mean | 37.5 | [26.7, 48.3] | 26.0 | 42.1 | 36.1 | 24.3",
-    "benchmark | j=1 | j=2 | j=4",
-    "Alpha | 25.0 | 41.7 | 50.0",
-    "Beta | 33.3 | 55.6 | –",
-)
+def test_a_comparison_notes_another_version_of_a_grading_package(a):
+    one, other = (replace(a, versions={"sympy": version}) for version in "12")
+    (said,) = differences(one, other)
+    assert said == "graded with sympy 1 in A, 2 in B"
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_row_is_on_the_terminal(a, row):
+def test_the_numbers_are_on_the_terminal(a, b):
     lines = [line for found in terminal_tables(a) for line in printed(found)]
-    assert " ".join(row.replace(" |", "").split()) in lines
+    assert "Alpha 2 4 25.0 [0.7, 80.1] 50.0 [3.9, 96.1] 100.0" in lines
+    assert "mean 37.5 [26.7, 48.3] 26.0 42.1 36.1 24.3" in lines
+    assert "Beta 33.3 55.6 –" in lines
+    found = replace(compare("A", a, "B", b)["alpha"], p_value=0.125)
+    lines = printed(comparison_table({"alpha": found}))
+    assert "alpha 25.0 62.5 +37.5 [-100.0, 100.0] 0.125 -5.0 2 0 1 4" in lines
