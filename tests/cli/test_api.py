@@ -1,12 +1,9 @@
 """The Python API: recipes, rows and functions as Python values, and what it refuses."""
 
-import importlib
 import json
 import re
-import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +14,8 @@ from judge_rewards_file import shortness
 
 import grpo_replay
 from grpo_replay import api
-from grpo_replay.distributed.failures import Interruption
-from grpo_replay.errors import OutputDirectoryError, RecipeError, UsageError
-from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.errors import RecipeError, UsageError
+from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.run_directory import RunDirectory
 
 
@@ -48,74 +44,51 @@ def test_the_package_has_the_functions_and_loads_them_when_they_are_used():
     assert all(getattr(grpo_replay, name) is getattr(api, name) for name in api.__all__)
 
 
-@pytest.mark.parametrize("recipe", ["tiny", load_recipe("tiny", ["run.seed=7"])])
-@pytest.mark.parametrize("overrides", [["run.steps=30"], {"run.steps": 30}])
-def test_a_recipe_is_a_name_or_an_object_and_overrides_are_words_or_a_mapping(recipe, overrides):
-    found = api.load_recipe(recipe, overrides)
-    assert found.run.steps == 30
-    assert found.run.seed == (7 if isinstance(recipe, Recipe) else load_recipe("tiny").run.seed)
-
-
-def test_values_of_any_type_can_be_overridden():
-    changes = {
-        "name": "no", "eval.benchmarks": ["tiny_add"], "optimizer.learning_rate": 1e-5,
-        "prompts.system_prompt": "a = b # c", "replay.max_age_steps": None,
-    }  # fmt: skip
-    found = api.load_recipe("tiny", changes)
-    assert (found.name, found.eval.benchmarks) == ("no", ["tiny_add"])
-    assert (found.optimizer.learning_rate, found.replay.max_age_steps) == (1e-5, None)
-    assert found.prompts.system_prompt == "a = b # c"
-    with pytest.raises(RecipeError, match=r"replay\.rato"):
-        api.load_recipe("tiny", {"replay.rato": 1})
+def test_a_recipe_is_a_name_or_an_object_and_overrides_are_words_or_a_mapping():
+    own = load_recipe("tiny", ["run.seed=7"])
+    assert api.load_recipe("tiny", ["run.steps=30"]).run.steps == 30
+    found = api.load_recipe(own, {"run.steps": 30})
+    assert (found.run.steps, found.run.seed) == (30, 7)
 
 
 def test_paths_and_numpy_scalars_are_overrides_and_other_objects_are_refused():
     changes = {
         "model.path": Path("/a/model"), "run.steps": np.int64(30), "replay.ratio": np.float32(0.5),
         "reward.mask_truncated": np.bool_(True), "eval.benchmarks": [np.str_("tiny_add")],
+        "name": "no", "prompts.system_prompt": "a = b # c", "replay.max_age_steps": None,
     }  # fmt: skip
     found = api.load_recipe("tiny", changes)
     assert (found.model.path, found.run.steps, found.replay.ratio) == ("/a/model", 30, 0.5)
     assert found.reward.mask_truncated is True and found.eval.benchmarks == ["tiny_add"]
-    with pytest.raises(UsageError, match=r"override run\.steps: .* is a set: give text, a number"):
+    assert (found.name, found.replay.max_age_steps) == ("no", None)
+    assert found.prompts.system_prompt == "a = b # c"
+    with pytest.raises(UsageError, match=r"override run\.steps: .* is a set"):
         api.load_recipe("tiny", {"run.steps": {30}})
-    with pytest.raises(UsageError, match=r"override run\.steps: .* is a ndarray"):
-        api.load_recipe("tiny", {"run.steps": np.arange(2)})
+    with pytest.raises(RecipeError, match=r"replay\.rato"):
+        api.load_recipe("tiny", {"replay.rato": 1})
 
 
 def test_what_is_no_recipe_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="a recipe is a Recipe, the name of one or a file, found"):
+    with pytest.raises(UsageError, match="a recipe is a Recipe"):
         api.train(SimpleNamespace(engine=1), tmp_path / "run")
-    with pytest.raises(RecipeError, match="no recipe 'tyni'"):
-        api.train("tyni", tmp_path / "run")
-    with pytest.raises(UsageError, match="needs a recipe; only resume=True"):
+    with pytest.raises(UsageError, match="resume=True"):
         api.train(None, tmp_path / "run")
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(OutputDirectoryError, match="other files"):
-        api.train("tiny", tmp_path)
 
 
-@pytest.mark.parametrize("id_field", ["problem_id", "key"])
-def test_rows_become_a_file_beside_the_run(started, tmp_path, id_field):
+def test_rows_become_a_file_beside_the_run_and_a_callback_hears_steps(started, tmp_path):
+    id_field = "key"
     rows = ({"problem": f"{n}+1", "answer": str(n + 1), id_field: f"é{n}"} for n in range(3))
-    api.train("tiny", tmp_path / "a" / "run", prompts=rows)
+    heard = []
+    api.train("tiny", tmp_path / "a" / "run", prompts=rows, on_step=heard.append)
+    started[0].observer.on_step({"step": 1})
+    assert heard == [{"step": 1}]
     prompts = started[0].recipe.prompts
     assert prompts.source == str(tmp_path / "a" / "run.prompts.jsonl")
-    assert prompts.id_field == (id_field if id_field == "problem_id" else None)
+    assert prompts.id_field is None
     api.train("tiny", tmp_path / "b", prompts=[{"problem": "1+1", "answer": np.int64(2)}])
     assert json.loads((tmp_path / "b.prompts.jsonl").read_text())["answer"] == 2
     text = (tmp_path / "a" / "run.prompts.jsonl").read_text()
     assert [json.loads(line)[id_field] for line in text.splitlines()] == ["é0", "é1", "é2"]
-
-
-def test_rows_that_cannot_be_stored_and_rows_of_a_resume_are_refused(started, tmp_path):
-    with pytest.raises(UsageError, match=r"neither text nor number: \{1\}"):
-        api.train("tiny", tmp_path / "run", prompts=[{"problem": {1}, "answer": "2"}])
-    with pytest.raises(UsageError, match=r"rows are mappings .*to_dict"):
-        api.train("tiny", tmp_path / "run", prompts=["problem", "answer"])
-    with pytest.raises(UsageError, match="goes on with the prompts that it has"):
-        api.train("tiny", tmp_path / "run", resume=True, prompts=[])
-    assert started == []
 
 
 def test_a_function_is_named_by_its_file(started, tmp_path):
@@ -143,24 +116,6 @@ def test_a_function_that_no_other_process_can_import_is_refused(started, tmp_pat
     assert started[0].recipe.reward.function == f"{script}:f"
 
 
-def test_a_function_of_a_package_is_named_by_the_package(started, tmp_path, monkeypatch):
-    """Its file alone could not import relatively."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("def f(completion, answer, row): return 1.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    api.train("tiny", tmp_path / "run", reward=importlib.import_module("mine").f)
-    assert started[0].recipe.reward.function == "mine:f"
-
-
-def test_a_program_that_names_itself_is_not_guarded(started, tmp_path, monkeypatch):
-    script = tmp_path / "script.py"
-    script.write_text("log = logging.getLogger(__name__)\ntrain()\n")
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
-    with pytest.raises(UsageError, match=r'train below `if __name__ == "__main__":`'):
-        program = SimpleNamespace(__module__="__main__", __qualname__="f")
-        api.train("tiny", tmp_path / "run", reward=program)
-
-
 def test_a_resume_goes_on_with_the_runs_own_recipe(started, tmp_path):
     """With another it is refused, as the command does; with the same one it need not be left out,
     nor need the rows that were given at its start."""
@@ -178,34 +133,6 @@ def test_a_resume_goes_on_with_the_runs_own_recipe(started, tmp_path):
         api.train("tiny", run.path, resume=True)
     api.train(None, run.path, resume=True, overrides={"run.steps": 999})
     assert (started[-1].recipe.run.steps, started[-1].recipe.optimizer.learning_rate) == (999, 1e-5)
-    api.train("tiny", run.path, resume=True, overrides=changes, reward="minerva")
-    assert started[-1].recipe.reward.function == "minerva"
-
-
-def test_a_run_may_be_started_outside_the_main_thread():
-    """Python lets that one alone hear signals."""
-
-    def begun() -> bool:
-        with Interruption().caught():
-            return signal.getsignal(signal.SIGTERM) is handler
-
-    handler = signal.getsignal(signal.SIGTERM)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(begun).result()
-    with Interruption().caught():
-        assert signal.getsignal(signal.SIGTERM) is not handler
-
-
-def test_callbacks_hear_steps_and_evaluations(started, tmp_path):
-    heard = []
-    api.train(
-        "tiny", tmp_path / "run", on_step=heard.append,
-        on_evaluation=lambda step, report: heard.append((step, report)),
-    )  # fmt: skip
-    started[0].observer.on_step({"step": 1})
-    started[0].observer.on_evaluation(2, "report")
-    started[0].observer.on_notice("ignored")
-    assert heard == [{"step": 1}, (2, "report")]
 
 
 def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capfd, monkeypatch):
