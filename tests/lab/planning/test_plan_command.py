@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import re
 import shutil
 import tracemalloc
 from dataclasses import replace
@@ -72,28 +71,6 @@ def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
     assert document["current"]["x"] == 57.6 and document["current"]["objective"] is None
     assert document["recommended"]["objective"] == document["verdict"]["ratio"] < 2
     print_plan(plan, Console(width=100, file=io.StringIO()))
-
-
-def test_updates_of_a_size_decide_what_one_update_trains_on(capsys):
-    """B' = 60 of fifo-tiny in three updates of 20: x = N·y/20, three times as long."""
-    machines = dict(recipe="fifo-tiny", workers=5, trainers=3, as_json=True)
-
-    def horizon(*overrides):
-        run(overrides=overrides, **machines)
-        return json.loads(capsys.readouterr().out)["x"]
-
-    one = horizon()
-    assert horizon("batch.mini_batch_rollouts=20") == pytest.approx(3 * one)
-    # 60 in parts of at most 25 are three again
-    assert horizon("batch.mini_batch_rollouts=25") == pytest.approx(3 * one)
-
-
-def test_json_has_the_optimum_of_given_values(capsys):
-    document = plan_json(capsys, mu=5.28, rho=0.1, growth=0.2)
-    assert document["x"] == pytest.approx(4.265, abs=5e-4)
-    assert document["y"] == pytest.approx(3.973, abs=5e-4)
-    assert document["recommended"]["x"] == document["x"]
-    assert document["assumptions"]["sources"]["mu"] == "given"
 
 
 def test_json_says_null_where_there_is_no_finite_optimum(capsys):
@@ -308,14 +285,6 @@ def test_the_screen_has_the_design_and_its_settings(capsys):
     assert "--set replay.capacity_rollouts=1092 --set replay.ratio=3.97" in text
 
 
-def test_a_horizon_in_updates_is_twice_that_in_steps_where_each_step_has_two(capsys):
-    planned = plan_json(capsys, recipe="tiny")
-    x, settings = planned["recommended"]["x"], planned["replay_settings"]["fifo"]
-    words = tuple(f"replay.{key}={json.dumps(value)}" for key, value in settings.items())
-    again = plan_json(capsys, recipe="tiny", overrides=words)
-    assert again["current"]["x"] == pytest.approx(2 * x, abs=0.05)
-
-
 def test_a_growth_of_few_ages_or_of_none_decides_nothing(runs, capsys):
     measured = estimate_from_run(open_source(runs["ours"]))
     rows = by_hand.rows_of(runs["ours"] / "draws")
@@ -325,16 +294,6 @@ def test_a_growth_of_few_ages_or_of_none_decides_nothing(runs, capsys):
     assert not replace(measured, growth_points=measured.growth_points[:2]).growth_known
     verdict = plan_json(capsys, recipe="fifo-qwen3-0.6b")["verdict"]
     assert verdict["low"] > 1 and verdict["answer"] == "undecided"
-
-
-def test_the_growth_at_which_a_recipe_breaks_even_is_named(capsys):
-    document = plan_json(capsys, recipe="qwen3-1.7b")
-    assert document["current"]["objective"] == document["current_verdict"]["ratio"] > 1
-    (note,) = [note for note in document["notes"] if "more than no replay" in note]
-    limit = float(re.search(r"pays if a is below (\d\.\d+)", note)[1])
-    for growth, dearer in ((limit - 0.01, False), (limit + 0.01, True)):
-        again = plan_json(capsys, recipe="qwen3-1.7b", growth=growth)
-        assert (again["current"]["objective"] > 1) == dearer
 
 
 def test_contradictory_and_missing_options_are_refused(tmp_path, runs):

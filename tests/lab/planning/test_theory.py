@@ -13,7 +13,6 @@ from grpo_replay.lab.planning.theory import (
     best_replay_ratio,
     numeric_optimum,
     objective,
-    optimum,
     power_law_optimum,
     recommended_design,
 )
@@ -69,15 +68,6 @@ def test_best_y_for_a_horizon_beats_its_neighbours():
     assert all(objective(x, y * factor, mu, rho, growth) > here for factor in (0.97, 1.03))
 
 
-def test_the_separate_formula_for_rho_zero_holds():
-    # ρ = 0: y* = μ(1 - 2a)/(2a).
-    best = power_law_optimum(5.28, 0.0, 0.2)
-    assert best.y == pytest.approx(5.28 * 0.6 / 0.4, rel=1e-12)
-    nearly = power_law_optimum(5.28, 1e-12, 0.2)
-    assert nearly.y == pytest.approx(best.y, rel=1e-9)
-    assert nearly.x == pytest.approx(best.x, rel=1e-9)
-
-
 def test_rollouts_that_never_age_are_never_evicted():
     best = power_law_optimum(5.28, 0.1, 0.0)
     assert best.kind == "store_everything"
@@ -121,19 +111,6 @@ def test_ratio_growth_has_the_mean_that_quadrature_gives():
         exact, _ = integrate.quad(lambda s: math.exp(0.02 * s**1.4), 0, x)
         assert growth.mean_variance(x) == pytest.approx(exact / x, rel=1e-4)
     assert math.isinf(growth.mean_variance(1e9))
-
-
-def test_ratio_growth_has_an_optimum_where_no_neighbour_is_better():
-    growth = RatioGrowth(0.01, 1.2)
-    best = optimum(5.28, 0.1, growth)
-    here = best_objective(best.x, 5.28, 0.1, growth)
-    assert best.kind == "interior"
-    assert all(best_objective(best.x * f, 5.28, 0.1, growth) > here for f in (0.9, 0.99, 1.01, 1.1))
-
-
-def test_faster_growth_means_a_shorter_horizon():
-    xs = [optimum(5.28, 0.1, RatioGrowth(k, 1.0)).x for k in (0.001, 0.01, 0.1, 1.0)]
-    assert xs == sorted(xs, reverse=True)
 
 
 def test_relative_compute_is_the_same_in_both_of_the_papers_forms():

@@ -30,21 +30,19 @@ def command(*words: str) -> subprocess.CompletedProcess:
 def test_the_report_of_trained_runs_is_recomputed_from_their_files(tmp_path):
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    document = {"name": "s", "recipe": "tiny", "set": list(SMALL), "arms": ARMS, "seeds": [1, 2]}
+    document = {"name": "s", "recipe": "tiny", "set": list(SMALL), "arms": ARMS, "seeds": [1]}
     (sweep / "sweep.yaml").write_text(yaml.safe_dump(document))
     for arm, overrides in ARMS.items():
-        for seed in (1, 2):
-            words = [f"--set={word}" for word in (*SMALL, *overrides, f"run.seed={seed}")]
-            cell = sweep / arm / f"seed-{seed}"
-            command("train", "tiny", *words, "--output-dir", str(cell))
+        words = [f"--set={word}" for word in (*SMALL, *overrides, "run.seed=1")]
+        command("train", "tiny", *words, "--output-dir", str(sweep / arm / "seed-1"))
     file = tmp_path / "report.json"
     file.write_text(command("report", str(sweep), "--json").stdout)
     arms = {arm["name"]: arm for arm in json.loads(file.read_text())["arms"]}
-    assert {name: arm["seeds"] for name, arm in arms.items()} == {name: [1, 2] for name in ARMS}
+    assert {name: arm["seeds"] for name, arm in arms.items()} == {name: [1] for name in ARMS}
     assert set(arms["ours"]["equal_cost"]) == {"compute_measured", "generated_tokens", "seconds"}
     script = str(ROOT / "benchmarks" / "recompute_report.py")
     done = subprocess.run(
         [sys.executable, script, str(file), str(sweep)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-    assert "6 runs compared, 0 differ" in done.stdout
+    assert "3 runs compared, 0 differ" in done.stdout

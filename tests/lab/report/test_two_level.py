@@ -11,7 +11,6 @@ from grpo_replay.lab.report.costs import first_crossing
 from grpo_replay.lab.report.report_findings import Spread
 from grpo_replay.lab.report.two_level import (
     Component,
-    accuracy_over_problems,
     accuracy_over_seeds,
     difference_over_problems,
     difference_over_seeds,
@@ -44,15 +43,6 @@ def test_the_variance_by_hand_with_interaction():
     assert (found.variance, found.freedom) == pytest.approx((1 / 64, 1))
 
 
-def test_rounding_does_not_move_the_interval():
-    """Where V_problems and V_rest are equal, a difference in the last digit decides nothing."""
-    values = np.array([[1.0, 0.0], [0.5, 0.5]]) + np.array([[2.0], [0.0]])
-    nudge = np.array([[1e-12, 0.0], [0.0, 0.0]])
-    for sign in (1, -1):
-        moved = two_level_variance([values + sign * nudge])
-        assert moved.variance == pytest.approx(two_level_variance([values]).variance, rel=1e-6)
-
-
 def test_what_is_left_over_is_subtracted_once():
     """Seeds ±1/2, problems ±1/2 and ±1/10 left over: V = 1/4 + 1/4 of the means, less 1/400."""
     rest = 0.1 * np.array([[1, -1], [-1, 1]])
@@ -78,13 +68,6 @@ def test_two_models_have_the_t_interval_over_problems():
     assert over == "problems" and bounds == pytest.approx(tuple(expected))
 
 
-def test_seeds_without_noise_leave_the_interval_over_problems():
-    """Every seed has the same answers: the interval is that of one seed."""
-    values = np.tile(np.random.default_rng(2).random(30), (5, 1))
-    alone = difference_over_problems([values[:1]])[0]
-    assert difference_over_seeds([values])[0] == pytest.approx(alone)
-
-
 def test_many_problems_leave_the_t_interval_over_seeds():
     """With problems that do not differ, the number of problems does not matter."""
     seeds = np.random.default_rng(3).normal(0, 0.1, size=6)
@@ -92,11 +75,6 @@ def test_many_problems_leave_the_t_interval_over_seeds():
     for problems in (2, 500):
         bounds = difference_over_seeds([np.tile(seeds[:, None], (1, problems))])[0]
         assert bounds == pytest.approx(tuple(expected))
-
-
-def test_one_problem_and_no_seeds_have_no_interval():
-    assert difference_over_problems([np.array([[0.5]])]) == (None, None)
-    assert accuracy_over_problems([np.array([[0.5]])]) == (None, None)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -133,7 +111,7 @@ def test_constant_differences_have_the_spread_of_two_more_problems():
     assert bounds == pytest.approx((0.5 - half, 1.0))
 
 
-@pytest.mark.parametrize("seeds", [2, 5, 8])
+@pytest.mark.parametrize("seeds", [2, 8])
 def test_the_paired_test_is_scipys_exact_one(seeds):
     differences = np.random.default_rng(seeds).normal(0.3, 1, size=seeds)
     exact = stats.permutation_test(
@@ -150,7 +128,7 @@ def test_few_seeds_cannot_reach_a_small_p_value():
     assert sign_flip_over_seeds(np.ones(1)) is None
 
 
-@pytest.mark.parametrize("count", [6, 8, 15, 40])
+@pytest.mark.parametrize("count", [6, 15])
 def test_the_interval_of_a_median_is_scipys(count):
     values = np.random.default_rng(count).normal(size=count)
     expected = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
@@ -174,7 +152,7 @@ def test_the_cost_of_an_accuracy_is_interpolated():
     assert first_crossing([0, 10], [0.2, 0.4], 0.5) == math.inf
 
 
-@pytest.mark.parametrize(("of_seeds", "of_problems"), [(0.3, 0.3), (1.0, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("of_seeds", "of_problems"), [(0.3, 0.3), (0.0, 1.0)])
 def test_the_interval_holds_the_truth_in_about_95_percent(of_seeds, of_problems):
     """Five seeds and two benchmarks of 20 problems, each with effects of its own. 1,000 repeats
     have a standard error of 0.7 %."""
@@ -189,12 +167,3 @@ def test_the_interval_holds_the_truth_in_about_95_percent(of_seeds, of_problems)
         (low, high), _ = difference_over_seeds(values)
         held += low <= 0 <= high
     assert 925 <= held <= 985
-
-
-def test_equal_accuracies_of_one_problem_have_an_interval_of_no_width():
-    """The variance of seven times 0.9 is 1e-32, not 0."""
-    for count in range(1, 30):
-        for right in range(count + 1):
-            mean = right / count
-            bounds, over = accuracy_over_seeds([np.full((7, 1), mean)])
-            assert bounds == pytest.approx((mean, mean)) and over == "seeds"
