@@ -40,19 +40,8 @@ def test_a_rank_has_its_share_of_cores_and_at_most_the_threads_that_are_set(monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert [threads_per_rank(None, ranks) for ranks in (1, 2, 20)] == [9, 4, 1]
-    for limit, threads in (("1", 1), ("3,2", 3), ("40", 4), ("", 4)):
-        monkeypatch.setenv("OMP_NUM_THREADS", limit)
-        assert threads_per_rank(None, 2) == threads
-        assert threads_per_rank(6, 2) == 6
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # a torchrun of the user's, which sets 1
-    assert threads_per_rank(None, 2) == 4
-    monkeypatch.setenv("GRPO_REPLAY_LAUNCH_FOLDER", "folder")  # that of our launcher
-    assert threads_per_rank(None, 2) == 1
-    for wrong in ("0", "two"):
-        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
-        with pytest.raises(LaunchError, match=f"OMP_NUM_THREADS is '{wrong}'"):
-            threads_per_rank(None, 2)
+    assert (threads_per_rank(None, 2), threads_per_rank(6, 2)) == (1, 6)
 
 
 @pytest.fixture
@@ -83,12 +72,6 @@ def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(
     launcher.start(cell(4), CellState.NEW)
     assert [process.gpus for process in started] == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
     assert {process.name for process in started} == {"out/ours/seed-3"}
-
-
-def test_one_cell_at_a_time_sees_all_gpus_and_nothing_is_set_without_gpus(eight_gpus, monkeypatch):
-    assert processes.shares_of_gpus(1) == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert processes.shares_of_gpus(4) == []
 
 
 def test_more_ranks_than_gpus_in_a_share_are_refused(eight_gpus):

@@ -26,9 +26,8 @@ def read(tmp_path, text):
     return expand(read_sweep_file(path), path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["two", "'1e3'"])
-def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path, name):
-    (comparison,) = read(tmp_path, GOOD.replace("name: two", f"name: {name}"))
+def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path):
+    (comparison,) = read(tmp_path, GOOD.replace("name: two", "name: '1e3'"))
     assert list(comparison.file.arms) == ["grpo", "ours"]
     copy = tmp_path / "copy.yaml"
     copy.write_text(sweep_to_yaml(comparison.file))
@@ -37,58 +36,28 @@ def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path, name):
 
 BAD = {
     "an arm named twice": (
-        ("  ours: [replay.preset=ours]", "  grpo: [replay.preset=ours]"),
-        "sweep.yaml:7: not valid YAML: 'grpo' is written twice, first in line 6",
+        ("  ours: [replay.preset=ours]", "  grpo: [replay.preset=ours]"), "sweep.yaml:7: .*'grpo'",
     ),
-    "arms that differ in case": (
-        ("  ours:", "  GRPO:"),
-        "differ only in case: grpo is there twice",
-    ),
+    "arms that differ in case": (("  ours:", "  GRPO:"), "grpo"),
     "a key that a recipe lacks": (
-        ("replay.preset=ours", "replay.presett=ours"),
-        "arm ours: .*unknown key 'replay.presett' .did you mean 'preset'",
+        ("replay.preset=ours", "replay.presett=ours"), "arm ours: .*'replay.presett'",
     ),
-    "a value that contradicts": (("run.steps=30", "run.steps=10"), "warmup_steps 20 is not less"),
-    "a value of the wrong type": (("run.steps=30", "run.steps=many"), "run.steps: .* 'many'"),
-    "an override without value": (("run.steps=30", "run.steps"), "expected key=value"),
-    "a key overridden twice": (
-        ("[run.steps=30]", "[run.steps=30, run.steps=40]"),
-        "set: run.steps is there twice",
-    ),
-    "a seed among the overrides": (("run.steps=30", "run.seed=3"), "listed in seeds"),
-    "an arm called tune": (("  ours:", "  tune:"), "cannot be called 'tune'"),
-    "an arm called log": (("  ours:", "  log:"), "cannot be called 'log'"),
-    "an arm with a path": (("  ours:", "  ../ours:"), "'../ours' is to name a folder: use"),
-    "a name with a path": (("name: two", "name: a/b"), "name: 'a/b' is to name a folder"),
-    "a doubled seed": (("seeds: [3, 4]", "seeds: [3, 3]"), "seeds: 3 is there twice"),
-    "a negative seed": (("seeds: [3, 4]", "seeds: [3, -4]"), "greater than or equal to 0"),
-    "a seed that is text": (("seeds: [3, 4]", "seeds: ['3']"), "valid integer"),
+    "a value that contradicts": (("run.steps=30", "run.steps=10"), "warmup_steps 20"),
+    "a key overridden twice": (("[run.steps=30]", "[run.steps=30, run.steps=40]"), "run.steps"),
+    "an arm called tune": (("  ours:", "  tune:"), "'tune'"),
+    "an arm with a path": (("  ours:", "  ../ours:"), "'../ours'"),
     "no seeds": (("seeds: [3, 4]", "seeds: []"), "seeds: is empty"),
-    "a doubled tuning seed": (("seeds: [1, 2]", "seeds: [1, 1]"), "tune.seeds: 1 is there twice"),
     "a seed in both stages": (("seeds: [3, 4]", "seeds: [2, 4]"), "tune.seeds and seeds share 2"),
-    "an empty grid": (("{optimizer.learning_rate: [5.0e-5, 1.0e-4]}", "{}"), "tune.grid: is empty"),
     "a grid without values": (("[5.0e-5, 1.0e-4]", "[]"), "learning_rate: is empty"),
-    "a value twice in the grid": (
-        ("[5.0e-5, 1.0e-4]", "[1.0e-4, 1.0e-4]"),
-        "learning_rate: 0.0001 is there twice",
-    ),
+    "a value twice in the grid": (("[5.0e-5, 1.0e-4]", "[1.0e-4, 1.0e-4]"), "rate: 0.0001"),
     "a tuned key that an arm sets": (
         ("replay.preset=ours", "optimizer.learning_rate=1e-3"),
-        "ours sets optimizer.learning_rate, which tune.grid chooses",
+        "ours sets optimizer.learning_rate",
     ),
     "a tuned key that no recipe has": (("optimizer.learning_rate", "optimizer.rate"), "unknown k"),
-    "another metric": (
-        ("  grid:", "  metric: final.gsm8k\n  grid:"),
-        "tune.metric: Input should be 'final.mean', found 'final.gsm8k'",
-    ),
     "tuning without evaluation": (("run.steps=30", "'eval.benchmarks=[]'"), "evaluates nothing"),
     "a value that cannot be a folder": (
-        ("optimizer.learning_rate: [5.0e-5, 1.0e-4]", "model.path: [a/b]"),
-        "cannot name a folder",
-    ),
-    "no arms": (
-        ("  grpo: [replay.preset=grpo]\n  ours: [replay.preset=ours]", "  {}"),
-        "arms: is empty",
+        ("optimizer.learning_rate: [5.0e-5, 1.0e-4]", "model.path: [a/b]"), "name a folder",
     ),
     "an arm that the grid makes too": (
         (
@@ -96,15 +65,10 @@ BAD = {
             "  ours: []\n  'ours,group_size=4': [sampling.group_size=4]\n"
             "grid: {sampling.group_size: [4, 8]}",
         ),
-        "arms: ours,group_size=4 is there twice with what grid makes",
+        "arms: ours,group_size=4",
     ),
-    "an unknown key": (("name: two", "name: two\nseed: 3"), "unknown key 'seed' .did you mean"),
-    "an unknown recipe": (("recipe: tiny", "recipe: tinny"), "no recipe 'tinny'.*did you mean"),
-    "a recipe twice": (("recipe: tiny", "recipe: [tiny, tiny]"), "recipe: tiny is there twice"),
-    "a newer format": (("name: two", "name: two\nformat: 2"), "format: Input should be 1, found 2"),
-    "no mapping": ((GOOD, "- a"), "a sweep is a mapping"),
-    "no YAML": (("seeds: [3, 4]", "seeds: [3, 4"), "sweep.yaml:1[0-9]: "),
-}
+    "an unknown key": (("name: two", "name: two\nseed: 3"), "'seed'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change, message", BAD.values(), ids=BAD)
@@ -115,9 +79,9 @@ def test_bad_sweeps_are_refused_with_their_place(tmp_path, change, message):
 
 
 def test_an_unknown_sweep_is_refused_with_the_shipped_names(tmp_path):
-    with pytest.raises(RecipeError, match=r"'tiny-mian'.*did you mean 'tiny-main'.*paper-a, "):
+    with pytest.raises(RecipeError, match=r"'tiny-mian'.*did you mean 'tiny-main'"):
         find_sweep("tiny-mian")
-    with pytest.raises(SweepFileError, match=r"--only uors: no such arm .did you mean 'ours'"):
+    with pytest.raises(SweepFileError, match=r"--only uors: .*did you mean 'ours'"):
         choose_arms(read(tmp_path, GOOD), "uors")
 
 

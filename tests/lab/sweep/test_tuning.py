@@ -1,7 +1,6 @@
 """The choice of tuned values from the summaries of finished runs."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from grpo_replay.lab.sweep.cells import CellState
 from grpo_replay.lab.sweep.grid import expand
 from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection, read_choices
 from grpo_replay.lab.sweep.sweep_run import choose, record_choice
-from grpo_replay.storage.run_directory import RunDirectory
 
 RATE = "optimizer.learning_rate"
 
@@ -51,20 +49,16 @@ def mean(*values):
 def test_the_best_mean_over_seeds_is_chosen_and_not_the_best_run(tuned):
     choice = chosen(tuned([mean(0.5, 0.5), mean(0.6, 0.5), mean(0.9, 0.1)]))
     assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == choice.at_edge == ()
-    (line,) = choice.describe()
-    assert "chose learning_rate=0.0002 by final.mean" in line and "learning_rate=0.0001 0.5" in line
 
 
 def test_a_tie_takes_the_first_and_is_told(tuned):
     choice = chosen(tuned([mean(0.1, 0.2), mean(0.6, 0.5), mean(0.5, 0.6)]))
     assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == ("learning_rate=0.0004",)
-    assert "tied with learning_rate=0.0002" in choice.describe()[1]
 
 
 def test_a_choice_at_the_edge_of_the_grid_is_told(tuned):
     choice = chosen(tuned([mean(0.1, 0.2), mean(0.2, 0.2), mean(0.5, 0.6)]))
     assert choice.at_edge == (RATE,)
-    assert f"edge of tune.grid.{RATE}" in choice.describe()[1]
     words = chosen(tuned([mean(0.1, 0.2), mean(0.5, 0.5)], **{"loss.aggregation": [
         "token_mean", "sequence_mean"]}))  # fmt: skip
     assert words.at_edge == ()
@@ -110,12 +104,6 @@ def test_printed_commands_continue_a_sweep_through_its_choices(tmp_path, monkeyp
     assert [line.split()[1] for line in first[:4]] == ["train"] * 4 and "2 cells wait" in first[4]
     names = [f"tune/{arm}/learning_rate={rate}/seed-1" for arm in "ab" for rate in (1e-4, 2e-4)]
     assert all(name in line for name, line in zip(names, first, strict=False))
-
-    job = RunDirectory(out / names[0])
-    job.path.mkdir(parents=True)
-    job.lock()
-    assert printed() == [f"# {names[0]} is running: process {os.getpid()}", *first[1:]]
-    job.unlock()
 
     monkeypatch.setattr(
         "grpo_replay.lab.sweep.sweep_run.state_of",
