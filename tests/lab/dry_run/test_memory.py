@@ -3,7 +3,6 @@
 import importlib.util
 import math
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from grpo_replay.engine.models import load_config
-from grpo_replay.lab.dry_run import trace as tracing
 from grpo_replay.lab.dry_run.memory import (
     PROCESS,
     PROCESS_ZERO,
@@ -28,7 +26,6 @@ from grpo_replay.lab.dry_run.memory import (
 )
 from grpo_replay.lab.dry_run.planner import Machines, _engine_setting
 from grpo_replay.lab.dry_run.trace import (
-    LiveBytes,
     Microbatch,
     forward_memory,
     model_shape,
@@ -37,7 +34,7 @@ from grpo_replay.lab.dry_run.trace import (
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.decode_ways import RowLayer
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
-from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, logged_bytes, stored_bytes
+from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, stored_bytes
 
 SHAPE = ModelShape(
     parameters=1000, largest_parameter=400, tied_head=True, layers=2,
@@ -57,10 +54,8 @@ def setting(stage: int, dtype_bytes: int, ranks: int = 4, **more) -> EngineSetti
         (0, 4, 4000, 4000, 8000),
         (0, 2, 2000, 6000, 12000),  # bf16 and fp32 gradients; master and moments
         (1, 2, 2000, 2000, 3000),
-        (1, 4, 4000, 4000, 3000),
         (2, 2, 2000, 2 * 500, 3000),  # a micro-batch's shard beside the accumulated one
         (3, 2, 500, 500, 3500),  # the accumulated one is held from the start
-        (3, 4, 1000, 1000, 4000),
     ],
 )
 def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gradients, optimizer):
@@ -68,6 +63,18 @@ def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gra
     assert (memory.parameters, memory.gradients, memory.optimizer) == (
         parameters, gradients, optimizer,
     )  # fmt: skip
+
+
+def test_lora_trains_its_adapters_alone_and_a_checkpoint_has_the_merged_model():
+    """1,000 parameters of the base and 100 of adapters, on four ranks."""
+    shape = replace(SHAPE, adapters=100, largest_adapter=10)
+    for stage, expected in ((0, (2200, 600, 1200)), (2, (2200, 100, 300)), (3, (550, 50, 350))):
+        memory = engine_memory(shape, NOTHING, setting(stage, 2))
+        assert (memory.parameters, memory.gradients, memory.optimizer) == expected
+        assert memory.bucket <= 2 * 100
+    assert checkpoint_bytes(1000, 2, 2, adapters=100) == 2 * 1000 + (2 + 2 + 4 + 8) * 100
+    assert checkpoint_bytes(1000, 2, 2) == (2 + 2 + 4 + 8) * 1000
+    assert stored_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 12_000 + 1000)
 
 
 def test_a_phase_is_the_sum_of_what_is_alive_at_the_same_time():
@@ -101,10 +108,6 @@ def test_offloading_moves_state_to_the_host():
     )  # fmt: skip
     assert moved.optimizer == 0 and moved.parameters == 0
     assert moved.host >= 12 * 250 + 500 and moved.peak < plain.peak
-
-
-def test_a_reference_copy_is_whole_on_every_rank():
-    assert engine_memory(SHAPE, NOTHING, setting(3, 2, reference_copy=True)).reference == 2000
 
 
 def test_the_rest_of_vllms_share_is_kv_cache():
@@ -158,14 +161,6 @@ def test_the_cache_of_the_hf_sampler_is_counted_as_it_grows():
     assert on_cpu == 4000 + 4 * 3 * (64 * 1010 + 16 * 784) + logits
 
 
-def test_a_stored_rollout_costs_its_arrays_and_its_objects_but_no_text():
-    assert stored_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 12_000 + 1000)
-
-
-def test_a_logged_rollout_costs_its_arrays_its_text_and_its_scalars():
-    assert logged_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 16_000 + 256)
-
-
 QWEN = ["model.path=builtin:qwen3-0.6b", "model.random_init=true", "model.dtype=bfloat16"]
 
 
@@ -214,41 +209,9 @@ def test_adapters_are_traced_as_peft_makes_them():
     assert own.saved == theirs.saved and own.peak == pytest.approx(theirs.peak, rel=0.01)
 
 
-def test_live_bytes_follow_allocation_and_release():
-    model = torch.nn.Linear(4, 4, device="meta")
-    with LiveBytes(model) as live:
-        first = torch.empty(100, device="meta")
-        view = first[:50]
-        assert live.now == 400  # a view has no bytes of its own
-        second = first + 1
-        assert live.now == 800
-        del first
-        assert live.now == 800  # the view still holds it
-        del view
-        assert (live.now, live.peak) == (400, 800)
-        model.weight.t()
-        assert live.now == 400  # parameters are the engine's
-        del second
-    assert (live.now, live.peak) == (0, 800)
-
-
 def test_checkpointing_saves_one_hidden_state_per_layer_and_token():
     two, three = (traced(qwen(), layers, 2, 256, 128) for layers in (2, 3))
     assert three.saved - two.saved == 2 * 256 * 1024 * 2
-
-
-def test_what_a_library_warns_of_while_its_model_is_traced_is_not_shown(recwarn, monkeypatch):
-    recipe, memory = qwen(), ForwardMemory(1, 2)
-
-    def traced_with_warning(*_):
-        warnings.warn("deprecated", FutureWarning, stacklevel=1)
-        return memory
-
-    monkeypatch.setattr(tracing, "_traced", {})
-    monkeypatch.setattr(tracing, "trace", traced_with_warning)
-    batch = Microbatch(1, 64, 32, 1024)
-    assert forward_memory(recipe.model, load_config(recipe.model), batch) == memory
-    assert [str(each.message) for each in recwarn] == []
 
 
 def test_without_checkpointing_a_layer_keeps_its_attention_and_mlp():
@@ -278,17 +241,6 @@ def test_extrapolation_over_layers_is_exact():
     assert forward_memory(recipe.model, config, batch) == traced(recipe, 7, 1, 512, 256)
 
 
-@pytest.mark.slow
-def test_eager_attention_is_quadratic_and_flash_is_not():
-    def saved(kind: str, length: int) -> int:
-        recipe = qwen(f"model.attn_implementation={kind}", "model.gradient_checkpointing=false")
-        batch = Microbatch(1, length, 16, 64)
-        return forward_memory(recipe.model, load_config(recipe.model), batch).saved
-
-    assert saved("sdpa", 1024) < 2.01 * saved("sdpa", 512)
-    assert saved("eager", 1024) > 2.5 * saved("eager", 512)
-
-
 def test_experts_are_traced_in_both_precisions():
     config = Qwen3MoeConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -309,7 +261,6 @@ def test_experts_are_traced_in_both_precisions():
     ("name", "parameters", "kv"),
     [
         ("0.6b", 596_049_920, 2 * 28 * 8 * 128),
-        ("1.7b", 1_720_574_976, 2 * 28 * 8 * 128),
         ("4b", 4_022_468_096, 2 * 36 * 8 * 128),
     ],
 )
@@ -332,40 +283,14 @@ def memory_benchmark():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [(), (16,)])
-def test_a_real_engine_takes_the_predicted_memory_within_ten_percent(lora):
+def test_a_real_engine_takes_the_predicted_memory_within_ten_percent():
     benchmark = memory_benchmark()
-    case = ("long", 0, "float32", 1, False, 512, 8, 256, *lora)
+    case = ("long", 0, "float32", 1, False, 512, 8, 256, 16)
     base = benchmark.measure(benchmark.BASE_CASES[0])["peak_mib"]
     measured = benchmark.measure(case)["peak_mib"] - base
     assert measured == pytest.approx(benchmark.predicted_mib(case), rel=0.10)
     if importlib.util.find_spec("vllm") is None:  # its packages make every process larger
         assert base == pytest.approx(PROCESS / 2**20, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype_bytes", "parameters", "gradients", "optimizer"),
-    [
-        (0, 4, 4400, 400, 800),  # 1,000 of the base and 100 of adapters
-        (0, 2, 2200, 600, 1200),
-        (2, 2, 2200, 2 * 50, 300),
-        (3, 2, 550, 50, 350),
-    ],
-)
-def test_lora_on_four_ranks_trains_its_adapters_alone(
-    stage, dtype_bytes, parameters, gradients, optimizer
-):
-    shape = replace(SHAPE, adapters=100, largest_adapter=10)
-    memory = engine_memory(shape, NOTHING, setting(stage, dtype_bytes))
-    assert (memory.parameters, memory.gradients, memory.optimizer) == (
-        parameters, gradients, optimizer,
-    )  # fmt: skip
-    assert memory.bucket <= dtype_bytes * 100
-
-
-def test_a_checkpoint_of_lora_is_the_merged_model_and_the_adapters_twice():
-    assert checkpoint_bytes(1000, 2, 2, adapters=100) == 2 * 1000 + (2 + 2 + 4 + 8) * 100
-    assert checkpoint_bytes(1000, 2, 2) == (2 + 2 + 4 + 8) * 1000
 
 
 @pytest.mark.slow

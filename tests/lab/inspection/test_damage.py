@@ -2,8 +2,6 @@
 
 import shutil
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -61,32 +59,6 @@ def test_metrics_that_lack_steps_are_a_gap(copy):
     assert any("ends with step 12" in each and "step 23" in each for each in gaps(copy))
     file.unlink()
     assert any("metrics.jsonl" in each for each in gaps(copy))
-
-
-def test_a_run_without_recipe_is_shown_with_a_warning(copy):
-    (copy / "recipe.yaml").unlink()
-    assert any("recipe.yaml" in each for each in summarise(open_source(copy)).warnings)
-
-
-def test_swapped_files_are_refused(copy):
-    one, other = (copy / f"draws/step_0000{step}.parquet" for step in (12, 13))
-    one.rename(copy / "aside")
-    other.rename(one)
-    (copy / "aside").rename(other)
-    shown = call("inspect-buffer", copy)
-    assert shown.exit_code == 3 and "draws/step_000012.parquet" in shown.stderr
-
-
-def test_an_advantage_that_is_not_a_number_is_refused(copy):
-    path = copy / "checkpoints/step_000024/buffer.parquet"
-    table = pq.read_table(path)
-    values = table["advantage"].to_pylist()
-    index = table.column_names.index("advantage")
-    changed = pa.array([float("nan"), *values[1:]], pa.float32())
-    pq.write_table(table.set_column(index, table.schema.field(index), changed), path)
-    shown = call("inspect-buffer", copy)
-    assert shown.exit_code == 3
-    assert f"advantage of rollout {table['rollout_id'][0]} is nan" in shown.stderr
 
 
 def test_a_plan_does_not_assume_a_mu_that_the_run_should_have(copy):

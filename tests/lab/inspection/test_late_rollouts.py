@@ -6,12 +6,10 @@ from pathlib import Path
 import by_hand
 import numpy as np
 import pytest
-from commands import run_inspect as inspect_run
 from small_runs.synthetic import SyntheticRun, synthetic_recipe
 
 from grpo_replay.lab.inspection.compute import outcomes_by_age, summarise
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import read_life
 from grpo_replay.lab.planning.estimate import growth_points
 
 STEPS = 8
@@ -49,28 +47,6 @@ def test_rollouts_trained_on_without_a_draw_are_fresh_and_draws_are_not(late):
     assert found[0].uses == sum(row["tokens"] is not None for row in rows) > 0
     uses = Counter(row["age_steps"] for row in draws)
     assert {age: each.uses for age, each in found.items() if age > 0} == uses and uses
-
-
-@pytest.mark.parametrize("preset", ["ours", "fifo"])
-def test_a_life_lists_every_use_once(late, preset, capsys):
-    steps = {
-        row["rollout_id"]: step
-        for step in range(1, STEPS + 1)
-        for row in by_hand.rows_of_step(late[preset] / "rollouts", step)
-        if row["kept"]
-    }
-    draws = by_hand.rows_of(late[preset] / "draws")
-    at_once = [row for row in draws if steps[row["rollout_id"]] == row["step"] > 4]
-    drawn = (at_once or draws)[0]["rollout_id"]
-    life = read_life(open_source(late[preset]), drawn)
-    assert life.logged_step == steps[drawn]
-    assert [use["step"] for use in life.uses] == [
-        r["step"] for r in draws if r["rollout_id"] == drawn
-    ]
-    assert (life.fresh_outcome is None) == (preset == "fifo")
-    inspect_run(str(late[preset]), show=drawn)
-    shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert shown.count([str(steps[drawn]), "fresh"]) == (preset == "ours")
 
 
 def test_the_first_draw_comes_after_the_step_that_trained_on_the_rollout_as_fresh(late):

@@ -69,15 +69,6 @@ def test_storage_rebuilt_from_the_log_has_the_logged_size(runs, preset):
     assert stored == logged and len(stored) == 24
 
 
-def test_only_steps_within_the_age_limit_are_read(runs):
-    source = open_source(runs["ours"])  # rollouts are evicted after five steps
-    steps, survivors = survivors_for(source, 20, source.recipe.replay)
-    assert steps == [15, 16, 17, 18, 19, 20, 21, 22, 23, 24]
-    assert survivors.kept.all() and survivors.birth_step.min() == 15
-    fifo = open_source(runs["fifo"])
-    assert survivors_for(fifo, 20, fifo.recipe.replay)[0] == list(range(1, 25))
-
-
 def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     copy = tmp_path / "buffer.parquet"
     copy.write_bytes((runs["ours"] / "checkpoints/step_000024/buffer.parquet").read_bytes())

@@ -1,8 +1,9 @@
-"""An invalid PATH raises an error that names the file."""
+"""What a PATH names, and an error that names the file where it is invalid."""
 
 import json
 import shutil
 
+import by_hand
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -115,3 +116,11 @@ def test_verify_passes_for_a_run_and_fails_for_changed_draws(copy, capsys):
     assert run(str(copy), verify=True, as_json=True) == 3
     document = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in document["checks"] if not c["passed"]] == ["ages", "metrics"]
+
+
+def test_a_condition_selects_the_same_rollouts_as_python(runs, capsys):
+    rows = by_hand.rows_of(runs["ours"] / "rollouts")
+    expected = [row["rollout_id"] for row in rows if row["reward"] == 1 and row["kept"]]
+    run(str(runs["ours"]), where="reward = 1 and kept", limit=1000, as_json=True)
+    listed = json.loads(capsys.readouterr().out)["rollouts"]
+    assert [row["rollout_id"] for row in listed] == expected != []

@@ -297,19 +297,6 @@ def test_a_run_in_progress_is_shown_up_to_its_last_complete_line(tmp_path):
     assert seen.occupancy.stored_rollouts == int(seen.trends["buffer/rollouts"][-1][1])
 
 
-def test_a_rebuilt_buffer_of_another_size_gives_a_warning(tmp_path):
-    run = write_synthetic_run(tmp_path / "run", "ours", steps=9)
-    path = run.folder / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    last = json.loads(lines[-2])
-    last["buffer/rollouts"] -= 1
-    path.write_text("\n".join([*lines[:-2], json.dumps(last)]) + "\n")
-    assert any(
-        "resumed with an empty buffer" in warning
-        for warning in summarise(open_source(run.folder)).warnings
-    )
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset):
     rows = [row for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]]

@@ -1,14 +1,11 @@
 """Inspection of runs made by the trainer: two tiny runs, with the checks of test_summary."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import test_summary
 from commands import run_inspect as run
+from small_runs.trained import train_small_run
 
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.source import open_source
@@ -24,33 +21,22 @@ CHECKS = [
 ]
 
 
+OWN = {
+    "ours": {"capacity_rollouts": 5000, "warmup_steps": 3, "max_age_steps": 5},
+    "fifo": {"capacity_rollouts": 96, "ratio": 1.5, "warmup_steps": 0, "max_age_steps": None},
+}
+
+
 def train(folder: Path, preset: str, **replay) -> Path:
     """24 steps of 8 prompts of 4, the size of the synthetic runs."""
-    own = {
-        "ours": {"capacity_rollouts": 5000, "warmup_steps": 3, "max_age_steps": 5},
-        "fifo": {"capacity_rollouts": 96, "ratio": 1.5},
-    }
-    settings = {"preset": preset, **own[preset], **replay}
-    words = [f"replay.{key}={value}" for key, value in settings.items()] + [
-        "sampling.prompts_per_step=8",
-        "sampling.group_size=4",
-        "run.steps=24",
-        "checkpoint.every_steps=12",
-        "eval.benchmarks=[]",
-        "tracking.report_to=[]",
-    ]
-    command = [sys.executable, "-m", "grpo_replay.cli.app", "train", "tiny", "--output-dir", folder]
-    for word in words:
-        command += ["--set", word]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=os.environ | place, timeout=600, capture_output=True)
+    train_small_run(
+        folder, sampling={"prompts_per_step": 8}, replay={"preset": preset} | OWN[preset] | replay,
+        run={"steps": 24}, checkpoint={"every_steps": 12}, eval={"benchmarks": []},
+    )  # fmt: skip
     return folder
 
 
-def test_numbers_and_draws_of_real_runs_and_a_what_if_that_comes_true(tmp_path, capsys):
+def test_numbers_and_draws_of_real_runs_and_a_what_if_that_comes_true(tmp_path, processes, capsys):
     real = {preset: train(tmp_path / preset, preset) for preset in ("ours", "fifo")}
     assert len(CHECKS) == 9
     for preset, folder in real.items():

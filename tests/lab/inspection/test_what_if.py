@@ -92,8 +92,8 @@ def test_own_settings_reproduce_a_runs_draws_and_other_settings_those_of_runs_wi
         assert predicted[name] == pytest.approx(np.mean(values), abs=4 * spread), name
 
 
-def test_deterministic_statistics_have_no_error(long_run):
-    result = what_if(open_source(long_run("ours")), ["max_age_steps=2"])
+def test_deterministic_statistics_have_no_error(runs):
+    result = what_if(open_source(runs["ours"]), ["max_age_steps=2"])
     for name in FIXED:
         assert result.same_error[name] == pytest.approx(0.0, abs=1e-12), name
     assert result.same_error["age_mean"] > 0
@@ -238,14 +238,6 @@ def test_invalid_keys_and_values_raise(runs):
         what_if(source, ["ratio=-1"])
     with pytest.raises(UsageError, match="max_age_steps: expected key=value"):
         what_if(source, ["max_age_steps"])
-
-
-def test_a_nested_key_is_a_replay_setting():
-    recipe = load_recipe("tiny", ["replay.machines={workers: 8, trainers: 4, mu: 2.0}"])
-    for key in ("machines.workers", "replay.machines.workers"):
-        replay = changed_recipe(recipe, [f"{key}=5", "ratio=null"]).replay
-        assert replay.machines.workers == 5
-        assert replay.ratio == replay.machines.ratio
 
 
 def test_a_run_whose_settings_were_changed_is_refused_from_there_on(runs, tmp_path):

@@ -1,9 +1,7 @@
 """`verify_run` passes right runs and names what was tampered with in wrong ones."""
 
-import fcntl
 import json
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -13,13 +11,11 @@ import yaml
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.verification import file_checks
-from grpo_replay.lab.verification.file_checks import FileChecks
 from grpo_replay.lab.verification.rollout_checks import _last_pushes
 from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.recipe_history import RecipeHistory, change_file, write_recipe
+from grpo_replay.storage.recipe_history import change_file, write_recipe
 from grpo_replay.storage.rollout_log import step_path
 
 CHECKS = [
@@ -193,12 +189,10 @@ PLANTED = {
 def test_a_planted_error_is_named_with_its_place(run, name):
     plant, check, place = PLANTED[name]
     plant(run)
-    assert place in detail(run, check)
-
-
-def test_a_changed_probability_fails_its_check_alone(run):
-    edit(draws_at(run, 15), "probability", lambda p: p * (1 + 1e-6))
-    assert failed(run) == {"probabilities"}
+    found = {each.name: each.detail for each in verify_run(run).checks if not each.passed}
+    assert place in found[check]
+    if name == "a probability":  # nothing else depends on it
+        assert found.keys() == {check}
 
 
 @pytest.mark.parametrize(
@@ -261,29 +255,10 @@ def test_rollouts_of_priority_zero_are_not_missed_in_the_draws(tmp_path, replay)
     assert "draw counts" in failed(tmp_path / "run")
 
 
-def test_foreign_files_are_not_read(run):
-    (run / "eval").mkdir()
-    (run / "eval/step_final.json").write_text("[]")
-    (run / "draws/notes.txt").write_text("mine")
-    shutil.copy(rollouts_at(run, 30), rollouts_at(run, 31))
-    assert failed(run) == set()
-
-
 def test_a_broken_parquet_file_is_named_without_a_traceback(run):
     draws_at(run, 12).write_bytes(b"PAR1 and no more")
     with pytest.raises(SnapshotError, match=r"step_000012\.parquet"):
         verify_run(run)
-
-
-def test_only_a_run_that_repeats_a_journal_may_have_none(run):
-    files = read_run_files(run)
-    for journal in ("runs/before", None):
-        recipe = files.recipe.model_copy(deep=True)
-        recipe.run.__dict__["mode"] = "async"
-        recipe.sampling.collection.__dict__["replay_journal"] = journal
-        checks = FileChecks(replace(files, recipes=RecipeHistory(recipe)))
-        checks.check()
-        assert checks.journal.failed == (journal is None)
 
 
 def test_each_draw_is_checked_by_the_recipe_of_its_step(run):
@@ -316,11 +291,9 @@ def change_recipe(run, **replay):
     ("change", "expected"),
     [
         ({"ratio": 0.6}, "draw counts"),
-        ({"warmup_steps": 5}, "draw counts"),
         ({"max_age_steps": 4}, "stored when drawn"),
         ({"max_age_steps": 6}, "probabilities"),
         ({"priority_exponent": 0.6}, "probabilities"),
-        ({"priority": "group_std"}, "probabilities"),
         ({"composition": "pool"}, "draw counts"),
         ({"capacity_rollouts": 40}, "metrics"),
     ],
@@ -359,43 +332,6 @@ def test_a_resume_without_the_buffer_passes(tmp_path, monkeypatch):
     report = verify_run(tmp_path)
     assert report.passed, [check for check in report.checks if not check.passed]
     assert any("emptied by a resume before step 16" in check.detail for check in report.checks)
-
-
-@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "rollouts"])
-def test_a_folder_that_is_not_a_run_is_refused(run, name):
-    (run / name).rename(run / "elsewhere")
-    with pytest.raises(SnapshotError, match=f"{name}: missing"):
-        verify_run(run)
-
-
-def test_a_damaged_metrics_line_is_named(run):
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 31, "los')
-    with pytest.raises(SnapshotError, match=r"metrics\.jsonl:31"):
-        verify_run(run)
-
-
-def test_what_a_running_run_writes_and_removes_meanwhile_is_no_damage(run, monkeypatch):
-    """The logs were read when step 20 was the last; then come a checkpoint of step 30, half of a
-    line, and a checkpoint is rotated away while it is read."""
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:20]) + lines[20][:50])
-    original = file_checks.verify_checkpoint
-
-    def rotated_away(path):
-        if path.name == "step_000015":
-            shutil.rmtree(path)
-        return original(path)
-
-    monkeypatch.setattr(file_checks, "verify_checkpoint", rotated_away)
-    with (run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        report = verify_run(run)
-    assert report.passed, [check for check in report.checks if not check.passed]
-    assert report.steps == 20
-    assert "the run is still running: what it wrote after step 20" in report.unchecked
-    (run / "metrics.jsonl").write_text("".join(lines[:20]))
-    assert "checkpoints" in failed(run), "the same of a run that has ended is damage"
 
 
 EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fraction", "replay/ratio",
