@@ -83,13 +83,11 @@ FAILURES = {
 @pytest.mark.parametrize("mode", slow_except(["crash-on-1"], FAILURES))
 def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode, tmp_path):
     code, message = FAILURES[mode]
-    started = time.monotonic()
     done = run_program("launch", 2, mode, tmp_path, RANKS_TIMEOUT="6")
     printed = errors_in(done.stderr)
     assert done.returncode == code, done.stderr
     assert len(printed) == 1 and message in printed[0], done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
-    assert time.monotonic() - started < 60
     pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 
