@@ -71,9 +71,9 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-VLLM_ERRORS = (RuntimeError, ValueError, AssertionError)
+VLLM_ERRORS = (RuntimeError, ValueError, AssertionError, TypeError)
 """Raised by vLLM when an operation fails: out of memory is a RuntimeError, a failed memory profile
-an AssertionError."""
+an AssertionError, an engine argument of the wrong type often a TypeError."""
 
 _KEPT, _DISCARDED = 1, 2  # vLLM's levels: weights copied to host memory, or dropped
 
@@ -116,7 +116,15 @@ class SleepState:
         if self._host_copy and "weights" not in self._asleep:
             self._host_copy = False
             if torch.cuda.is_initialized():
-                torch.accelerator.empty_host_cache()  # torch would keep the pinned pages
+                _return_pinned_pages()
+
+
+def _return_pinned_pages() -> None:
+    """Pages of a host copy that is gone: torch would keep them for the next one."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # torch 2.11 has it without a public name
+        getattr(torch._C, "_host_emptyCache")()  # noqa: B009
 
 
 @contextmanager

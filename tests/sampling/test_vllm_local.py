@@ -55,6 +55,20 @@ def test_vllm_has_an_fp32_head_and_takes_new_weights_with_it(tied):
     assert found.mean() < 0.05, "bfloat16 in the body; other weights differ by 0.2 and more"
 
 
+@pytest.mark.parametrize("vllm, error, message", [
+    (
+        {"gpu_memory_utilisation": 0.5}, RecipeError,
+        r"sampling\.vllm\.gpu_memory_utilisation: vLLM \S+ has no engine argument of this name "
+        r"\(did you mean 'gpu_memory_utilization'\?\); remove it",
+    ),
+    ({"max_num_seqs": "many"}, SamplerError, "engine did not start: '<' not supported .* see samp"),
+])  # fmt: skip
+def test_an_engine_argument_that_vllm_does_not_take_is_refused(tied, vllm, error, message):
+    recipe = tiny_recipe(tied.folder, vllm=vllm)
+    with pytest.raises(error, match=message):
+        VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
+
+
 def test_every_sync_replaces_all_weights(opened):
     policy, sampler = opened
     requests = make_requests()

@@ -36,6 +36,7 @@ from grpo_replay.sampling.server.server_process import (
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
 from grpo_replay.sampling.server.weight_transfer import FolderTransfer
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
+from grpo_replay.sampling.vllm_process import SleepState
 from grpo_replay.sampling.vllm_requests import (
     build_completion,
     engine_arguments,
@@ -251,6 +252,29 @@ def test_a_window_that_vllm_makes_longer_is_refused_where_a_sequence_fills_it(tm
         ]
         == 128
     )
+
+
+@pytest.mark.parametrize("owner, name", [
+    (torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache"),
+])  # fmt: skip
+def test_waking_with_a_host_copy_returns_its_pages_whatever_torch_calls_it(
+    monkeypatch, owner, name
+):
+    """torch 2.11 has only the second."""
+    asleep, returned = [], []
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True)),
+        sleep=lambda level: asleep.append(level), wake_up=lambda parts: asleep.append(parts),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    monkeypatch.setattr(owner, name, lambda: returned.append(name), raising=False)
+    memory = SleepState(engine)
+    for keep_weights in (False, True):
+        memory.sleep(keep_weights)
+        memory.wake("weights", "kv_cache")
+    assert asleep == [2, ["weights"], ["kv_cache"], 1, ["weights"], ["kv_cache"]]
+    assert returned == [name], "once: only the second sleep had a copy"
 
 
 def test_environment_variables_of_the_user_are_kept():
