@@ -9,21 +9,10 @@ Every job is a process of its own with a time limit, and writes FOLDER/jobs/NAME
 crash or a hang loses nothing of the others. FOLDER/report.md has all of it. A second call with the
 same FOLDER goes on: a job that is done, ok or failed, is not done again until its file is removed.
 
-A GPU machine without network that takes at most 64 MiB a transfer gets vLLM and a small model as a
-kit of packed parts, and is lent for fifteen minutes, start and transfers included. Then this is
-called three times; each transfer carries the checkout, and in the folder KIT `unpack.sh`,
-`try_vllm.py`, `kit.sha256` and some parts. A job whose part has yet to come ends the call.
-
-    python3 benchmarks/gpu.py --kit KIT --output /tmp/found --call 570 --passed N
-    cp /tmp/found/{report.md,results.json,log.txt,study.tar.gz} BACK
-
-    transfer  parts                          what runs then
-    1         1-base.tar.xz, 3-smollm2.aa    a
-    2         2-vllm.tar.xz                  b
-    3         3-smollm2.ab                   c to g; if --call ended it, once more without parts
-
---passed is what the start of the machine, transfers and earlier calls have taken of the fifteen
-minutes, in seconds; --call is the longest that this command may take.
+--kit is for a GPU machine without network: docs/performance.md ("On a GPU") has the calls. A job
+whose part of the kit has yet to come ends the call. --passed is what the start of the machine,
+transfers and earlier calls have taken of the fifteen minutes; --call is the longest that this one
+may take.
 """
 
 import argparse
