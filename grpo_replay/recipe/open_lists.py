@@ -77,7 +77,7 @@ LOSSES.register("gspo", "grpo_replay.replay.loss:clipped_surrogate")
 LOSSES.register("asymre", "grpo_replay.replay.loss:asymmetric_reinforce")
 
 VERIFIERS = OpenList("reward.function")
-BUILTIN_VERIFIERS = ("math_verify_boxed", "math_verify", "minerva")
+BUILTIN_VERIFIERS = ("boxed", "math_verify_boxed", "math_verify", "minerva")
 """The verifiers that ship with the package, for training rewards and evaluation."""
 for _name in BUILTIN_VERIFIERS:
     VERIFIERS.register(_name, f"grpo_replay.rewards.verifier_worker:{_name}")

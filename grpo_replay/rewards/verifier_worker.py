@@ -355,11 +355,19 @@ def _open_grader(function: str) -> Grader:
     return open_user_function(function)
 
 
-def _symbolic(boxed: bool) -> Callable[[Any], Any]:
+def _boxed() -> Callable[[Any], Any]:
+    from grpo_replay.rewards.boxed import BoxedGrader
+
+    return _symbolic(BoxedGrader())
+
+
+def _math_verify(boxed: bool) -> Callable[[Any], Any]:
     from grpo_replay.rewards.math_verify import SymbolicGrader
 
-    grader = SymbolicGrader(boxed)
+    return _symbolic(SymbolicGrader(boxed))
 
+
+def _symbolic(grader: Any) -> Callable[[Any], Any]:
     def grade(task: dict[str, Any]) -> dict[str, Any]:
         status, gold_parsed = grader.grade(task["text"], task["answer"])
         return {"status": status, "gold_parsed": gold_parsed}
@@ -374,8 +382,9 @@ def _minerva(task: dict[str, Any]) -> dict[str, Any]:
 
 
 BUILTINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
-    "math_verify_boxed": lambda: _symbolic(boxed=True),
-    "math_verify": lambda: _symbolic(boxed=False),
+    "boxed": _boxed,
+    "math_verify_boxed": lambda: _math_verify(boxed=True),
+    "math_verify": lambda: _math_verify(boxed=False),
     "minerva": lambda: _minerva,
 }
 """Opens the grader of each of `recipe.BUILTIN_VERIFIERS`."""

@@ -84,7 +84,7 @@ def test_an_unparsable_reference_answer_is_reported_with_and_without_a_box():
 @pytest.mark.slow
 def test_every_builtin_verifier_can_be_chosen_and_grades():
     assert set(BUILTINS) == set(BUILTIN_VERIFIERS)
-    assert BUILTIN_VERIFIERS == ("math_verify_boxed", "math_verify", "minerva")
+    assert BUILTIN_VERIFIERS == ("boxed", "math_verify_boxed", "math_verify", "minerva")
     for name in BUILTIN_VERIFIERS:
         with RewardScorer.open(RewardSection(function=name, workers=1)) as scorer:
             (verdict,) = scorer.score([("so \\boxed{5}", "5", None)])

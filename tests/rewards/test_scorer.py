@@ -210,7 +210,7 @@ def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
 
 @pytest.mark.parametrize("function", ["mathverify", "a:", ":f", "no-module:f", "a.b"])
 def test_a_name_that_cannot_be_a_function_is_refused_at_once(function):
-    with pytest.raises(ValueError, match="is not known: use math_verify_boxed"):
+    with pytest.raises(ValueError, match="is not known: use boxed"):
         scorer(function)
 
 
