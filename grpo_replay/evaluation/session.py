@@ -224,7 +224,7 @@ def resolve_evaluation(
     named.
     """
     place = "the default recipe"
-    layer: dict[str, Any] = {"eval": {"benchmarks": ["paper"]}}
+    layer: dict[str, Any] = {"eval": {"benchmarks": ["paper"], "reward": "math_verify_boxed"}}
     if isinstance(recipe, Recipe):
         place, layer = f"recipe {recipe.name}", recipe.model_dump(mode="json")
     elif (path := recipe_path(source, recipe)) is not None:

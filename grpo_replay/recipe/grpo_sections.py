@@ -72,13 +72,13 @@ class WeightedReward(Section):
 
 
 class RewardSection(Section):
-    function: str | Annotated[list[WeightedReward], Field(min_length=1)] = "minerva"
-    """Reward function: `minerva` (paper A, training), `math_verify_boxed` (paper A, evaluation),
-    `math_verify`, or your own as `module:function` or `file.py:function`: `f(completion, answer,
-    row) -> float`, for a batch, or in verl's or TRL's form (docs/rewards.md). Several: a list of
-    names or of `{function: …, weight: 1.0, name: null}`; the reward is the weighted sum of their
-    scores (TRL: reward_funcs, reward_weights), and the first alone decides which rollouts count as
-    correct."""
+    function: str | Annotated[list[WeightedReward], Field(min_length=1)] = "boxed"
+    """Reward function: `boxed` grades the last box; `math_verify` the whole completion; `minerva`
+    and `math_verify_boxed` are what paper A trained and evaluated with; or your own as
+    `module:function` or `file.py:function`: `f(completion, answer, row) -> float`, for a batch, or
+    in verl's or TRL's form (docs/rewards.md). Several: a list of names or of `{function: …, weight:
+    1.0, name: null}`; the reward is the weighted sum of their scores (TRL: reward_funcs,
+    reward_weights), and the first alone decides which rollouts count as correct."""
     correct: Score = 1.0
     """Score of a correct answer. A score of your own function counts as correct from here on."""
     incorrect: Score = -1.0

@@ -109,11 +109,10 @@ class EvalSection(Section):
     """Use only this many problems from the start of each benchmark, for a quick look."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of the first eight samples of a problem. Each further eight use the next seed."""
-    reward: str = "math_verify_boxed"
-    """Verifier. `math_verify_boxed` grades the last boxed answer in the final 500 characters
-    (paper A); `math_verify` grades whatever math-verify finds in the whole completion; your own
-    function, as in `reward.function`, counts a completion as correct if its score is at least
-    `reward.correct`."""
+    reward: str = "boxed"
+    """Verifier, one of those of `reward.function`. `math_verify_boxed` is paper A's: the last boxed
+    answer in the final 500 characters. Your own function counts a completion as correct if its
+    score is at least `reward.correct`."""
 
     @field_validator("temperature")
     @classmethod

@@ -65,7 +65,6 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r"\\langle", "("), (r"\\rangle", ")"), (r"\\[lr]?vert(?![a-z])|\\mid(?![a-z])", "|"),
     (r"\\(begin|end)\{(?:b|small|)(?:matrix|array)\}(?:\{[lcr]*\})?", r"\\\1{pmatrix}"),
     (r"[\[(]\s*(\\begin\{pmatrix\}[^\[\](]*\\end\{pmatrix\})\s*[\])]", r"\1"),
-    (r"\\operatorname\*?\{(\w+)\}", r"\\\1 "),
     (r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|emph)\s*\{([^{}]*)\}", r'"\1"'),
     # Money, thousands, spaces
     (r"\\\$|(?<![\\\w])\$(?=\d)(?!.*\$)", "¤"), (r"\\[()]|\$", ""),
@@ -76,7 +75,6 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r'\^\s*\{?\s*\\circ\s*\}?|\\degree|"?\s*\bdegrees?\b\s*"?', "°"),
     (r'"\s*,?\s*and\s*"|\band\b|\\land(?![a-z])', ","),
     (r'"\s*,?\s*or\s*"|\bor\b|\\lor(?![a-z])', ";"), (r",[\s,]*,", ","),
-    (r'"[^"]*,[^"]*"', lambda found: found[0].replace(",", '","')),
     (r'"\s*([-\d.:/]*\d)\.?\s*"', r"\1"),
     (r'"\s*([-\d.:/]*\d)\s*([A-Za-z][A-Za-z. ]*)"', r'\1"\2"'),
     (rf'(?<![\\A-Za-z"])({_FUNCTIONS})(?![A-Za-z])', r"\\\1 "),

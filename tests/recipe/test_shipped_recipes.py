@@ -9,7 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_replay
-from grpo_replay.recipe import Recipe, load_recipe, recipe_to_yaml, shipped_recipes_folder
+from grpo_replay.recipe import (
+    EvalSection,
+    Recipe,
+    RewardSection,
+    load_recipe,
+    recipe_to_yaml,
+    shipped_recipes_folder,
+)
 from grpo_replay.replay.batch import mini_batch_indices
 
 QWEN_RECIPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
@@ -235,7 +242,9 @@ PAPER_B = {
     "replay.unused_first": False,
     "replay.drop_zero_variance": False,
     "replay.positive_fraction": 0.0,
+    "reward.function": "boxed",
     "eval.benchmarks": ["paper_b"],
+    "eval.reward": "boxed",
     "eval.temperature": 0.1,
     "eval.top_p": 0.95,
     "eval.samples": None,
@@ -252,6 +261,12 @@ def test_the_fifo_recipes_hold_paper_b(name):
     recipe = load_recipe(name)
     expected = PAPER_B | (OF_7B if name == "fifo-qwen2.5-7b" else {})
     assert {path: leaf(recipe, path) for path in expected} == expected
+
+
+def test_who_names_no_verifier_trains_and_is_evaluated_with_boxed():
+    assert (RewardSection().function, EvalSection().reward) == ("boxed", "boxed")
+    files = sorted(shipped_recipes_folder().glob("*.yaml"))
+    assert len(files) > 9 and all("\nreward:\n  function: " in file.read_text() for file in files)
 
 
 PARAMETERS = {

@@ -27,7 +27,8 @@ OFTEN_CUT = 0.2
 @dataclass(frozen=True, slots=True)
 class FirstLook:
     """Some groups, sampled and graded. `signal` counts those whose rewards differ, from which GRPO
-    learns; `can_learn` is whether there is one, `verdict` says it in a sentence.
+    learns; `can_learn` is whether there is one, `verdict` says it in a sentence. `unparsable` is
+    the share of completions without an answer that the verifier reads: `boxed` wants a box.
 
     `success` is the share of correct rollouts, `success_interval` its 95 % interval over groups
     (`accuracy_interval`), None for a single group. `example` has the prompt, completion, verdict
@@ -43,6 +44,7 @@ class FirstLook:
     completion_tokens: float
     prompt_tokens: float
     cut_off: float
+    unparsable: float
     can_learn: bool
     verdict: str
     example: dict[str, Any] | None = None
@@ -144,6 +146,9 @@ def judge(rollouts: Sequence[Rollout], sampling: SamplingSection, ends: str) -> 
     signal = sum(any(r.group_reward_std for r in group) for group in groups.values())
     cut_off = float(np.mean([r.finish_reason == "length" for r in rollouts]))
     verdict = _verdict(rollouts, correct, len(groups), signal, mixed)
+    unparsable = float(np.mean([r.verdict == "unparsable" for r in rollouts]))
+    if unparsable:
+        verdict += f"; {unparsable:.0%} have no answer that the verifier reads (unparsable)"
     if cut_off > OFTEN_CUT:
         verdict += f"; {cut_off:.0%} are cut off: {advice_on_cut_off(cut_off, sampling, ends)}"
     return FirstLook(
@@ -156,6 +161,7 @@ def judge(rollouts: Sequence[Rollout], sampling: SamplingSection, ends: str) -> 
         completion_tokens=float(np.mean([len(r.completion_token_ids) for r in rollouts])),
         prompt_tokens=float(np.mean([len(r.prompt_token_ids) for r in rollouts])),
         cut_off=cut_off,
+        unparsable=unparsable,
         can_learn=signal > 0,
         verdict=verdict,
     )

@@ -83,6 +83,13 @@ def test_rewards_that_did_not_come_are_no_failures_of_the_model():
     assert "no success in 8: it cannot learn" in looked_at([0, 0], signal=0.0).verdict
 
 
+def test_completions_without_an_answer_are_a_share_of_the_look():
+    ended = make_rollout(0)
+    silent = judged([ended, *(replace(ended, verdict="unparsable") for _ in range(3))])
+    assert silent.unparsable == 0.75 and judged([ended]).unparsable == 0
+    assert "75% have no answer" in silent.verdict
+
+
 def look_of(tmp_path, *options: str):
     file = tmp_path / "small.yaml"
     file.write_text(recipe_to_yaml(small_recipe()))
