@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -26,8 +25,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
-
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.terminal.console import printable
 
@@ -37,8 +34,6 @@ LOGGED_LINES = 200
 """Lines that a worker may print into the log."""
 LONGEST_LINE = 1_000
 """Bytes of a printed line that are logged together."""
-FAMILY_VARIABLE = "GRPO_REPLAY_VERIFIER"
-"""Set for a worker and what it starts, so that these are found wherever they went."""
 
 Task = tuple[list[Any], bytes]
 """The caller's identifiers of completions of one prompt, and these as JSON."""
@@ -202,7 +197,6 @@ class VerifierProcess:
         self._functions = functions
         self._received = b""
         self._printed: deque[str] = deque(maxlen=5)
-        self._family = secrets.token_hex(8)
         self._socket, theirs = socket.socketpair()
         with theirs:
             names = json.dumps(list(functions))
@@ -214,7 +208,7 @@ class VerifierProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=_environment(self._family),
+                env=_environment(),
                 start_new_session=True,  # a process group, so that what it starts is killed with it
             )
         threading.Thread(target=self._log_output, daemon=True, name="verifier output").start()
@@ -297,25 +291,13 @@ class VerifierProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Kill the process and all that it started, wait for it and close the socket."""
+        """Kill the process and its group, wait for it and close the socket."""
         self.kill()
         self._process.wait()
         self._socket.close()
-        _kill_family(self._family)
 
 
-def _kill_family(name: str) -> None:
-    """Kill the processes that inherited the variable of a worker, in whatever group they are: two
-    rounds, because a program that is just being started shows no environment yet."""
-    for pause_seconds in (0.0, 0.1):
-        time.sleep(pause_seconds)
-        for pid in psutil.pids():
-            with contextlib.suppress(psutil.Error, OSError):  # those that end meanwhile, of others
-                if psutil.Process(pid).environ().get(FAMILY_VARIABLE) == name:
-                    os.kill(pid, signal.SIGKILL)
-
-
-def _environment(family: str) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     # Same packages, but no GPU: a reward function must not use the trainer's GPU memory.
     paths = [path for path in sys.path if path]
     return {
@@ -323,5 +305,4 @@ def _environment(family: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        FAMILY_VARIABLE: family,
     }

@@ -139,13 +139,11 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaves", [False, True], ids=["its group", "a session of its own"])
-def test_programs_that_a_function_started_end_with_its_worker(tmp_path, leaves):
+def test_programs_that_a_function_started_end_with_its_worker(tmp_path):
     texts = ("hang", "die", "fine")
     files = {text: tmp_path / text for text in texts}
     with scorer("judge_rewards:start_a_program", workers=1, time_limit_seconds=4.0) as opened:
-        row = {"leaves": leaves}
-        verdicts = opened.score([(text, str(files[text]), row) for text in texts])
+        verdicts = opened.score([(text, str(files[text]), {}) for text in texts])
     assert [verdict.status for verdict in verdicts] == ["timeout", "crash", "scored"]
     pids = {text: int(file.read_text()) for text, file in files.items()}
     left = {text for text, pid in pids.items() if not _ends(pid, 2)}

@@ -98,7 +98,7 @@ def die_unless_first(completion: str, answer: str, row: dict) -> float:
 def start_a_program(completion: str, answer: str, row: dict) -> float:
     """Writes the number of a process that sleeps, in a session of its own if the row says so, into
     the file `answer`; then hangs or dies."""
-    process = subprocess.Popen(["sleep", "1000"], start_new_session=row.get("leaves", False))
+    process = subprocess.Popen(["sleep", "1000"])
     Path(answer).write_text(str(process.pid))
     return misbehave(completion, answer, row)
 
