@@ -1,5 +1,5 @@
-"""GRPO post-training with rollout replay: the functions of the commands (`grpo_replay.api`) and the
-replay buffer for other trainers. Names are imported when they are used."""
+"""GRPO post-training with rollout replay: the functions of the commands (`grpo_replay.api`), the
+replay buffer for other trainers, and `grade`. Names are imported when they are used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from grpo_replay.api import evaluate, inspect, load_recipe, report, sweep, train
     from grpo_replay.recipe import Recipe, ReplayConfig
     from grpo_replay.replay import ReplayBuffer
+    from grpo_replay.rewards.grading import grade
     from grpo_replay.types import Rollout
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "ReplayConfig",
     "Rollout",
     "evaluate",
+    "grade",
     "inspect",
     "load_recipe",
     "report",
@@ -27,6 +29,7 @@ __all__ = [
 _PLACES = {
     **{"ReplayBuffer": "replay", "Recipe": "recipe", "ReplayConfig": "recipe", "Rollout": "types"},
     **{name: "api" for name in __all__ if name.islower()},
+    "grade": "rewards.grading",
 }
 
 

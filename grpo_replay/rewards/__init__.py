@@ -1,4 +1,4 @@
-"""Rewards: the scorer, its worker processes, and the built-in answer verifiers.
+"""Rewards: the scorer, its worker processes, the built-in answer verifiers, and `grade`.
 
 Imports `recipe`, `types` and `errors`; never torch, and math-verify only in the workers.
 """

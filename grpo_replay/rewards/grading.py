@@ -1,0 +1,39 @@
+"""`grpo_replay.grade`: one completion against its reference answer, from a program of one's own."""
+
+import atexit
+import threading
+from functools import cache
+from importlib.util import find_spec
+
+from grpo_replay.errors import UsageError
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.types import Verdict
+
+_LOCK = threading.Lock()
+
+
+def grade(completion: str, answer: str, verifier: str = "boxed") -> Verdict:
+    """The verdict of a built-in verifier: `status` is "correct", "incorrect", "unparsable" (no
+    answer found), or "timeout", "memory" or "crash"; `reward` is 1 if correct, else -1.
+
+    Loads no torch. Grades in a worker process, which starts at the first call and is kept, so no
+    completion can end or hold up the caller, and threads may call it. Raises UsageError for a name
+    that is no verifier, and without math-verify.
+    """
+    if verifier not in BUILTIN_VERIFIERS:
+        raise UsageError(f"verifier {verifier!r}: use {', '.join(BUILTIN_VERIFIERS)}")
+    if verifier != "minerva" and find_spec("math_verify") is None:
+        raise UsageError(
+            f"verifier {verifier} needs math-verify, which is not installed: "
+            "pip install 'grpo-replay[grade]', or verifier minerva"
+        )
+    with _LOCK:
+        return _scorer(verifier).score([(completion, answer, None)])[0]
+
+
+@cache
+def _scorer(verifier: str) -> RewardScorer:
+    scorer = RewardScorer.open(RewardSection(function=verifier, workers=1))
+    atexit.register(scorer.close)
+    return scorer
