@@ -72,23 +72,6 @@ def test_verdicts_equal_those_of_direct_calls_in_any_order(grader, count, fewest
     assert fewest < sum(expected) < most
 
 
-@pytest.mark.slow
-def test_decimal_fractions_times_large_numbers_are_compared_as_math_verify_does(grader):
-    equal = [
-        ("0.1 \\cdot 2^{40}", "\\frac{2^{40}}{10}"),
-        ("0.05 \\cdot 2^{40}", "\\frac{2^{40}}{20}"),
-        ("0.3(4^{20}-1)", "\\frac{3(4^{20}-1)}{10}"),
-        ("0.6 \\cdot 5^{20} \\pi", "3 \\cdot 5^{19}\\pi"),
-        ("0.7\\cdot 3^{40}+x", "\\frac{7}{10}\\cdot 3^{40}+x"),
-        ("(0.3\\cdot 2^{50}, 1)", "(\\frac{3\\cdot 2^{50}}{10}, 1)"),
-        ("e^{x^{10000000}}", "e^{x^{10000000}} (\\sin^2(y)+\\cos^2(y))"),
-    ]
-    pairs = [(f"${b}$", a) for a, b in equal] + [(f"${a}$", b) for a, b in equal]
-    expected = directly(pairs)
-    assert [grader.grade(*pair)[0] == "correct" for pair in pairs] == expected
-    assert all(expected)
-
-
 @pytest.mark.parametrize(
     ("text", "wrapped"),
     [
@@ -110,14 +93,6 @@ def test_statuses_distinguish_wrong_from_missing_answers(grader):
     assert grader.grade("\\boxed{58}", "57") == ("incorrect", True)
     assert grader.grade("", "57") == ("unparsable", True)
     assert grader.grade("", "") == ("correct", False)  # raw text decides where nothing parses
-
-
-def test_the_reference_answer_is_the_first_argument(grader):
-    """For the answer 1, x=1 is accepted; for x=1, 1 is; for 2x+z=1, 1 is not."""
-    pairs = [("$x=1$", "1"), ("$1$", "x=1"), ("$1$", "2x+z=1"), ("$2x+z=1$", "1")]
-    expected = directly(pairs)
-    assert [grader.grade(*pair)[0] == "correct" for pair in pairs] == expected
-    assert expected == [True, True, False, True]
 
 
 def test_a_timeout_of_a_worker_without_processor_time_is_retried(monkeypatch):

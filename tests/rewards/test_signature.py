@@ -111,17 +111,6 @@ def test_async_functions_are_awaited_together_and_fail_alone():
     assert many(batch) == [1.0] * 3
 
 
-@pytest.mark.parametrize("value", [1.0, [1.0, 2.0], [], "1", {"score": 1}])
-def test_a_batch_function_must_return_one_number_for_one_completion(value):
-    with pytest.raises(TypeError, match="for 1 completion, expected a list of 1 number"):
-        call(lambda completions: value)
-
-
-def test_a_column_that_the_row_has_not_is_named():
-    with pytest.raises(TypeError, match="asks for target, but the row has data_source, extra_info"):
-        call(lambda completions, target: [1.0])
-
-
 @pytest.mark.parametrize(
     ("score", "reason"),
     [
