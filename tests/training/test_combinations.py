@@ -76,7 +76,7 @@ def test_every_axis_and_option_trains(tmp_path, processes, name):
         assert all(kl >= 0 for kl in kls) and kls[-1] > 1e-4
     if run.recipe.batch.updates_per_step == 64:  # one per rollout, if there are fewer rollouts
         for line in run.metrics:
-            assert line["updates"] == line["fresh/rollouts"] + line["replay/rollouts"]
+            assert line["updates"] == line["cost/trained_rollouts"]
     if run.recipe.loss.kind == "gspo":  # its draws have no age limit
         assert max(draw["age_steps"] for draw in run.all_draws) > 3
 

@@ -178,7 +178,7 @@ def test_an_evaluation_counts_such_completions_as_not_correct_and_says_so(failin
 def test_a_run_of_queries_with_refills_and_a_score_for_length_leaves_them_out(tmp_path, processes):
     run = train_small_run(
         tmp_path / "run",
-        reward={**FAILING, "overlong_buffer_tokens": 6, "mask_truncated": True},
+        reward={**FAILING, "overlong_buffer_tokens": 6},
         replay={"preset": "group_std", "warmup_steps": 2},
         advantage={"std": "sample"},
         sampling={"max_refills": 2, "max_completion_length": 12},

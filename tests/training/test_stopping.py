@@ -178,7 +178,8 @@ def test_the_base_stays_in_the_summary_when_the_evaluation_was_changed(whole, tm
 def test_the_command_itself_saves_exits_130_and_goes_on(tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "grpo_replay", "train", "tiny", "--output-dir", str(run)]
-    for word in ("run.steps=400", "eval.benchmarks=[]", "tracking.report_to=[]"):
+    short = ["run.steps=400", "replay.preset=grpo", "eval.benchmarks=[]", "tracking.report_to=[]"]
+    for word in short:
         command += ["--set", word]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = run / "metrics.jsonl"
