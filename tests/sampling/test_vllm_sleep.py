@@ -71,15 +71,6 @@ def test_after_an_evaluation_the_weights_wait_in_host_memory(sampler, allocator,
         np.testing.assert_array_equal(completion.token_ids, again[key].token_ids)
 
 
-def test_discarded_weights_are_not_sampled_from(sampler, allocator, tied):
-    sampler.sleep(keep_weights=False)
-    with pytest.raises(SamplerError, match="weights were discarded"):
-        sampler.generate(make_requests())
-    assert allocator.resident_bytes == 0, "and nothing wakes for it"
-    push(sampler, tied.model)
-    assert len(list(sampler.generate(make_requests()))) == 24
-
-
 def test_a_wake_that_runs_out_of_memory_is_explained_and_can_be_tried_again(
     sampler, allocator, tied
 ):
