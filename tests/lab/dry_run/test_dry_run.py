@@ -315,9 +315,9 @@ def test_prompts_of_unknown_characters_are_warned_of_and_one_prompt_is_shown(tmp
     own = own_additions(tmp_path, "{a}+{b}")
     file = tmp_path / "train.csv"
     file.write_text(file.read_text().replace("30+37", "30 plus 37"))
-    report = report_of("tiny", *own, 'prompts.user_template="[b]\\n{problem}="')
+    report = report_of("tiny", *own)
     assert report["warnings"] == [] and "1 of 60 prompts" in str(report["assumptions"])
-    assert report["prompt"] == "[b]\n20+27="
+    assert report["prompt"] == "20+27="
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

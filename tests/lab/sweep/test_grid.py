@@ -66,9 +66,8 @@ def test_a_shipped_sweep_loads_with_enough_seeds_for_an_interval(name):
     assert f"grpo-replay sweep {name}" in text and "Hardware:" in text
 
 
-@pytest.mark.parametrize("name", ["paper-b"])
-def test_the_arms_of_paper_b_make_the_same_number_of_updates(name):
-    path = shipped_sweeps()[name]
+def test_the_arms_of_paper_b_make_the_same_number_of_updates():
+    path = shipped_sweeps()["paper-b"]
     (comparison,) = expand(read_sweep_file(path), path, Path("out"))
     updates = {}
     for arm in comparison.arms:

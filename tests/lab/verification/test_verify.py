@@ -242,8 +242,8 @@ zero.columns, zero.epsilon = ("completion_tokens",), False
 
 @pytest.mark.parametrize(
     "replay",
-    [{"ratio": 3.0}, {**QUERY, "ratio": 3.0}, {"unused_first": True, "ratio": 1.0}],
-    ids=["all drawn", "queries", "unused first"],
+    [{**QUERY, "ratio": 3.0}, {"unused_first": True, "ratio": 1.0}],
+    ids=["queries, all drawn", "unused first"],
 )
 def test_rollouts_of_priority_zero_are_not_missed_in_the_draws(tmp_path, replay):
     (tmp_path / "zero.py").write_text(ZERO)
