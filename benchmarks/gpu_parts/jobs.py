@@ -32,7 +32,7 @@ JOBS = (
     Job("a-machine", "versions, and the peak of the card", "machine:examine", 60, 15),
     Job("b-vllm", "vLLM by itself, with the kit's try_vllm.py", "machine:try_vllm", 240, 80,
         ("vllm",)),
-    Job("c-model", "SmolLM2 as a folder", "models:make_smollm2", 60, 20, ("smollm2",)),
+    Job("c-model", "SmolLM2 as a folder", "models:make_smollm2", 120, 40, ("smollm2",)),
     Job("c-trl", "ReplayGRPOTrainer in TRL, vLLM colocated", "colocated:in_trl", 75, 40,
         ("sampler", *_PEER)),
     Job("c-train", "train smollm2, vLLM colocated", "colocated:in_train", 75, 40,

@@ -43,9 +43,10 @@ def examine(context: Context) -> None:
     record.figure("cores", os.cpu_count())
     record.figure("free disk, GiB", shutil.disk_usage(context.work).free / GIB)
     if context.on_gpu:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"]
-        smi = subprocess.run(query, capture_output=True, text=True, check=False)
-        record.figure("nvidia-smi", smi.stdout)
+        query = "--query-gpu=name,driver_version,memory.total"
+        if shutil.which("nvidia-smi"):
+            smi = ["nvidia-smi", query, "--format=csv"]
+            record.figure("nvidia-smi", subprocess.run(smi, capture_output=True, text=True).stdout)
         record.figure("CUDA that torch was built for", torch.version.cuda)
     record.figure("device", device_name(device))
     record.figure("memory, GiB", device_capacity(device) / GIB)
