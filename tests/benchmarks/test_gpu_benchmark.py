@@ -13,15 +13,12 @@ from gpu_parts import report, runner
 from gpu_parts.devices import training_flops
 from gpu_parts.jobs import JOBS, Job
 from gpu_parts.record import Record
-from gpu_parts.sizes import FULL
 
 from grpo_replay.lab.dry_run.memory import ModelShape
 
 BEGINS = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-from gpu_parts.record import Record
-record = Record(Path(sys.argv[1]), "x", "a job", "toy")
+import os, subprocess, sys, time, pathlib, gpu_parts.record
+record = gpu_parts.record.Record(pathlib.Path(sys.argv[1]), "x", "a job", "toy")
 record.figure("found", 3)
 """
 
@@ -91,15 +88,13 @@ def test_every_job_leads_to_a_function():
 
 def test_the_report_has_our_share_of_the_peer_s_step(tmp_path):
     (tmp_path / "jobs").mkdir()
-    for name, seconds in (("d-smollm2-ours", 0.5), ("d-smollm2-trl", 2.0)):
+    for name, found in (("d-smollm2-ours", 0.5), ("d-smollm2-trl", 2.0)):
         record = Record(tmp_path, name, "a | step", "full")
-        record.figure("seconds of a step", seconds)
-        record.figure("most memory in use, GiB", 8 * seconds)
-        record.figure("completion tokens of a step", 700)
-        record.finish("ok")
+        for figure in (*report.RATIOS, "completion tokens of a step"):
+            record.figure(figure, found)
     report.write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
-    assert "| d-smollm2-ours | 0.25 | 0.25 | 700 | 700 |" in text and "a \\| step" in text
+    assert "| d-smollm2-ours | 0.25 | 0.25 | 0.5 | 2 |" in text and "a \\| step" in text
 
 
 def test_the_operations_of_a_training_step_by_hand():
@@ -109,4 +104,3 @@ def test_the_operations_of_a_training_step_by_hand():
     )  # fmt: skip
     flops = training_flops(shape, [4, 6], completion_tokens=7)
     assert flops == 6 * 1_000 * 10 + 6 * 200 * 7 + 6 * 3 * 16 * (16 + 36)
-    assert all(pack % FULL.row_tokens == 0 for pack in FULL.packs), "rows fill their pack"
