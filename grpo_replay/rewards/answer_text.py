@@ -84,6 +84,7 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r'\\emptyset|\\varnothing|∅|⦃\s*⦄|"?\bno (?:real )?solutions?\b"?', '"nosolution"'),
     (r"[¤£€]\s*([\d,.]*\d|[^,;¤£€\"]+)(?:\"[^\"]*\")?", lambda f: f'{f[1]}"{f[0][0]}"'),
     (r'^"?\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?:?\s*"?', ""),
+    (r'^"?\s*(?:[Oo]ption|[Cc]hoice)[\s"]+(?=\(?[A-J]\b)', '"'),
     # Relations and sets
     (r"\\leq?(?:slant)?(?![a-z])|<=", "≤"), (r"\\geq?(?:slant)?(?![a-z])|>=", "≥"),
     (r"\\neq?(?![a-z])|!=|\\not\s*=", "≠"), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),

@@ -1,7 +1,7 @@
 """The `boxed` verifier: the last box of a completion against the reference answer, as a strict but
 fair examiner grades it (docs/rewards.md). Equal text, after normalisation, is enough. Otherwise
 rules take both apart: each returns True, False, or None if it does not apply. Formulas are read by
-math-verify's LaTeX parser and compared to 50 digits, never rounded.
+math-verify's LaTeX parser and compared to 200 digits, never rounded.
 """
 
 import re
@@ -20,6 +20,8 @@ from grpo_replay.rewards.answer_text import members, normalised, quantity, split
 from grpo_replay.rewards.math_verify import REMEMBERED, SymbolicGrader, is_too_expensive
 
 LIMIT_SECONDS = 5
+DIGITS = 200
+"""To which formulas are compared: e^100 and e^100 + 1 differ in the 44th."""
 LONGEST_ANSWER = 2_000
 """Characters of an answer that is more than compared as text."""
 LEAST_DIGITS = 6
@@ -32,6 +34,8 @@ _NAME = re.compile(
 _DECIMAL = re.compile(r"(-?)(\d+)(?:\.(\d*))?")
 _IN_BASE = re.compile(r"(-?)0*([\dA-Z]*\d[\dA-Z.]*)_\{?(\d+)\}?")
 _CHOICE = re.compile(r"\(?([A-J])(?:[).:](.*))?")
+_LETTER_D = re.compile(r"(\\[a-zA-Z]+)|d")
+"""A letter that the parser takes for a differential where another follows."""
 _SCALES = {"%": sympy.Rational(1, 100), "°": sympy.pi / 180}
 
 
@@ -221,6 +225,10 @@ def _remembered(function: Callable[[str], Any]) -> Callable[[str], Any]:
     return tried
 
 
+def _as_delta(found: re.Match[str]) -> str:
+    return found[1] or r"\delta "
+
+
 @_remembered
 def read(text: str) -> Any:
     """What sympy makes of a formula, a set or a relation, with exact decimals."""
@@ -228,7 +236,7 @@ def read(text: str) -> Any:
     if re.fullmatch(r"[+-]?\d+(?:\.\d*|/\d+)?", number):
         return sympy.Rational(number)
     found = latex2sympy(
-        answer_text.as_latex(text),
+        answer_text.as_latex(text if r"\int" in text else _LETTER_D.sub(_as_delta, text)),
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True),
         conversion_config=ConversionConfig(lowercase_symbols=False),
         convert_degrees=True,
@@ -251,10 +259,11 @@ def _region(text: str) -> Any:
     names: set[sympy.Symbol] = set()
     parts = []
     for part in split(re.sub(r"^⦃\w+(?:∈ℝ)?[|:](.*)⦄$", r"\1", text), ";")[::2]:
-        found = read(part)
-        if isinstance(found, sympy.Eq) and isinstance(found.rhs, sympy.Set):
-            names, found = names | {found.lhs}, found.rhs
-        elif not isinstance(found, sympy.Set):
+        name = re.match(r"([a-zA-Z])∈", part)
+        found = read(part[2:] if name else part)
+        if name:
+            names = names | {sympy.Symbol(name[1])}
+        if not isinstance(found, sympy.Set):
             names, found = names | found.free_symbols, found.as_set()
         parts.append(found)
     region = sympy.Union(*parts)
@@ -278,12 +287,12 @@ def equal(one: Any, other: Any, scaled: bool = False) -> bool:
             name: (-1) ** (n * place + n) * sympy.Rational(7 * n + 11 * place + 3, 5 + place)
             for place, name in enumerate(names)
         }
-        pair = [each.subs(at).evalf(50) for each in (one, other)]
+        pair = [each.subs(at).evalf(DIGITS) for each in (one, other)]
         if all(each.is_number and each.is_finite for each in pair):
             pairs.append(pair)
     pairs = [pair for pair in pairs if all(each.is_real for each in pair)] or pairs
     if scaled and pairs:
         first, second = pairs[0]
         pairs = [[a * second, b * first] for a, b in pairs] if first and second else []
-    tiny = sympy.Float("1e-40")
+    tiny = sympy.Float(f"1e-{DIGITS - 20}")
     return bool(pairs) and all(abs(a - b) <= tiny * max(abs(a), abs(b)) for a, b in pairs)
