@@ -291,9 +291,3 @@ def test_a_real_engine_takes_the_predicted_memory_within_ten_percent():
     assert measured == pytest.approx(benchmark.predicted_mib(case), rel=0.10)
     if importlib.util.find_spec("vllm") is None:  # its packages make every process larger
         assert base == pytest.approx(PROCESS / 2**20, rel=0.15)
-
-
-@pytest.mark.slow
-def test_a_run_with_the_real_vocabulary_takes_the_predicted_memory_within_fifteen_percent():
-    result = memory_benchmark().whole_run()
-    assert result["measured_mib"] == pytest.approx(result["predicted_mib"], rel=0.15)

@@ -32,6 +32,7 @@ def train(folder: Path, preset: str, **replay) -> Path:
     train_small_run(
         folder, sampling={"prompts_per_step": 8}, replay={"preset": preset} | OWN[preset] | replay,
         run={"steps": 24}, checkpoint={"every_steps": 12}, eval={"benchmarks": []},
+        batch={"updates_per_step": 1},
     )  # fmt: skip
     return folder
 
