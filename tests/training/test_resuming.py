@@ -9,6 +9,7 @@ import pytest
 from small_runs.trained import (
     SMALL,
     FinishedRun,
+    files_of,
     interrupted,
     same_weights,
     small_recipe,
@@ -35,16 +36,6 @@ def run(ours_run, tmp_path) -> Path:
     path = Path(shutil.copytree(ours_run.path, tmp_path / "run", symlinks=True))
     shutil.rmtree(path / "checkpoints" / "step_000012")
     return path
-
-
-def files_of(run: Path) -> dict[str, bytes]:
-    """Every file but the log, the lock and the environment of an attempt."""
-    return {
-        str(path.relative_to(run)): path.read_bytes()
-        for path in run.rglob("*")
-        if path.is_file() and path.parent.name != "log"
-        and path.name not in (".lock", "environment.json")
-    }  # fmt: skip
 
 
 def checkpoint(run: Path, step: int) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from small_runs.fixtures import made_once
+from small_runs.trained import files_of
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -94,16 +95,6 @@ def verify(run: Path) -> Result:
 
 def resume(run: Path) -> Result:
     return call("train", "--resume", "--output-dir", run)
-
-
-def files_of(run: Path) -> dict[str, bytes]:
-    """Every file but the log and what names this attempt."""
-    return {
-        str(path.relative_to(run)): path.read_bytes()
-        for path in run.rglob("*")
-        if path.is_file() and path.parent.name != "log"
-        and path.name not in (".lock", "environment.json")
-    }  # fmt: skip
 
 
 def campaign(

@@ -49,6 +49,16 @@ def small_recipe(**sections: dict[str, Any]) -> Recipe:
     return resolve_recipe([SMALL, sections])
 
 
+def files_of(run: Path) -> dict[str, bytes]:
+    """Every file of a run but the log, the lock and the environment of an attempt."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.parent.name != "log"
+        and path.name not in (".lock", "environment.json")
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class FinishedRun:
     """A run's directory, read back."""
