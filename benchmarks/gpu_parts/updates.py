@@ -2,8 +2,12 @@
 
 import json
 import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,26 +38,81 @@ VARIANTS = {
 
 
 def measure(context: Context, argument: str) -> None:
-    """`MODEL: VARIANT`. Tokens per second, MFU and peak memory of an update, pack by pack, beside
-    the dry run's memory; then the log-prob pass."""
+    """`MODEL: VARIANT`. Tokens per second, MFU and peak memory of an update, way by way and pack
+    by pack, beside the dry run's memory; the log-prob pass; and where the host waits."""
     model, _, variant = argument.partition(": ")
     record, size = context.record, context.size
-    packs = [p for p in size.packs if p not in [row["pack_tokens"] for row in record.rows("packs")]]
-    if not packs:  # taken up again after the last of them
-        return
     largest = update_recipe(context, model, variant, max(size.packs))
     with ExitStack() as stack:
         engine, seconds = timed(size.device, lambda: open_engine(largest, stack))
         record.figure("seconds to open the engine", seconds)
-        shape = shape_of(largest)
-        for pack in packs:
-            recipe = update_recipe(context, model, variant, pack)
-            named = {"model": model, "variant": variant, "pack_tokens": pack}
-            record.row("packs", named | measure_pack(context, engine, recipe, shape))
-        rows, lengths = full_rows(recipe, shape)
-        engine.logprobs(rows)
-        _, seconds = timed(size.device, lambda: engine.logprobs(rows))
-        record.figure("log-prob pass, tokens/s", sum(lengths) / seconds)
+        measure_packs(context, engine, argument, "as it is", size.packs)
+        rows, lengths = full_rows(largest, shape_of(largest))
+        plain = logprob_pass(context, engine, rows, lengths, "as it is")
+        if engine._stage == 3:
+            return
+        _, seconds = timed(size.device, engine._compile)
+        record.figure("seconds to compile and try", seconds)
+        record.check("the layers are compiled", not engine.notices, engine.notices)
+        gaps = np.abs(logprob_pass(context, engine, rows, lengths, "compiled") - plain)
+        record.figure("log-probs compiled and not, mean difference", float(gaps.mean()))
+        record.figure("log-probs compiled and not, largest difference", float(gaps.max()))
+        measure_packs(context, engine, argument, "compiled", size.packs)
+        record.table("waits of an update", waits(size.device, lambda: engine.update(rows)))
+        engine._engine.module.head.chunk_tokens = size.head_tokens
+        way = f"compiled, {size.head_tokens} tokens in the head"
+        measure_packs(context, engine, argument, way, size.packs[-1:])
+        engine._model.gradient_checkpointing_disable()
+        measure_packs(context, engine, argument, f"{way}, no checkpointing", size.packs[:1])
+
+
+def measure_packs(
+    context: Context, engine: "DeepSpeedEngine", argument: str, way: str, packs: Sequence[int]
+) -> None:
+    """A row of the table for each pack that has none."""
+    model, _, variant = argument.partition(": ")
+    for pack in packs:
+        recipe = update_recipe(context, model, variant, pack)
+        named = {"model": model, "variant": variant, "way": way, "pack_tokens": pack}
+        if any(named.items() <= row.items() for row in context.record.rows("packs")):
+            continue  # taken up again after it
+        row = named | measure_pack(context, engine, recipe, shape_of(recipe))
+        context.record.row("packs", row)
+
+
+def logprob_pass(
+    context: Context,
+    engine: "DeepSpeedEngine",
+    rows: list["TrainRow"],
+    lengths: list[int],
+    way: str,
+) -> np.ndarray:
+    """The log-probs of the second of two passes, which alone is timed."""
+    engine.logprobs(rows)
+    found, seconds = timed(context.size.device, lambda: engine.logprobs(rows))
+    context.record.figure(f"log-prob pass {way}, tokens/s", sum(lengths) / seconds)
+    return np.concatenate(found)
+
+
+def waits(device: str, action: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Where the host waits for the device, and how often, by torch's count; none on a CPU."""
+    if device != "cuda":
+        return []
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            action()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        f"{Path(each.filename).name}:{each.lineno}"
+        for each in caught
+        if "synchronizing" in str(each.message)
+    )
+    return [{"place": place, "waits": count} for place, count in places.most_common()]
 
 
 def update_recipe(context: Context, model: str, variant: str, pack: int) -> "Recipe":
@@ -64,7 +123,7 @@ def update_recipe(context: Context, model: str, variant: str, pack: int) -> "Rec
     length = min(size.row_tokens, pack)
     return load_recipe("smollm2", [
         f"model.path=builtin:{model}", "model.tokenizer=builtin:bytes", "model.dtype=bfloat16",
-        "model.gradient_checkpointing=true",
+        "model.gradient_checkpointing=true", "model.compile=false",
         f"model.random_init={json.dumps(size.shapes.get(model) or True)}",
         f"prompts.max_prompt_length={length // 8}",
         f"sampling.max_completion_length={length - length // 8}",

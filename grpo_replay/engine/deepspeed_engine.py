@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
+from grpo_replay.engine.compiled import compile_policy, undo, why_not_compiled
 from grpo_replay.engine.engine_state import (
     has_other_layout,
     layout_of,
@@ -46,7 +47,7 @@ from grpo_replay.engine.weights import (
     full_tensors,
     tied_names,
 )
-from grpo_replay.errors import NonFiniteError
+from grpo_replay.errors import ModelError, NonFiniteError
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe, ZeroSection
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
@@ -92,6 +93,8 @@ class DeepSpeedEngine:
         self._engine = self._open_deepspeed(model)
         # Also the forward pass that some DeepSpeed versions need before the first ZeRO-3 gather.
         self._layout = self._try_out(model)
+        if recipe.compiles(device.type == "cuda", comm.world_size):
+            self._compile()
         if self._stage == 3:  # a state that is loaded next must find no gathered parameters
             self._engine.optimizer.empty_partition_cache()
         self._step = self._updates_of_step = 0
@@ -148,6 +151,28 @@ class DeepSpeedEngine:
             "completions behind one prompt apart, so every rollout computes its own prompt"
         )
         return layout
+
+    def _compile(self) -> None:
+        """Compiles the policy if it runs so, by rank 0's trial; the reference policy with it.
+        Collective. Raises ModelError if it does not, and `model.compile` is true."""
+        module, layout = self._engine.module, self._layout
+
+        def forward(batch: MicroBatch) -> torch.Tensor:
+            return module(*self._inputs(batch, layout))[0]
+
+        mine: str | None = "ZeRO 3 gathers the weights inside of its layers"
+        if self._stage < 3:
+            mine = why_not_compiled(module, self._recipe, layout.packing, forward)
+        reason = self._comm.broadcast_json(mine)
+        if reason is None and mine is None:
+            if self._reference is not None:
+                compile_policy(self._reference)
+            return
+        told = f"a model of type {self._model.config.model_type} is not compiled: {reason or mine}"
+        if self._recipe.model.compile is True or reason is None:
+            raise ModelError(f"model.compile: {told}; set it to false")
+        undo(module)
+        self.notices.append(told)
 
     @property
     def adapter_parameters(self) -> int:

@@ -109,6 +109,12 @@ def can_share(
     return bool(comm.broadcast_json(apart and _close(found[0], own_C, OTHER_SHAPE[dtype])))
 
 
+def two_rows(config: PreTrainedConfig, packing: bool) -> MicroBatch:
+    """Rows of random tokens of different lengths."""
+    row, other = _random_tokens(config, _TOKENS, _TOKENS - 3)
+    return _batch([logprob_row(row[:1], row[1:]), logprob_row(other[:2], other[2:])], packing)
+
+
 def _windows(config: PreTrainedConfig) -> list[int]:
     """Numbers of tokens that bound what a layer sees: sliding windows and chunks."""
     settings = config.get_text_config().to_dict()

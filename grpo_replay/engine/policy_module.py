@@ -2,8 +2,10 @@
 head of any causal language model, by transformers' own means."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -236,6 +238,7 @@ class LogprobHead(nn.Module):
     temperature: float
     chunk_tokens: int
     settings: LogitSettings
+    chunks: "Chunks"
 
     def __init__(
         self,
@@ -249,13 +252,14 @@ class LogprobHead(nn.Module):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.settings = settings or LogitSettings()
+        self.chunks = PLAIN_CHUNKS
 
     def forward(
         self, hidden_CH: torch.Tensor, target_ids_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) of the target ids, both fp32."""
         inputs = (hidden_CH, self.weight, self.bias, target_ids_C)
-        constants = (self.settings, self.temperature, self.chunk_tokens)
+        constants = (self.settings, self.temperature, self.chunk_tokens, self.chunks)
         chunked = len(target_ids_C) > self.chunk_tokens or self.settings.in_fp32
         if torch.is_grad_enabled() and chunked:
             return _ChunkedLogprobs.apply(*inputs, *constants)
@@ -282,12 +286,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         settings: LogitSettings,
         temperature: float,
         chunk_tokens: int,
+        chunks: "Chunks",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_C, entropies_C, log_normalizers_C = _in_chunks(
-            hidden_CH, weight_VH, bias_V, target_ids_C, settings, temperature, chunk_tokens
+            hidden_CH, weight_VH, bias_V, target_ids_C, settings, temperature, chunk_tokens, chunks
         )
         ctx.save_for_backward(hidden_CH, weight_VH, bias_V, target_ids_C, log_normalizers_C)
         ctx.settings, ctx.temperature, ctx.chunk_tokens = settings, temperature, chunk_tokens
+        ctx.chunks = chunks
         ctx.mark_non_differentiable(entropies_C)
         return logprobs_C, entropies_C
 
@@ -306,18 +312,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for hidden, target, log_normalizer, gradient in zip(
             *(column.split(ctx.chunk_tokens) for column in columns), strict=True
         ):
-            logits_cV = _logits(hidden, multiplier_VH, bias_V, ctx.settings, ctx.temperature)
-            slopes_cV = _cap_slopes(logits_cV, ctx.settings, ctx.temperature)
-            probabilities_cV = logits_cV.sub_(log_normalizer.unsqueeze(-1)).exp_()
-            gradient_cV = probabilities_cV.mul_(-gradient.unsqueeze(-1))
-            gradient_cV.scatter_add_(1, target.unsqueeze(-1), gradient.unsqueeze(-1))
-            if slopes_cV is not None:
-                gradient_cV *= slopes_cV
-            if ctx.settings.scale != ctx.temperature:
-                gradient_cV /= ctx.temperature / ctx.settings.scale
+            gradient_cV, bias_gradient = ctx.chunks.gradient(
+                hidden, multiplier_VH, bias_V, target, log_normalizer, gradient,
+                ctx.settings, ctx.temperature,
+            )  # fmt: skip
             if bias_gradient_V is not None:
-                bias_gradient_V += gradient_cV.sum(0)
-            gradient_cV = gradient_cV.to(hidden.dtype)
+                bias_gradient_V += bias_gradient
             if needs_hidden:
                 hidden_gradients.append(gradient_cV @ weight_VH)
             if weight_gradient_VH is not None:
@@ -326,7 +326,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.cat(hidden_gradients) if needs_hidden else None,
             None if weight_gradient_VH is None else weight_gradient_VH.to(weight_VH.dtype),
             None if bias_gradient_V is None else bias_gradient_V.to(bias_V.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -338,11 +338,12 @@ def _in_chunks(
     settings: LogitSettings,
     temperature: float,
     chunk_tokens: int,
+    chunks: "Chunks",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probs_C, entropies_C, log-normalisers_C), all fp32."""
     multiplier_VH = _multiplier(weight_VH, settings)
     results = [
-        _chunk_logprobs(_logits(hidden, multiplier_VH, bias_V, settings, temperature), target)
+        chunks.logprobs(hidden, multiplier_VH, bias_V, target, settings, temperature)
         for hidden, target in zip(
             hidden_CH.split(chunk_tokens), target_ids_C.split(chunk_tokens), strict=True
         )
@@ -393,6 +394,66 @@ def _chunk_logprobs(
         terms_CV = (logits_CV - log_normalizers_C.unsqueeze(-1)).exp_().mul_(logits_CV)
         entropies_C = log_normalizers_C - terms_CV.sum(-1)
     return chosen_C - log_normalizers_C, entropies_C, log_normalizers_C
+
+
+def _logprobs(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_ids_C: torch.Tensor,
+    settings: LogitSettings,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_CV = _logits(hidden_CH, weight_VH, bias_V, settings, temperature)
+    return _chunk_logprobs(logits_CV, target_ids_C)
+
+
+def _logit_gradient(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_ids_C: torch.Tensor,
+    log_normalizers_C: torch.Tensor,
+    gradients_C: torch.Tensor,
+    settings: LogitSettings,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradient of the product of hidden states and weight, in their dtype, and that of the
+    bias in fp32."""
+    logits_CV = _logits(hidden_CH, weight_VH, bias_V, settings, temperature)
+    slopes_CV = _cap_slopes(logits_CV, settings, temperature)
+    probabilities_CV = logits_CV.sub_(log_normalizers_C.unsqueeze(-1)).exp_()
+    gradient_CV = probabilities_CV.mul_(-gradients_C.unsqueeze(-1))
+    if torch.compiler.is_compiling():  # a scatter would be a pass of its own
+        words_V = torch.arange(gradient_CV.shape[-1], device=gradient_CV.device)
+        is_target_CV = words_V == target_ids_C.unsqueeze(-1)
+        gradient_CV = torch.where(is_target_CV, gradient_CV + gradients_C[:, None], gradient_CV)
+    else:
+        gradient_CV.scatter_add_(1, target_ids_C.unsqueeze(-1), gradients_C.unsqueeze(-1))
+    if slopes_CV is not None:
+        gradient_CV *= slopes_CV
+    if settings.scale != temperature:
+        gradient_CV /= temperature / settings.scale
+    bias_gradient_V = None if bias_V is None else gradient_CV.sum(0)
+    return gradient_CV.to(hidden_CH.dtype), bias_gradient_V
+
+
+class Chunks(NamedTuple):
+    """What the head computes of a chunk of tokens, forward and backward."""
+
+    logprobs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    gradient: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+PLAIN_CHUNKS = Chunks(_logprobs, _logit_gradient)
+
+
+@cache
+def compiled_chunks() -> Chunks:
+    """Passes over the logits are fused; the product before them is as it was."""
+    return Chunks(
+        torch.compile(_logprobs, dynamic=True), torch.compile(_logit_gradient, dynamic=True)
+    )
 
 
 def _add_product(total_VH: torch.Tensor, left_Vc: torch.Tensor, right_cH: torch.Tensor) -> None:

@@ -42,6 +42,7 @@ CHANGE_NO_UPDATE = (
     "engine.",
     "eval.",
     "model.attn_implementation",
+    "model.compile",
     "model.gradient_checkpointing",
     "reward.",
     "sampling.collection.max_ahead_steps",

@@ -47,7 +47,7 @@ NOT_AN_AXIS = ("name", "run.seed")
 OF_THE_MACHINE = (
     "batch.max_tokens_per_microbatch", "batch.packing", "checkpoint.",
     "engine.", "eval.",
-    "model.attn_implementation", "model.gradient_checkpointing",
+    "model.attn_implementation", "model.compile", "model.gradient_checkpointing",
     "reward.time_limit_seconds", "reward.workers",
     "sampling.collection.replay_journal", "sampling.logprob_gap_limit",
     "sampling.max_batch_rollouts", "sampling.servers.",
