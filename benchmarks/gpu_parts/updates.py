@@ -4,9 +4,10 @@ import json
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def measure(context: Context, argument: str) -> None:
         plain = logprob_pass(context, engine, rows, lengths, "as it is")
         if engine._stage == 3:
             return
+        stack.enter_context(compiler(size.device))
         _, seconds = timed(size.device, engine._compile)
         record.figure("seconds to compile and try", seconds)
         record.check("the layers are compiled", not engine.notices, engine.notices)
@@ -92,6 +94,20 @@ def logprob_pass(
     found, seconds = timed(context.size.device, lambda: engine.logprobs(rows))
     context.record.figure(f"log-prob pass {way}, tokens/s", sum(lengths) / seconds)
     return np.concatenate(found)
+
+
+@contextmanager
+def compiler(device: str) -> Iterator[None]:
+    """On a CPU graphs are captured and not made faster: its compiler takes minutes."""
+    import torch
+
+    usual = torch.compile
+    if device == "cpu":
+        torch.compile = partial(usual, backend="aot_eager")
+    try:
+        yield
+    finally:
+        torch.compile = usual
 
 
 def waits(device: str, action: Callable[[], Any]) -> list[dict[str, Any]]:

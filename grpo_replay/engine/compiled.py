@@ -23,6 +23,10 @@ MOST_GRAPHS = 64
 """Of one function. Torch's own limit of 8, beyond which a layer runs uncompiled, is too low for the
 kinds of a graph times the kinds of layers that some models alternate."""
 
+TRIAL_TOKENS = 2048
+"""Most tokens of a row of the trial. Torch chooses how a kernel spreads over a GPU by the sizes
+that it meets first, so they should be near those of training."""
+
 
 def decoder_layers(module: PolicyModule) -> list[nn.Module]:
     """The layers that transformers can checkpoint; empty for a model that marks none."""
@@ -56,7 +60,8 @@ def why_not_compiled(
     layers = decoder_layers(module)
     if not layers:
         return "it has no decoder layers that transformers marks (GradientCheckpointingLayer)"
-    batch = two_rows(module.model.config, packed)
+    length = max(min(recipe.longest_sequence, TRIAL_TOKENS), 3)
+    batch = two_rows(module.model.config, length, packed)
     with torch.no_grad():
         plain_C = _array(forward(batch))
     plain = _gradient(layers[0], forward(batch))

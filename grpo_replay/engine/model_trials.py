@@ -109,10 +109,10 @@ def can_share(
     return bool(comm.broadcast_json(apart and _close(found[0], own_C, OTHER_SHAPE[dtype])))
 
 
-def two_rows(config: PreTrainedConfig, packing: bool) -> MicroBatch:
-    """Rows of random tokens of different lengths."""
-    row, other = _random_tokens(config, _TOKENS, _TOKENS - 3)
-    return _batch([logprob_row(row[:1], row[1:]), logprob_row(other[:2], other[2:])], packing)
+def two_rows(config: PreTrainedConfig, length: int, packing: bool) -> MicroBatch:
+    """Two rows of random tokens, of at most `length`; the second is shorter."""
+    ids, other = _random_tokens(config, length, length - 1)
+    return _batch([logprob_row(ids[:1], ids[1:]), logprob_row(other[:1], other[1:])], packing)
 
 
 def _windows(config: PreTrainedConfig) -> list[int]:
