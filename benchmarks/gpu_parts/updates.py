@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from grpo_replay.replay.batch import TrainRow
 
 MICRO_BATCHES = 2  # of an update: the second one finds the first one's gradients there
+KERNELS = 20  # rows of the table
 VARIANTS = {
     "ZeRO 2": ["engine.zero_stage=2"],
     "ZeRO 3": ["engine.zero_stage=3"],
@@ -61,6 +62,7 @@ def measure(context: Context, argument: str) -> None:
         record.figure("log-probs compiled and not, largest difference", float(gaps.max()))
         measure_packs(context, engine, argument, "compiled", size.packs)
         record.table("waits of an update", waits(size.device, lambda: engine.update(rows)))
+        record.table("kernels of an update", kernels(size.device, lambda: engine.update(rows)))
         engine._engine.module.head.chunk_tokens = size.head_tokens
         way = f"compiled, {size.head_tokens} tokens in the head"
         measure_packs(context, engine, argument, way, size.packs[-1:])
@@ -129,6 +131,20 @@ def waits(device: str, action: Callable[[], Any]) -> list[dict[str, Any]]:
         if "synchronizing" in str(each.message)
     )
     return [{"place": place, "waits": count} for place, count in places.most_common()]
+
+
+def kernels(device: str, action: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The largest by time on the device, in milliseconds; on a CPU torch's operators."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as found:
+        timed(device, action)
+    column = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    times = {each.key: (getattr(each, column) / 1e3, each.count) for each in found.key_averages()}
+    whole = {"kernel": "all", "ms": sum(ms for ms, _ in times.values()), "calls": None}
+    largest = sorted(times.items(), key=lambda item: -item[1][0])[:KERNELS]
+    return [whole] + [{"kernel": k[:60], "ms": ms, "calls": n} for k, (ms, n) in largest]
 
 
 def update_recipe(context: Context, model: str, variant: str, pack: int) -> "Recipe":
