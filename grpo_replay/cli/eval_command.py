@@ -103,9 +103,7 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     if not environment.is_launched and (options.num_processes or 1) > 1:
         from grpo_replay.distributed.launch import launch_ranks
 
-        return launch_ranks(
-            sys.argv[1:], options.num_processes, None, recipe.engine.threads_per_process
-        )
+        return launch_ranks(sys.argv[1:], options.num_processes, recipe.engine.threads_per_process)
     prepare_rank(environment)
     if environment.rank == 0:
         for notice in _notices(options, source, recipe):

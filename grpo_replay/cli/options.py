@@ -113,12 +113,6 @@ class TrainOptions:
     )
     no_code: bool = code_refused()
     num_processes: int | None = option("Ranks per node. Overrides engine.num_processes.", min=1)
-    hostfile: str | None = option("DeepSpeed hostfile, for a run on several nodes.")
-    smoke: bool = flag(
-        "Three steps of everything: replay, evaluation of 8 problems, checkpoint, resume. Exit "
-        "code 0 only if all worked. Without --output-dir in a temporary folder.",
-        "--smoke",
-    )
     dry_run: bool = flag(
         "Would it start? Memory, disk, tokens; hours with --from-run or --sample. Starts nothing.",
         "--dry-run",

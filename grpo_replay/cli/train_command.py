@@ -43,8 +43,6 @@ def run(options: TrainOptions) -> int:
 
     Raises UsageError for options that cannot be combined.
     """
-    if options.smoke:
-        return _smoke(options)
     recipe = _read_recipe(options)
     _consider_code(recipe, options)
     if options.dry_run:
@@ -59,26 +57,15 @@ def run(options: TrainOptions) -> int:
     if _launches_ranks(recipe, options):
         from grpo_replay.distributed.launch import launch_ranks
 
-        by_hostfile = options.hostfile and options.num_processes is None
         # The ranks need a fixed run directory: the default name contains the time.
         fixed = [] if options.output_dir else ["--output-dir", str(run_dir)]
         return launch_ranks(
             [*sys.argv[1:], *fixed],
-            None if by_hostfile else recipe.engine.num_processes,
-            Path(options.hostfile) if options.hostfile else None,
+            recipe.engine.num_processes,
             recipe.engine.threads_per_process,
         )
     prepare_rank(environment)
     return _train(recipe, run_dir, options.resume, environment.rank == 0)
-
-
-def _smoke(options: TrainOptions) -> int:
-    for name in ("resume", "dry_run", *_OF_DRY_RUNS):
-        if getattr(options, name) not in (None, False):
-            raise UsageError(f"--smoke starts a run: leave out {_spelled(name)}")
-    from grpo_replay.cli.smoke import run as try_out
-
-    return try_out(options)
 
 
 def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
@@ -86,20 +73,8 @@ def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
 
     return report(
         recipe, options.as_json, options.gpu_memory_gib, options.output_dir, options.from_run,
-        _ranks_of_nodes(recipe.engine.num_processes, options), options.sample, options.resume,
+        [recipe.engine.num_processes] * (options.nodes or 1), options.sample, options.resume,
     )  # fmt: skip
-
-
-def _ranks_of_nodes(num_processes: int, options: TrainOptions) -> list[int]:
-    """The ranks of every node that a dry run plans for, without contacting any."""
-    if options.hostfile is None:
-        return [num_processes] * (options.nodes or 1)
-    if options.nodes is not None:
-        raise UsageError("--nodes and --hostfile both give the nodes: choose one")
-    from grpo_replay.distributed.launch import read_hostfile
-
-    hosts = read_hostfile(Path(options.hostfile))
-    return [options.num_processes or host.slots for host in hosts]
 
 
 def _read_recipe(options: TrainOptions) -> Recipe:
@@ -134,8 +109,7 @@ def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
 
 def _launches_ranks(recipe: Recipe, options: TrainOptions) -> bool:
     """Whether this process is to start the ranks instead of being one."""
-    several = recipe.engine.num_processes > 1 or bool(options.hostfile)
-    return several and not rank_environment().is_launched
+    return recipe.engine.num_processes > 1 and not rank_environment().is_launched
 
 
 def _check_options(tracking: TrackingSection, options: TrainOptions) -> None:

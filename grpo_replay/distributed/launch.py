@@ -1,4 +1,4 @@
-"""Starting the ranks of a run: torchrun's agent on one node, DeepSpeed's launcher on several.
+"""Starting the ranks of a run on one node with torchrun's agent.
 
 This module adds three guarantees: a signal reaches every rank once; the first error of the ranks is
 printed once and its exit code kept; no rank outlives this process.
@@ -9,16 +9,11 @@ import binascii
 import contextlib
 import json
 import os
-import re
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import psutil
 
@@ -31,76 +26,6 @@ from grpo_replay.distributed.failures import (
 )
 from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError, error_named
-
-_SSH_SECONDS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A line of the hostfile: `name slots=8`."""
-
-    name: str
-    slots: int
-    line: int
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a DeepSpeed (MPI style) hostfile: `name slots=8` per line.
-
-    Raises UsageError with file and line for anything else.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path}: cannot be read: {error}") from error
-    hosts: dict[str, Host] = {}
-    for number, text in enumerate(lines, start=1):
-        line = text.split("#")[0].strip()
-        if not line:
-            continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
-        if match is None or int(match[2]) < 1:
-            raise UsageError(f"{path}:{number}: expected `host slots=8`, found {line!r}")
-        if match[1] in hosts:
-            raise UsageError(f"{path}:{number}: {match[1]!r} is already on line "
-                             f"{hosts[match[1]].line}; give each host one line")  # fmt: skip
-        hosts[match[1]] = Host(match[1], int(match[2]), number)
-    if not hosts:
-        raise UsageError(f"{path}: no hosts; expected lines such as `host slots=8`")
-    return list(hosts.values())
-
-
-def is_here(name: str) -> bool:
-    """Whether the name is this machine's."""
-    return name in {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
-
-
-def refuse_unreachable(hosts: Sequence[Host], hostfile: Path) -> None:
-    """Raises LaunchError with the lines of the hosts on which `ssh host true` fails."""
-    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
-        answers = list(pool.map(_ssh_failure, hosts))
-    failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
-    if not failed:
-        return
-    lines = [f"  {hostfile}:{host.line}: {host.name}: {why}" for host, why in failed[:5]]
-    raise LaunchError(
-        f"{len(failed)} of {len(hosts)} hosts cannot be reached over ssh:\n" + "\n".join(lines)
-        + "\npassword-less ssh from this machine to each host is needed (docs/scaling.md)"
-    )  # fmt: skip
-
-
-def _ssh_failure(host: Host) -> str | None:
-    """Why `ssh host true` fails, or None."""
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}",
-               host.name, "true"]  # fmt: skip
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=2 * _SSH_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else (done.stderr.strip() or "no answer").splitlines()[-1]
-
 
 RANK_MODULE = "grpo_replay.distributed.entry"
 COMMAND_LINE = "grpo_replay.cli.app:main"
@@ -137,18 +62,14 @@ def decode_payload(word: str) -> Payload:
 def launch_ranks(
     arguments: Sequence[str],
     num_processes: int | None = None,
-    hostfile: Path | None = None,
     threads_per_process: int | None = None,
     entry: str = COMMAND_LINE,
 ) -> int:
     """The exit code of `grpo-replay ARGUMENTS` (or of another `entry`) run as several ranks.
 
-    `num_processes` counts the ranks of one node; with a hostfile its slots are the default. The
-    ranks' first error is raised here, of its own class, so that it is printed once. Raises
-    LaunchError if a rank was killed or a host cannot be reached.
+    The ranks' first error is raised here, of its own class, so that it is printed once. Raises
+    LaunchError if a rank was killed.
     """
-    if hostfile is not None:
-        return _launch_nodes(arguments, num_processes, hostfile, entry)
     if num_processes is None or num_processes < 1:
         raise UsageError(f"--num-processes {num_processes}: at least one rank is needed")
     threads = threads_per_rank(threads_per_process, num_processes)
@@ -289,49 +210,3 @@ def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _launch_nodes(
-    arguments: Sequence[str], num_processes: int | None, hostfile: Path, entry: str
-) -> int:
-    hosts = read_hostfile(hostfile)
-    for host in hosts:
-        if num_processes is not None and num_processes > host.slots:
-            raise UsageError(
-                f"--num-processes {num_processes} but {hostfile}:{host.line} gives {host.name} "
-                f"{host.slots} slots: raise the slots or lower --num-processes"
-            )
-    if len(hosts) == 1 and is_here(hosts[0].name):
-        return launch_ranks(arguments, num_processes or hosts[0].slots, entry=entry)
-    refuse_unreachable(hosts, hostfile)
-    payload = Payload(tuple(arguments), entry=entry)
-    command = nodes_command(payload, num_processes, hostfile, hosts)
-    process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C comes once
-    with _pass_signals_on(lambda: [process.pid]) as signals:
-        code = process.wait()
-    if signals:
-        return INTERRUPTED
-    if code < 0:
-        raise LaunchError(f"DeepSpeed's launcher was killed by {signal.Signals(-code).name}")
-    return code
-
-
-def nodes_command(
-    payload: Payload, num_processes: int | None, hostfile: Path, hosts: Sequence[Host]
-) -> list[str]:
-    """The command of DeepSpeed's launcher. Raises LaunchError if pdsh is not installed."""
-    if shutil.which("pdsh") is None:
-        raise LaunchError(
-            "DeepSpeed's launcher starts other nodes through pdsh, which is not installed here: "
-            "install it (apt install pdsh), or start the ranks with torchrun or Slurm "
-            "(docs/scaling.md)"
-        )
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
-    command += ["--no_ssh_check", "--no_local_rank", "--quiet"]
-    if len(hosts) == 1:
-        command.append("--force_multi")
-    # DeepSpeed's default port is fixed, so two runs on one machine would collide.
-    command += ["--master_port", str(20_000 + os.getpid() % 20_000)]
-    if num_processes is not None:
-        command += ["--num_gpus", str(num_processes)]
-    return [*command, "--module", RANK_MODULE, encode_payload(payload)]

@@ -227,7 +227,7 @@ def _replay_size_contradictions(recipe: Recipe) -> Iterable[str]:
         yield (
             f"replay.warmup_steps {replay.warmup_steps} is not less than run.steps "
             f"{recipe.run.steps}: the run would never replay; lower the warm-up, or use "
-            "replay.preset grpo; to try a recipe in three steps: grpo-replay train RECIPE --smoke"
+            "replay.preset grpo"
         )
 
 
