@@ -280,7 +280,7 @@ KNOWN = (
     ),
     # Around them
     Known(
-        "completions of another sampler from the cache", "grpo_replay/evaluation/evaluate.py",
+        "completions of another sampler from the cache", "grpo_replay/evaluation/cache.py",
         "    if sampling.own_class:\n", "    if False:\n",
         "tests/evaluation/test_eval_command.py::"
         "test_an_edited_sampler_of_the_user_has_another_generations_folder",
@@ -299,9 +299,10 @@ KNOWN = (
         "tests/sampling/test_vllm_parts.py::test_an_answer_that_was_cut_short_is_refused",
     ),
     Known(
-        "a p-value of 0", "grpo_replay/evaluation/statistics.py",
-        "(1 + as_large) / (1 + flips)", "as_large / flips",
-        "tests/evaluation/test_statistics.py::test_random_sign_flips_count_the_observed_one",
+        "the interval of all problems solved has no width", "grpo_replay/evaluation/statistics.py",
+        "widened = [with_both_answers(each) for each in values_N]", "widened = list(values_N)",
+        "tests/evaluation/test_statistics.py::"
+        "test_none_of_thirty_problems_solved_leaves_a_tenth_possible",
     ),
     Known(
         "LoRA merged in bfloat16", "grpo_replay/engine/weights.py",

@@ -94,7 +94,7 @@ def print_scores(
     ]
     if any(map(any, intervals)):
         rows = [(n, *map(_interval, each)) for n, each in zip(names[1:], intervals, strict=True)]
-        title = "95 % intervals, bootstrap over problems"
+        title = "95 % intervals over problems"
         print_table(console, plain_table(title, ("model", *header[3:]), rows))
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
 

@@ -1,7 +1,7 @@
-"""`grpo-replay eval`: evaluate a model on benchmarks, regrade an evaluation, or compare two."""
+"""`grpo-replay eval`: evaluate a model on benchmarks, or compare two evaluations."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +14,9 @@ from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import sigterm_interrupts
-from grpo_replay.errors import OutputDirectoryError, UsageError, did_you_mean
+from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.comparison import compare, differences
-from grpo_replay.evaluation.evaluate import Progress, regraded
+from grpo_replay.evaluation.evaluate import Progress
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
     check_output,
@@ -38,7 +38,7 @@ from grpo_replay.evaluation.session import (
     recipe_path,
     resolve_evaluation,
 )
-from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
+from grpo_replay.recipe import Recipe
 from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
 
@@ -46,32 +46,20 @@ DEFAULT_FOLDER = Path("evaluations")
 PLAIN_LINES = 10
 """Progress lines of an evaluation when stderr is no terminal."""
 
-_OF_COMPARING = ("compare", "as_json")
-_OF_REGRADING = ("regrade", "grade_with", "output", "as_json")
-
 
 def run(options: EvalOptions) -> int:
-    """Evaluate, regrade or compare, as the options say; returns the exit code.
+    """Evaluate or compare, as the options say; returns the exit code.
 
     Raises UsageError for options that would have no effect.
     """
     if options.compare is not None:
-        _compare(*options.compare, options)
-    elif options.regrade is not None:
-        _regrade(Path(options.regrade), options)
-    elif options.grade_with is not None:
-        raise UsageError(
-            f"--grade-with {options.grade_with} is the verifier of --regrade A.json; an evaluation "
-            "is graded by the one of --set eval.reward=VERIFIER"
-        )
-    elif options.ckpt is None:
-        raise UsageError(
-            "eval needs --ckpt DIR|HF_ID, --regrade A.json --grade-with VERIFIER --output B.json, "
-            "or --compare A.json B.json"
-        )
-    else:
-        return _evaluate(options, find_model(options.ckpt))
-    return 0
+        alone = EvalOptions(compare=options.compare, as_json=options.as_json)
+        if options != alone:
+            raise UsageError("--compare reads two reports: leave out all other options but --json")
+        return _compare(*options.compare, options.as_json)
+    if options.ckpt is None:
+        raise UsageError("eval needs --ckpt DIR|HF_ID, or --compare A.json B.json")
+    return _evaluate(options, find_model(options.ckpt))
 
 
 def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
@@ -194,53 +182,12 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
     console.print(f"written: {output}, {samples_path(output).name}", soft_wrap=True)
 
 
-def _refuse_others(options: EvalOptions, taken: Sequence[str], why: str) -> None:
-    """Raises UsageError if an option is given that is not one of the `taken`."""
-    names = {"benchmarks": "benchmark", "overrides": "set"}
-    given = [
-        f"--{names.get(name, name).replace('_', '-')}"
-        for name, value in asdict(options).items()
-        if name not in taken and value not in (None, (), False)
-    ]
-    if given:
-        raise UsageError(f"{why}: {', '.join(given)} would have no effect; leave them out")
-
-
-def _regrade(path: Path, options: EvalOptions) -> None:
-    """Write the report of the same completions under another verifier; nothing is sampled."""
-    _refuse_others(options, _OF_REGRADING, "--regrade samples nothing")
-    verifier = options.grade_with
-    if verifier is None:
-        raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
-    if verifier not in BUILTIN_VERIFIERS:
-        raise UsageError(
-            f"--grade-with {verifier}{did_you_mean(verifier, BUILTIN_VERIFIERS)}: --regrade takes "
-            f"{', '.join(BUILTIN_VERIFIERS)}; own functions grade only while sampling, with --set "
-            "eval.reward=FILE.py:FUNCTION"
-        )
-    if options.output is None:
-        raise UsageError(f"--regrade needs --output B.json: {path} keeps its own grading")
-    output = Path(options.output)
-    if samples_path(output).resolve() == samples_path(path).resolve():
-        raise UsageError(f"--output {output} would replace the report itself: name another file")
-    report = read_report(path)
-    if verifier == report.verifier:
-        raise UsageError(f"--grade-with {verifier}: it grades {path} already; name another one")
-    check_output(output)
-    with _progress("grading") as on_progress:
-        report = regraded(report, verifier, on_progress)
-    report.write(output)
-    print_report(report, output, options.as_json)
-
-
-def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:
+def _compare(path_a: str, path_b: str, as_json: bool) -> int:
     """Print how evaluation B differs from A, with a paired test."""
-    why = "--compare reads two reports and changes neither"
-    _refuse_others(options, _OF_COMPARING, why)
     a, b = (read_report(Path(path)) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
     notes = differences(a, b)
-    if options.as_json:
+    if as_json:
         document = {
             "a": {"file": path_a, "model": a.model},
             "b": {"file": path_b, "model": b.model},
@@ -250,10 +197,11 @@ def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:
             "differences": notes,
         }
         print_json(document)
-        return
+        return 0
     console = open_console()
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
     print_table(console, comparison_table(results))
     console.print(COMPARISON_LEGEND)
     for sentence in notes:
         console.print(sentence)
+    return 0

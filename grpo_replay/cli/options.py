@@ -132,7 +132,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """Evaluate a checkpoint on benchmarks, regrade an evaluation, or compare two evaluations."""
+    """Evaluate a checkpoint on benchmarks, or compare two evaluations."""
 
     ckpt: str | None = option(
         "Checkpoint, run directory, model folder or Hugging Face id.", metavar="DIR|HF_ID"
@@ -154,11 +154,6 @@ class EvalOptions:
     greedy: bool | None = option("Also evaluate greedily, or not.", "--greedy/--no-greedy")
     num_processes: int | None = option("Ranks on this node.", min=1)
     overrides: tuple[str, ...] = recipe_changes()
-    regrade: str | None = option(
-        "Grade the completions of this report with --grade-with, into the report --output.",
-        metavar="A.json",
-    )
-    grade_with: str | None = option("With --regrade: the verifier.", metavar="VERIFIER")
     compare: tuple[str, str] | None = option(
         "Compare two reports with a paired test.", metavar="A.json B.json"
     )

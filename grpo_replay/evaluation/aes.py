@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from grpo_replay.errors import EvaluationFileError, GrpoReplayError, UsageError
-from grpo_replay.evaluation.comparison import resampled_means
+from grpo_replay.evaluation.comparison import pairs_of
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, refuse_incomparable
-from grpo_replay.evaluation.statistics import Interval, interval
+from grpo_replay.evaluation.statistics import Interval, difference_interval
 
 GAIN, LOSS = 3.0, 5.0
 
@@ -33,8 +31,7 @@ class Point:
 class AesScore:
     """ΔL, ΔAcc and AES of a candidate.
 
-    Intervals are 95 % bootstrap intervals over problems; None without per-sample data. Those of
-    ΔAcc and AES are also None if a resampled reference has accuracy 0.
+    Intervals are 95 % intervals over problems; None without per-sample data, or for one problem.
     """
 
     name: str
@@ -133,16 +130,24 @@ def _score_report(
     gain: float,
     loss: float,
 ) -> AesScore:
+    """With the intervals of the three ratios, linear in the values of each problem around their
+    means: a ratio r = x/y varies as (x_p - r·y_p) / y does over problems p."""
     plain = _score(point_of(*reference), point_of(*candidate), gain, loss)
+    theirs = reference[1].sampled.mean
     if reference[1].samples is None or candidate[1].samples is None:
         return plain
-    right_a_B, right_b_B, tokens_a_B, tokens_b_B = resampled_means(reference[1], candidate[1])
-    length_B = (tokens_a_B - tokens_b_B) / tokens_a_B
-    of_length = replace(plain, delta_length_interval=interval(length_B))
-    if not right_a_B.all():
-        return of_length
-    accuracy_B = (right_b_B - right_a_B) / right_a_B
-    aes_B = length_B + np.where(accuracy_B >= 0, gain, loss) * accuracy_B
+    longer, better = 1 - plain.delta_length, 1 + plain.delta_accuracy
+    weight = gain if plain.delta_accuracy >= 0 else loss
+    lengths, accuracies, scores = [], [], []
+    for pair in pairs_of(reference[1], candidate[1]):
+        tokens_N = (longer * pair.a.tokens_N - pair.b.tokens_N) / theirs.mean_tokens
+        right_N = (pair.b.accuracy_N - better * pair.a.accuracy_N) / theirs.avg_at_k
+        lengths.append(plain.delta_length + tokens_N)
+        accuracies.append(plain.delta_accuracy + right_N)
+        scores.append(plain.aes + tokens_N + weight * right_N)
     return replace(
-        of_length, delta_accuracy_interval=interval(accuracy_B), aes_interval=interval(aes_B)
+        plain,
+        delta_length_interval=difference_interval(lengths, bound=math.inf),
+        delta_accuracy_interval=difference_interval(accuracies, bound=math.inf),
+        aes_interval=difference_interval(scores, bound=math.inf),
     )

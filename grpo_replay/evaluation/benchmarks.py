@@ -11,7 +11,6 @@ from typing import Any
 from zlib import crc32
 
 from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
-from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, CONFIDENCE
 from grpo_replay.prompts.prompt_set import prompt_messages, render_prompt
 from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
@@ -471,8 +470,6 @@ def _settings_document(
         "system_prompt": prompts.system_prompt if in_chat else None,
         "user_template": prompts.user_template,
         "reward": settings.reward,
-        "bootstrap_samples": BOOTSTRAP_SAMPLES,
-        "confidence": CONFIDENCE,
     }
     if in_chat and prompts.chat_template_kwargs:
         document["chat_template_kwargs"] = prompts.chat_template_kwargs

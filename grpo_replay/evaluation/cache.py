@@ -3,7 +3,7 @@
 Every rank appends its own shards to one folder, which concurrent evaluations may share. A row is
 identified by the digest of prompt tokens, seed, temperature, top-p and token limit. A folder
 belongs to one model, backend version, device type, precision, tokenizer, set of stop tokens and
-`evaluate.sampler_facts`.
+`sampler_facts`.
 """
 
 import hashlib
@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.evaluation.evaluate import sampler_facts
-from grpo_replay.recipe import ModelSection, SamplingSection
+from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
 from grpo_replay.storage.atomic import named_if_unwritable, written_whole
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Completion, GenerationRequest
@@ -46,6 +45,24 @@ def request_digest(request: GenerationRequest) -> str:
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(request.prompt_token_ids, dtype="<i4").tobytes())
     return digest.hexdigest()
+
+
+def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
+    """What else of a sampler may change completions, for the `model` section of a report:
+    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
+    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
+    vllm = sampling.vllm
+    left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
+    options = vllm.model_dump(mode="json", exclude=left_out)
+    if sampling.with_transformers:
+        fp32 = vllm.head_dtype == "float32"
+        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
+    digest = None
+    if sampling.own_class:
+        from grpo_replay.rewards.verifier_worker import source_digest
+
+        digest = source_digest(sampling.backend)
+    return {"sampler_options": options, "sampler_sha256": digest}
 
 
 def generations_folder(

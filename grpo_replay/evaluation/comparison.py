@@ -16,12 +16,11 @@ from grpo_replay.evaluation.evaluation_report import (
     refuse_incomparable,
 )
 from grpo_replay.evaluation.statistics import (
+    FLIPS,
     Interval,
     ProblemTable,
-    benchmark_draws,
     difference_interval,
     problem_table,
-    resampled_mean,
     sign_flip_p_value,
 )
 
@@ -63,7 +62,7 @@ def compare(
                 f"{name}: its per-sample file ({name.removesuffix('.json')}.parquet) is missing, "
                 "and a paired test needs it: keep the two files together, or evaluate again"
             )
-    pairs = [_Pair.of(name, a, b) for name in a.sampled.benchmarks]
+    pairs = pairs_of(a, b)
     return {**{pair.name: _result([pair]) for pair in pairs}, "mean": _result(pairs)}
 
 
@@ -101,16 +100,8 @@ def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
     return found
 
 
-def resampled_means(a: EvaluationReport, b: EvaluationReport) -> np.ndarray:
-    """[4, B]: accuracy of A and of B, tokens of A and of B, in each bootstrap resample of the
-    problems, which A and B share. Means over the benchmarks of two comparable reports with
-    per-sample rows."""
-    drawn = [_Pair.of(name, a, b).resampled() for name in a.sampled.benchmarks]
-    return np.asarray(np.mean(drawn, axis=0))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pair:
+class Pair:
     """One benchmark in both evaluations, with aligned problems."""
 
     name: str
@@ -118,27 +109,23 @@ class _Pair:
     b: ProblemTable
     correct_a: dict[tuple[int, int], bool]  # by problem and sample
     correct_b: dict[tuple[int, int], bool]
-    resamples: int
 
-    @classmethod
-    def of(cls, name: str, a: EvaluationReport, b: EvaluationReport) -> "_Pair":
-        return cls(
+
+def pairs_of(a: EvaluationReport, b: EvaluationReport) -> list[Pair]:
+    """The benchmarks of two comparable reports with per-sample rows."""
+    return [
+        Pair(
             name,
             problem_table(a.samples, name),
             problem_table(b.samples, name),
             _correct(a.samples, name),
             _correct(b.samples, name),
-            min(report.settings["bootstrap_samples"] for report in (a, b)),
         )
-
-    def resampled(self) -> list[np.ndarray]:
-        """What `resampled_means` has, of this benchmark."""
-        draws_BN = benchmark_draws(self.name, len(self.a.problem_ids), self.resamples)
-        columns = (self.a.accuracy_N, self.b.accuracy_N, self.a.tokens_N, self.b.tokens_N)
-        return [resampled_mean(draws_BN, values_N) for values_N in columns]
+        for name in a.sampled.benchmarks
+    ]
 
 
-def _result(pairs: Sequence[_Pair]) -> PairedResult:
+def _result(pairs: Sequence[Pair]) -> PairedResult:
     """B against A on one benchmark, or on the unweighted mean over several."""
     differences = [pair.b.accuracy_N - pair.a.accuracy_N for pair in pairs]
     tokens = [pair.b.tokens_N - pair.a.tokens_N for pair in pairs]
@@ -149,7 +136,7 @@ def _result(pairs: Sequence[_Pair]) -> PairedResult:
         accuracy_b=_mean(pair.b.accuracy_N for pair in pairs),
         difference=_mean(differences),
         difference_interval=difference_interval(differences),
-        p_value=sign_flip_p_value(differences, pairs[0].resamples, rng),
+        p_value=sign_flip_p_value(differences, FLIPS, rng),
         tokens_difference=_mean(tokens),
         tokens_difference_interval=difference_interval(tokens, bound=math.inf),
         problems_better=sum(int((each > 0).sum()) for each in differences),

@@ -6,8 +6,8 @@
 
 All benchmarks, sampled and greedy, go to the sampler in one call. Problem i is sampled (or read
 from the cache) and graded by rank i modulo the number of ranks; rank 0 gathers the rows and
-summarises them. `regraded` grades the completions of a report again. A completion depends only on
-its problem, its sample number and the model, so the report does not depend on the number of ranks.
+summarises them. A completion depends only on its problem, its sample number and the model, so the
+report does not depend on the number of ranks.
 """
 
 import platform
@@ -15,30 +15,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, PlannedSample
+from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
 from grpo_replay.evaluation.evaluation_report import (
-    OF_OWN_FUNCTION,
     SAMPLE_SCHEMA,
     VERIFIER_PACKAGES,
     EvaluationReport,
     merge,
     to_bytes,
 )
-from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
+from grpo_replay.evaluation.statistics import summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection, VllmSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
@@ -70,24 +68,6 @@ class Progress:
     def accuracy(self) -> float | None:
         """Accuracy of the graded completions; None if there are none."""
         return self.statuses["correct"] / self.done if self.done else None
-
-
-def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
-    """What else of a sampler may change completions, for the `model` section of a report:
-    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
-    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
-    vllm = sampling.vllm
-    left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
-    options = vllm.model_dump(mode="json", exclude=left_out)
-    if sampling.with_transformers:
-        fp32 = vllm.head_dtype == "float32"
-        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
-    digest = None
-    if sampling.own_class:
-        from grpo_replay.rewards.verifier_worker import source_digest
-
-        digest = source_digest(sampling.backend)
-    return {"sampler_options": options, "sampler_sha256": digest}
 
 
 def evaluate(
@@ -124,7 +104,7 @@ def evaluate(
     samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
     bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
     settings = _settings_of(plan, sampler, tokenizer, scorer)
-    sampled, greedy = summarise_both(samples, BOOTSTRAP_SAMPLES, bad_answers)
+    sampled, greedy = summarise_both(samples, bad_answers)
     return EvaluationReport(dict(model or {}), settings, _versions(plan), sampled, greedy, samples)
 
 
@@ -227,8 +207,6 @@ def _group_of(planned: PlannedSample) -> str:
 
 def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     """Submit the planned samples `mine` that are cached in `folder`; returns the others."""
-    from grpo_replay.evaluation.cache import read_generations, request_digest
-
     digests = {index: request_digest(grading.plan.samples[index].request) for index in mine}
     cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
@@ -254,8 +232,6 @@ def _generate(
     requests = [grading.plan.samples[index].request for index in missing]
     keeping: AbstractContextManager[Any] = nullcontext()
     if folder is not None:
-        from grpo_replay.evaluation.cache import GenerationWriter
-
         keeping = GenerationWriter(folder)
     with keeping as writer:
         finished = completions_of(sampler, requests)
@@ -279,50 +255,3 @@ def _versions(plan: EvaluationPlan) -> dict[str, str]:
         packages += VLLM_PACKAGES  # may be missing here if only a remote server has vLLM
     own = {"grpo-replay": __version__, "python": platform.python_version()}
     return own | installed_versions(packages)
-
-
-def regraded(
-    report: EvaluationReport,
-    verifier: str,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> EvaluationReport:
-    """The report of the same completions, graded by the built-in `verifier`.
-
-    Raises EvaluationFileError if the report has no per-sample rows, which contain the completions.
-    """
-    if report.samples is None:
-        raise EvaluationFileError(
-            "the per-sample file (.parquet), which contains the completions, is missing: keep the "
-            "two files of an evaluation together, or evaluate again"
-        )
-    statuses, bad_answers = _grade(report.samples, RewardSection().alone(verifier), on_progress)
-    verdicts = pa.array(statuses, pa.string())
-    samples = report.samples
-    for name, values in (("verdict", verdicts), ("correct", pc.equal(verdicts, "correct"))):
-        samples = samples.set_column(samples.column_names.index(name), name, values)
-    sampled, greedy = summarise_both(samples, report.settings["bootstrap_samples"], bad_answers)
-    kept = {key: value for key, value in report.settings.items() if key not in OF_OWN_FUNCTION}
-    versions = {"grpo-replay": __version__} | installed_versions(VERIFIER_PACKAGES)
-    return replace(
-        report,
-        settings={**kept, "reward": verifier},
-        versions={**report.versions, **versions},
-        sampled=sampled,
-        greedy=greedy,
-        samples=samples,
-    )
-
-
-def _grade(
-    samples: pa.Table, section: RewardSection, on_progress: Callable[[Progress], None] | None
-) -> tuple[list[str], set[str]]:
-    """The verdict of every row, and the reference answers that could not be parsed."""
-    columns = (samples[name].to_pylist() for name in ("completion_text", "answer"))
-    with RewardScorer.open(section) as scorer:
-        for index, (text, answer) in enumerate(zip(*columns, strict=True)):
-            scorer.submit(index, text, answer)
-        while not scorer.wait(PROGRESS_SECONDS):
-            if on_progress is not None:
-                on_progress(Progress(len(samples), Counter(scorer.statuses())))
-        verdicts = [verdict.status for verdict in scorer.results().values()]
-        return verdicts, scorer.unparsable_answers

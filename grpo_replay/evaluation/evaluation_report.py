@@ -22,10 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
-from grpo_replay.evaluation.statistics import Count, Results, problem_table
+from grpo_replay.evaluation.statistics import Results, problem_table
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole, written_whole
-from grpo_replay.storage.sealed_files import reseal
 from grpo_replay.types import FAILED
 
 REPORT_VERSION = 3
@@ -38,9 +37,6 @@ SAME_SETTINGS = (
 """Settings that must agree, so that a difference can only come from the models. Temperatures are
 compared as `temperatures_used`, and a function of the user by its file, if both reports have its
 SHA-256."""
-
-OF_OWN_FUNCTION = ("correct_score", "reward_sha256")
-"""Settings that a report has only if its verifier is a function of the user."""
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
@@ -57,7 +53,6 @@ class _Settings:
     """The settings that are validated when a report is read; a report has more."""
 
     benchmarks: dict[str, _Described]
-    bootstrap_samples: Count
     backend: str
     temperature: float | None
     top_p: float
@@ -162,7 +157,6 @@ class EvaluationReport:
                 with written_whole(samples_path(path)) as temporary:
                     pq.write_table(self.samples, temporary, compression="zstd")
             write_text_whole(path, text + "\n")
-            reseal(path, samples_path(path))
 
 
 def samples_path(report_path: Path) -> Path:

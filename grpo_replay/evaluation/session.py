@@ -16,8 +16,8 @@ from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.errors import CheckpointError, UsageError
 from grpo_replay.evaluation.benchmarks import plan_that_fits, try_verifier
-from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.evaluate import Progress, evaluate, sampler_facts
+from grpo_replay.evaluation.cache import generations_folder, sampler_facts
+from grpo_replay.evaluation.evaluate import Progress, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import (
     Recipe,

@@ -1,30 +1,24 @@
-"""The numbers of an evaluation report, whose bounds are checked when a file is read, and how they
-come from the per-sample rows: avg@k, unbiased pass@j, intervals over problems, the sign-flip test.
+"""The numbers of an evaluation report, and how they come from the per-sample rows: avg@k, unbiased
+pass@j, intervals over problems, the sign-flip test.
 
-    N  problems of a benchmark     K  samples per problem     B  bootstrap resamples
+    N  problems of a benchmark     K  samples per problem
 
-A problem, not a sample, is the unit of resampling: the samples of one problem are not independent.
+Every interval is mean ± t·√V. Over problems, the unit is a problem, not a sample: the samples of
+one problem are not independent. `lab.report.two_level` has the V over seeds and problems.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-from zlib import crc32
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field
-from scipy.special import betaincinv, ndtri, stdtrit
+from scipy.special import stdtrit
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Length = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bound = Annotated[float, Field(allow_inf_nan=False)]
-Interval = tuple[Bound, Bound]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +27,23 @@ class Numbers:
     fractions.
 
     Intervals are 95 % intervals over problems, of tokens by the bootstrap; the standard error is
-    that of the mean over problems (all None if a benchmark has one problem). Lengths are completion
+    that of the mean over problems (all None if a benchmark has one problem). floats are completion
     tokens; those of correct and of incorrect completions are pooled over samples (None if there are
     none).
     """
 
-    avg_at_k: Fraction
-    avg_at_k_stderr: Length | None
+    avg_at_k: float
+    avg_at_k_stderr: float | None
     avg_at_k_interval: Interval | None
-    pass_at_k: Fraction
+    pass_at_k: float
     pass_at_k_interval: Interval | None
-    pass_at_j: dict[str, Fraction]
-    mean_tokens: Length
+    pass_at_j: dict[str, float]
+    mean_tokens: float
     mean_tokens_interval: Interval | None
-    mean_tokens_correct: Length | None
-    mean_tokens_incorrect: Length | None
-    truncation_rate: Fraction
-    unparsed_rate: Fraction
+    mean_tokens_correct: float | None
+    mean_tokens_incorrect: float | None
+    truncation_rate: float
+    unparsed_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +51,9 @@ class BenchmarkResult(Numbers):
     """One benchmark of n problems with k samples each. `unparsable_answers` has the ids of problems
     whose reference answer math-verify could not parse."""
 
-    n: Count
-    k: Count
-    verdicts: dict[str, Whole]
+    n: int
+    k: int
+    verdicts: dict[str, int]
     unparsable_answers: tuple[str, ...]
 
 
@@ -89,19 +83,14 @@ class Results:
         return {**each, "mean": self.mean.avg_at_k_stderr}
 
 
-BOOTSTRAP_SAMPLES = 2000
-"""Resamples for intervals of token counts and of AES; random flips of the sign-flip test."""
-
 CONFIDENCE = 0.95
 
 EQUAL = 1e-9
 """Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
 which rounds."""
 
-EXACT_PROBLEMS = 14
-"""Enumerate all sign flips up to this many differing problems; beyond it, draw them at random."""
-
-_FLIPS_AT_ONCE = 1000
+FLIPS = 20_000
+"""Random flips of the sign-flip test. It is exact for up to 14 problems that differ."""
 
 
 def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
@@ -124,28 +113,6 @@ def standard_error(values_N: np.ndarray) -> float | None:
     return float(np.std(values_N, ddof=1) / np.sqrt(len(values_N)))
 
 
-def bootstrap_draws(problems: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
-    """int64 [B, N]: the number of times each problem is drawn in each resample."""
-    return rng.multinomial(problems, np.full(problems, 1 / problems), size=resamples)
-
-
-def resampled_mean(draws_BN: np.ndarray, values_N: np.ndarray) -> np.ndarray:
-    """[B]: the mean over the resampled problems. NaN for a single problem."""
-    problems = draws_BN.shape[1]
-    if problems == 1:
-        return np.full(len(draws_BN), np.nan)
-    return draws_BN @ values_N / problems
-
-
-def interval(values_B: np.ndarray) -> tuple[float, float] | None:
-    """The percentile interval of bootstrap values at `CONFIDENCE`; None if any is NaN."""
-    if np.isnan(values_B).any():
-        return None
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(values_B, [tail, 100 - tail])
-    return float(low), float(high)
-
-
 def with_both_answers(values_N: np.ndarray, least: float = 0.0) -> np.ndarray:
     """[…, N + 2]: the values with two more problems, one never and one always solved; of
     differences, with `least` -1, one lost and one gained.
@@ -155,38 +122,6 @@ def with_both_answers(values_N: np.ndarray, least: float = 0.0) -> np.ndarray:
     """
     ends = [np.full((*values_N.shape[:-1], 1), end) for end in (least, 1.0)]
     return np.concatenate([values_N, *ends], axis=-1)
-
-
-def accuracy_interval(values_N: Sequence[np.ndarray]) -> tuple[float, float] | None:
-    """The interval over problems of the mean over benchmarks of accuracies, one [N] each.
-
-    None if a benchmark has a single problem.
-    """
-    if any(len(each) < 2 for each in values_N):
-        return None
-    widened = [with_both_answers(each) for each in values_N]
-    variance = sum(np.var(each, ddof=1) / len(each) for each in widened) / len(widened) ** 2
-    mean, center = (float(np.mean([v.mean() for v in each])) for each in (values_N, widened))
-    return share_interval(mean, center, float(variance))
-
-
-def share_interval(
-    share: float, center: float, variance: float, freedom: float = math.inf
-) -> tuple[float, float]:
-    """The interval of Clopper and Pearson (1934) of a share of as many independent observations as
-    have this variance, so never outside [0, 1]: Korn and Graubard (1998).
-
-    `variance` and `center` are of the mean of `with_both_answers`; their effective number of
-    observations is center·(1 - center)/variance, less for few degrees of freedom.
-    """
-    tail = (1 - CONFIDENCE) / 2
-    few = ndtri(tail) / (ndtri(tail) if math.isinf(freedom) else stdtrit(freedom, tail))
-    count = center * (1 - center) / variance * few**2
-    right = share * count
-    wrong = count - right
-    low = 0.0 if share <= 0 else float(betaincinv(right, wrong + 1, tail))
-    high = 1.0 if share >= 1 else float(betaincinv(right + 1, wrong, 1 - tail))
-    return low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +158,25 @@ def t_interval(mean: float, estimate: Component, bound: float = 1.0) -> Interval
     return max(-bound, mean - half), min(bound, mean + half)
 
 
+def share_interval(share: float, center: float, variance: float, freedom: float) -> Interval:
+    """The interval of an accuracy `share`: of the mean `center` of `with_both_answers`, within 0
+    and 1, with the share itself in it. Successes and failures are added as by Agresti and Coull
+    (1998)."""
+    low, high = t_interval(center, Component(variance, freedom))
+    return min(share, max(0.0, low)), max(share, high)
+
+
+def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
+    """The interval over problems of the mean over benchmarks of accuracies, one [N] each; None if a
+    benchmark has a single problem."""
+    if any(len(each) < 2 for each in values_N):
+        return None
+    widened = [with_both_answers(each) for each in values_N]
+    found = Component.of_mean([Component.over_problems(each) for each in widened])
+    share, center = (_mean(each.mean() for each in values) for values in (values_N, widened))
+    return share_interval(share, center, found.variance, found.freedom)
+
+
 def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0) -> Interval | None:
     """The t interval over problems of the mean over benchmarks of differences, one [N] each; None
     if a benchmark has a single problem. If no difference of accuracies varies, that of
@@ -242,29 +196,29 @@ def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.
 
     Under the null hypothesis A and B are exchangeable on every problem, so each difference is
     equally likely with either sign. The p-value is the fraction of sign flips whose mean is at
-    least as large as the observed one. With `flips` random flips it is (1 + count) / (1 + flips),
-    so never 0. Up to `EXACT_PROBLEMS` differing problems, all flips are enumerated and the test is
-    exact.
+    least as large as the observed one: of all of them if they are at most `flips`, else of so many
+    random ones and the observed one, so it is never 0.
     """
+    from scipy.stats import permutation_test  # takes half a second to import
+
     shares = np.concatenate([each / len(each) for each in differences])
     shares = shares[shares != 0]
-    # Rounding must not decide ties.
-    limit = abs(shares.sum()) - 1e-9 * np.abs(shares).sum()
-    if len(shares) <= EXACT_PROBLEMS:
-        sums = np.zeros(1)
-        for share in shares:
-            sums = np.concatenate([sums + share, sums - share])
-        return float(np.mean(np.abs(sums) >= limit))
-    as_large = 0
-    for start in range(0, flips, _FLIPS_AT_ONCE):
-        size = (min(_FLIPS_AT_ONCE, flips - start), len(shares))
-        signs = 2.0 * rng.integers(0, 2, size, dtype=np.int8) - 1.0
-        as_large += int(np.count_nonzero(np.abs(signs @ shares) >= limit))
-    return float((1 + as_large) / (1 + flips))
+    if len(shares) < 2:
+        return 1.0
+    found = permutation_test(
+        (shares,),
+        lambda values, axis: np.abs(values.sum(axis=axis)),
+        permutation_type="samples",
+        alternative="greater",
+        n_resamples=flips,
+        batch=1000,
+        rng=rng,
+    )
+    return float(found.pvalue)
 
 
 def summarise_both(
-    samples: pa.Table, resamples: int, bad_answers: Collection[str]
+    samples: pa.Table, bad_answers: Collection[str]
 ) -> tuple[Results, Results | None]:
     """Results of the sampled rows and of the greedy rows; None if there are no greedy rows.
 
@@ -275,8 +229,8 @@ def summarise_both(
         samples.filter(pc.equal(samples["greedy"], is_greedy)) for is_greedy in (False, True)
     )
     return (
-        summarise(sampled, resamples, unparsable),
-        summarise(greedy, resamples, unparsable) if len(greedy) else None,
+        summarise(sampled, unparsable),
+        summarise(greedy, unparsable) if len(greedy) else None,
     )
 
 
@@ -290,9 +244,7 @@ def _problems_with(samples: pa.Table, answers: Collection[str]) -> dict[str, lis
     return {benchmark: list(ids) for benchmark, ids in found.items()}
 
 
-def summarise(
-    samples: pa.Table, resamples: int, unparsable: Mapping[str, Sequence[str]]
-) -> Results:
+def summarise(samples: pa.Table, unparsable: Mapping[str, Sequence[str]]) -> Results:
     """Results of rows that were all sampled, or all greedy.
 
     `unparsable` has, by benchmark, the ids of the problems whose answer could not be parsed.
@@ -300,12 +252,11 @@ def summarise(
     names = list(dict.fromkeys(samples["benchmark"].to_pylist()))
     parts = {name: samples.filter(pc.field("benchmark") == name) for name in names}
     drawn = {name: _tabulate(parts[name]) for name in names}
-    boots = {name: _bootstrap(name, drawn[name], resamples) for name in names}  # of tokens
     results = {
-        name: _benchmark_result(parts[name], drawn[name], boots[name], unparsable.get(name, ()))
+        name: _benchmark_result(parts[name], drawn[name], unparsable.get(name, ()))
         for name in names
     }
-    return Results(results, _mean_result(samples, results, list(drawn.values()), boots))
+    return Results(results, _mean_result(samples, results, list(drawn.values())))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,27 +301,8 @@ def problem_table(samples: pa.Table, benchmark: str, greedy: bool = False) -> Pr
     return _tabulate(rows.filter(pc.equal(rows["greedy"], greedy)))
 
 
-def benchmark_draws(name: str, problems: int, resamples: int) -> np.ndarray:
-    """The resamples of a benchmark, int64 [B, N].
-
-    The seed depends on the benchmark alone, so its intervals do not depend on which other
-    benchmarks were evaluated.
-    """
-    rng = np.random.default_rng([problems, crc32(name.encode())])
-    return bootstrap_draws(problems, resamples, rng)
-
-
-def _bootstrap(name: str, problems: ProblemTable, resamples: int) -> np.ndarray:
-    """Bootstrap means [B] of tokens."""
-    draws_BN = benchmark_draws(name, len(problems.problem_ids), resamples)
-    return resampled_mean(draws_BN, problems.tokens_N)
-
-
 def _benchmark_result(
-    samples: pa.Table,
-    problems: ProblemTable,
-    tokens_B: np.ndarray,
-    unparsable: Sequence[str],
+    samples: pa.Table, problems: ProblemTable, unparsable: Sequence[str]
 ) -> BenchmarkResult:
     pass_J = pass_at_each(problems.correct_N, problems.samples).mean(axis=0)
     return BenchmarkResult(
@@ -383,7 +315,7 @@ def _benchmark_result(
         pass_at_k_interval=accuracy_interval([problems.passed_N]),
         pass_at_j={str(j): float(value) for j, value in enumerate(pass_J, start=1)},
         mean_tokens=float(problems.tokens_N.mean()),
-        mean_tokens_interval=interval(tokens_B),
+        mean_tokens_interval=_length_interval([problems.tokens_N]),
         **pooled_over_samples(samples),
         verdicts=dict(sorted(Counter(samples["verdict"].to_pylist()).items())),
         unparsable_answers=tuple(unparsable),
@@ -391,10 +323,7 @@ def _benchmark_result(
 
 
 def _mean_result(
-    samples: pa.Table,
-    results: Mapping[str, BenchmarkResult],
-    drawn: Sequence[ProblemTable],
-    tokens_B: Mapping[str, np.ndarray],
+    samples: pa.Table, results: Mapping[str, BenchmarkResult], drawn: Sequence[ProblemTable]
 ) -> MeanResult:
     each = list(results.values())
     pooled = pooled_over_samples(samples)
@@ -412,12 +341,18 @@ def _mean_result(
             for j in range(1, smallest_k + 1)
         },
         mean_tokens=_mean([result.mean_tokens for result in each]),
-        mean_tokens_interval=interval(np.mean(list(tokens_B.values()), axis=0)),
+        mean_tokens_interval=_length_interval([each.tokens_N for each in drawn]),
         mean_tokens_correct=pooled["mean_tokens_correct"],
         mean_tokens_incorrect=pooled["mean_tokens_incorrect"],
         truncation_rate=_mean([result.truncation_rate for result in each]),
         unparsed_rate=_mean([result.unparsed_rate for result in each]),
     )
+
+
+def _length_interval(tokens_N: Sequence[np.ndarray]) -> Interval | None:
+    """The interval of a mean length, which is never negative."""
+    found = difference_interval(tokens_N, bound=math.inf)
+    return None if found is None else (max(0.0, found[0]), found[1])
 
 
 def pooled_over_samples(samples: pa.Table) -> dict[str, Any]:

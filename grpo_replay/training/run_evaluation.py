@@ -11,7 +11,8 @@ from typing import Any
 from grpo_replay import __version__
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan
-from grpo_replay.evaluation.evaluate import EvaluationStopped, evaluate, sampler_facts
+from grpo_replay.evaluation.cache import sampler_facts
+from grpo_replay.evaluation.evaluate import EvaluationStopped, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, are_comparable, read_report
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.recipe.layers import is_on_hub

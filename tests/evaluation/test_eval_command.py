@@ -15,7 +15,7 @@ from grpo_replay.errors import (
     RecipeError,
     UsageError,
 )
-from grpo_replay.evaluation.evaluate import sampler_facts
+from grpo_replay.evaluation.cache import sampler_facts
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.session import (
     find_model,

@@ -38,11 +38,11 @@ def make_report(seed=0, k=3, digest="d", version="0.9.0"):
     table = pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
     described = {name: {"problems_sha256": digest} for name in ("a", "b")}
     settings = {
-        **{"benchmarks": described, "bootstrap_samples": 50, "backend": "hf", "top_p": 1.0},
+        **{"benchmarks": described, "backend": "hf", "top_p": 1.0},
         **{"temperature": 1.0, "max_completion_length": 60, "reward": "math_verify"},
         "stop_tokens": ["<eos>"],
     }
-    results = summarise(table, 50, {})
+    results = summarise(table, {})
     return EvaluationReport({}, settings, {"math-verify": version}, results, samples=table)
 
 

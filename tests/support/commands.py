@@ -25,10 +25,6 @@ def run_comparison(a: str, b: str, as_json: bool = False) -> int:
     return run_eval(compare=(a, b), as_json=as_json)
 
 
-def run_regrading(path: str, verifier: str, output: str) -> int:
-    return run_eval(regrade=path, grade_with=verifier, output=output)
-
-
 def run_inspect(*words: Any, **options: Any) -> int:
     return _run("inspect-buffer", *words, **options)
 

@@ -1,4 +1,4 @@
-"""The interval of an accuracy, from its definition and scipy's beta distribution."""
+"""The interval of an accuracy, from its definition and scipy's t distribution."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,12 @@ from scipy import stats
 
 
 def share_bounds(columns: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Over problems, of the mean over benchmarks: Clopper and Pearson's bounds, for as many
-    observations as have the variance with one problem never and one always solved added."""
+    """Over problems, of the mean over benchmarks: mean ± t·√V with one problem never and one always
+    solved added, within 0 and 1; V the sum of s²/n over b², t with Satterthwaite's freedom."""
     added = [[*map(float, column), 0.0, 1.0] for column in columns]
-    variance = sum(np.var(each, ddof=1) / len(each) for each in added) / len(added) ** 2
+    parts = [(np.var(each, ddof=1) / len(each) / len(added) ** 2, len(each) - 1) for each in added]
+    variance = sum(part for part, _ in parts)
+    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
     center = np.mean([np.mean(each) for each in added])
-    count = center * (1 - center) / variance
-    return beta_bounds(float(np.mean([np.mean(each) for each in columns])), count)
-
-
-def beta_bounds(share: float, count: float) -> tuple[float, float]:
-    right = share * count
-    low = 0.0 if share == 0 else stats.beta.ppf(0.025, right, count - right + 1)
-    high = 1.0 if share == 1 else stats.beta.ppf(0.975, right + 1, count - right)
-    return float(low), float(high)
+    half = stats.t.ppf(0.975, freedom) * variance**0.5
+    return float(max(0, center - half)), float(min(1, center + half))

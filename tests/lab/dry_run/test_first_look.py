@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from buffer_makers import make_rollout
+from scipy import stats
 from small_runs.trained import small_recipe
 from typer.testing import CliRunner
 
@@ -54,13 +55,13 @@ def judged(rollouts: list[Rollout]) -> FirstLook:
 
 
 def test_no_success_is_no_proof_of_none():
-    """Ten groups of eight without a success: every group counts as about one observation, and of
-    twelve with both answers the upper bound is that of Clopper and Pearson for 0 of 11."""
+    """Ten groups of eight without a success: every group counts as one observation, and of twelve
+    with both answers the upper bound is (1 + t) / 12."""
     rollouts = [
         replace(make_rollout(i, group_id=i // 8), group_correct=0, reward=0.0) for i in range(80)
     ]
     low, high = judged(rollouts).success_interval
-    assert low == 0 and high == pytest.approx(1 - 0.025 ** (1 / 11), abs=1e-3)
+    assert low == 0 and high == pytest.approx((1 + stats.t.ppf(0.975, 11)) / 12)
     assert judged(rollouts[:8]).success_interval is None
 
 

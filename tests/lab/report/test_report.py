@@ -328,7 +328,7 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
         "falls": (["replay.preset=fifo", f"replay.machines={machines}", "replay.ratio=2"], -0.3),
     }
     folder = write_sweep(tmp_path / "paper", arms, SEEDS)
-    peak = evaluation(0.7, Size(), np.random.default_rng(7))
+    peak = evaluation(0.9, Size(), np.random.default_rng(7))
     peak.write(folder / f"falls/seed-{SEEDS[0]}/eval/step_000004.json")
     document = report(capsys, folder, baseline="none")
     points = []

@@ -34,7 +34,6 @@ class Size:
     problems: int = 10
     samples: int = 4
     benchmarks: Sequence[str] = BENCHMARKS
-    resamples: int = 100
 
 
 def write_sweep(
@@ -98,13 +97,12 @@ def evaluation(
 ) -> EvaluationReport:
     """An evaluation whose problems have chances around `chance`."""
     table = samples_table(chance, size, rng)
-    sampled, greedy = summarise_both(table, size.resamples, ())
+    sampled, greedy = summarise_both(table, ())
     found = {
         "benchmarks": {
             name: {"title": name, "problems_sha256": f"digest of {size.problems} of {name}"}
             for name in size.benchmarks
         },
-        "bootstrap_samples": size.resamples,
         **{"backend": "hf", "temperature": 1.0, "top_p": 1.0, "max_completion_length": 60},
         **{"stop_tokens": ["<eos>"], "reward": "math_verify"},
         **(settings or {}),

@@ -1,11 +1,11 @@
-"""An evaluation under two verifiers, and regraded: the evaluator on prepared completions."""
+"""An evaluation under two verifiers: the evaluator on prepared completions."""
 
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from commands import plan_of, run_comparison, run_regrading
+from commands import plan_of
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
@@ -80,19 +80,6 @@ def test_both_gradings_by_hand(evaluated):
     for report, column in ((boxed, 1), (whole, 2)):
         rows = [row["correct"] for row in report.samples.to_pylist() if not row["greedy"]]
         assert rows == [bool(text[column]) for two in TEXTS.values() for text in two]
-
-
-def test_a_file_is_regraded_without_a_model_as_if_evaluated_under_that_verifier(
-    evaluated, tmp_path
-):
-    before, after = tmp_path / "a.json", tmp_path / "b.json"
-    evaluated["math_verify_boxed"].write(before)
-    run_regrading(str(before), "math_verify", str(after))
-    evaluated["math_verify"].write(tmp_path / "direct.json")
-    assert after.read_bytes() == (tmp_path / "direct.json").read_bytes()
-    run_comparison(str(after), str(tmp_path / "direct.json"))
-    with pytest.raises(EvaluationFileError, match="has reward 'math_verify_boxed', but"):
-        run_comparison(str(before), str(after))
 
 
 def test_functions_of_the_user_are_compared_by_their_source(evaluated):
