@@ -1,28 +1,21 @@
 """The evaluation report: results and settings as JSON, per-sample rows as Parquet (schema, files);
-and whether two reports can be compared.
-
-Output files are checked before anything is sampled, and only files of an earlier evaluation are
-replaced.
-"""
+and whether two reports can be compared."""
 
 import json
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isclose
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import TypeAdapter
 
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
-from grpo_replay.evaluation.statistics import Results, problem_table
+from grpo_replay.evaluation.statistics import Results
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole, written_whole
 from grpo_replay.types import FAILED
@@ -41,29 +34,7 @@ SHA-256."""
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
-@pydantic_dataclass
-class _Described:
-    """What is validated of the description of a benchmark."""
-
-    problems_sha256: str
-
-
-@pydantic_dataclass
-class _Settings:
-    """The settings that are validated when a report is read; a report has more."""
-
-    benchmarks: dict[str, _Described]
-    backend: str
-    temperature: float | None
-    top_p: float
-    max_completion_length: int
-    reward: str
-    stop_tokens: list[str]
-
-
-_SETTINGS = TypeAdapter(_Settings)
 _RESULTS = TypeAdapter(Results)
-_MAPPING = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,29 +101,16 @@ class EvaluationReport:
             "greedy": None if self.greedy is None else asdict(self.greedy),
         }
 
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "EvaluationReport":
-        """The inverse of `to_json`. Raises KeyError or ValueError for an inconsistent document."""
-        described = _SETTINGS.validate_python(document["settings"]).benchmarks
-        sampled, greedy = _results_from_json(document), document["greedy"]
-        if not set(sampled.benchmarks) <= set(described):
-            raise ValueError("settings.benchmarks does not describe every benchmark")
-        return cls(
-            model=_MAPPING.validate_python(document["model"]),
-            settings=document["settings"],
-            versions=_MAPPING.validate_python(document["versions"]),
-            sampled=sampled,
-            greedy=None if greedy is None else _results_from_json(greedy),
-        )
-
     def write(self, path: Path) -> None:
-        """Write `path` (JSON) and the per-sample rows next to it (`.parquet`), both atomically.
+        """Write the per-sample rows (`.parquet`) and last `path` (JSON), both atomically; a report
+        that was there goes first, so that the two are never of two evaluations.
 
         Raises OutputDirectoryError.
         """
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
         with named_if_unwritable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
             if self.samples is not None:
                 with written_whole(samples_path(path)) as temporary:
                     pq.write_table(self.samples, temporary, compression="zstd")
@@ -170,11 +128,9 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
 
     Raises EvaluationFileError for a file that is missing, damaged or of another version.
     """
-    if path.is_dir():
-        raise EvaluationFileError(f"{path} is a folder: {_evaluations_in(path)}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise EvaluationFileError(f"{path}: not a readable evaluation file: {error}") from error
     found = document.get("schema_version") if isinstance(document, dict) else None
     if found != REPORT_VERSION:
@@ -183,25 +139,22 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
             f"expected {REPORT_VERSION}): make one with grpo-replay eval"
         )
     try:
-        report = EvaluationReport.from_json(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "settings"
-        raise _damaged(path, f"{place}: {first['msg']}, found {first['input']!r:.80}") from error
+        greedy = document["greedy"]
+        report = EvaluationReport(
+            model=document["model"],
+            settings=document["settings"],
+            versions=document["versions"],
+            sampled=_RESULTS.validate_python(document),
+            greedy=None if greedy is None else _RESULTS.validate_python(greedy),
+        )
     except (KeyError, ValueError) as error:
-        raise _damaged(path, f"{error}") from error
+        raise EvaluationFileError(
+            f"{path}: damaged evaluation file: {error!r}; restore it, or evaluate again"
+        ) from error
     rows_path = samples_path(path)
     if not (with_samples and rows_path.is_file()):
         return report
-    rows = read_samples(rows_path, with_texts)
-    try:
-        _check_rows(report, rows)
-    except ValueError as error:
-        raise EvaluationFileError(
-            f"{rows_path} is not the per-sample file of {path}: {error}; restore the two files "
-            "together, or evaluate again"
-        ) from error
-    return replace(report, samples=rows)
+    return replace(report, samples=read_samples(rows_path, with_texts))
 
 
 def generations_parent(report_path: Path) -> Path:
@@ -231,64 +184,19 @@ def check_output(output: Path) -> None:
 
 
 def _refuse_other_files(output: Path) -> None:
-    path, kind = output, "an evaluation file"
+    """Only files of an earlier evaluation are replaced; a killed one may have left its rows."""
+    path = output
     try:
-        if output.exists():  # of a killed evaluation, the rows may belong to another one
+        if output.exists():
             read_report(output, with_samples=False)
-        path, kind = samples_path(output), "a per-sample file of this version"
+        path = samples_path(output)
         if path.exists():
-            check_samples_file(path)
+            _check_columns(path)
     except EvaluationFileError as error:
         raise OutputDirectoryError(
-            f"{path} would be replaced, but it is not {kind}: choose another name with --output, "
-            f"or remove it ({error})"
+            f"{path} would be replaced, but it is not of an evaluation: choose another name with "
+            f"--output, or remove it ({error})"
         ) from error
-
-
-def _evaluations_in(folder: Path) -> str:
-    """What to name instead of a folder."""
-    files = sorted([*folder.glob("eval/step_*.json"), *folder.glob("step_*.json")])
-    if not files:
-        return "name an evaluation file; grpo-replay eval --ckpt makes one of a run or a checkpoint"
-    return f"name one of its evaluation files, such as {files[-1]} (the last)"
-
-
-def _damaged(path: Path, what: str) -> EvaluationFileError:
-    return EvaluationFileError(
-        f"{path}: damaged evaluation file: {what}; restore it from a copy, or evaluate again"
-    )
-
-
-def _results_from_json(document: Mapping[str, Any]) -> Results:
-    document = _MAPPING.validate_python(document)
-    found = {"benchmarks": document["benchmarks"], "mean": document["mean"]}
-    results = _RESULTS.validate_python(found)
-    each = list(results.benchmarks.values())
-    if not each:
-        raise ValueError("the report has no benchmarks")
-    if tuple(results.benchmarks) != results.mean.benchmarks:
-        raise ValueError("mean.benchmarks are not the benchmarks of the report")
-    for name in ("avg_at_k", "pass_at_k", "mean_tokens"):
-        mean = getattr(results.mean, name)
-        if not isclose(mean, fmean(getattr(result, name) for result in each), rel_tol=1e-9):
-            raise ValueError(f"mean.{name} {mean} is not the mean over the benchmarks")
-    return results
-
-
-def _check_rows(report: EvaluationReport, rows: pa.Table) -> None:
-    """Raises ValueError unless the rows have the report's benchmarks, problems and samples, and its
-    accuracies: a kill between the two files leaves rows of another evaluation."""
-    for results, greedy in ((report.sampled, False), (report.greedy, True)):
-        chosen = rows.filter(pc.equal(rows["greedy"], greedy))
-        benchmarks = results.benchmarks if results else {}
-        if set(chosen["benchmark"].to_pylist()) != set(benchmarks):
-            raise ValueError(f"its {'greedy' if greedy else 'sampled'} rows have other benchmarks")
-        for name, result in benchmarks.items():
-            found = problem_table(chosen, name, greedy)
-            stated = result.n, result.k, result.avg_at_k
-            counted = len(found.problem_ids), found.samples, float(found.accuracy_N.mean())
-            if not all(map(isclose, stated, counted)):
-                raise ValueError(f"n, k and avg@k of {name} are {stated}, of its rows {counted}")
 
 
 def temperatures_used(settings: Mapping[str, Any], names: Collection[str]) -> list[float]:
@@ -363,10 +271,6 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names))
 
 
-SAMPLES_VERSION = "2"
-
-_VERSION_KEY = "grpo_replay_evaluation_samples"
-
 SAMPLE_SCHEMA = pa.schema(
     [
         ("benchmark", pa.string()),
@@ -382,7 +286,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("verdict", pa.string()),
         ("correct", pa.bool_()),
     ],
-    metadata={_VERSION_KEY: SAMPLES_VERSION},
+    metadata={"grpo_replay_evaluation_samples": "2"},
 )
 _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
 
@@ -408,31 +312,25 @@ def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
 def read_samples(path: Path, with_texts: bool = True) -> pa.Table:
     """The rows of a per-sample file; the texts are most of its size. Raises EvaluationFileError for
     any other file."""
-    check_samples_file(path)
+    _check_columns(path)
+    names = SAMPLE_SCHEMA.names
+    columns = [name for name in names if with_texts or name != "completion_text"]
     try:
-        names = SAMPLE_SCHEMA.names
-        columns = [name for name in names if with_texts or name != "completion_text"]
         return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
 
 
-def check_samples_file(path: Path) -> None:
-    """Raises EvaluationFileError unless the schema is that of a per-sample file."""
+def _check_columns(path: Path) -> None:
+    """Raises EvaluationFileError unless the columns are those of a per-sample file."""
     try:
-        schema = pq.read_schema(path)
+        names = pq.read_schema(path).names
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
-    version = (schema.metadata or {}).get(_VERSION_KEY.encode(), SAMPLES_VERSION.encode()).decode()
-    if version != SAMPLES_VERSION:
+    if names[: len(SAMPLE_SCHEMA)] != SAMPLE_SCHEMA.names:
         raise EvaluationFileError(
-            f"{path}: a per-sample file of version {version}, expected {SAMPLES_VERSION}: evaluate "
-            "again"
-        )
-    if list(schema)[: len(SAMPLE_SCHEMA)] != list(SAMPLE_SCHEMA):
-        raise EvaluationFileError(
-            f"{path}: its columns are {', '.join(schema.names)}; per-sample files of this "
-            f"version have {', '.join(SAMPLE_SCHEMA.names)}: evaluate again"
+            f"{path}: not a per-sample file, whose columns are {', '.join(SAMPLE_SCHEMA.names)}; "
+            f"found {', '.join(names)}"
         )
 
 

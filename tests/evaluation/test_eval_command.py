@@ -219,5 +219,5 @@ def test_options_and_outputs_that_cannot_be_are_refused_before_sampling(tmp_path
         recipe_of_evaluation("builtin:tiny", recipe=str(empty))
     with pytest.raises(UsageError, match=r"\.json"):
         run(EvalOptions("builtin:tiny", output=str(tmp_path / "x.txt")))
-    with pytest.raises(OutputDirectoryError, match="is not an evaluation file"):
+    with pytest.raises(OutputDirectoryError, match="is not of an evaluation"):
         run(EvalOptions("builtin:tiny", output=str(other)))
