@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
 
-from grpo_replay.cli.train_command import print_result
+from grpo_replay.cli.run_display import print_result
 from grpo_replay.storage.recipe_history import read_recipe_file
 from grpo_replay.terminal.console import PlainConsole
 

@@ -8,7 +8,7 @@ import pytest
 from small_runs.trained import small_recipe, train_small_run
 
 from grpo_replay.cli.error_boundary import report_error
-from grpo_replay.cli.train_command import RunDisplay
+from grpo_replay.cli.run_display import RunDisplay
 from grpo_replay.errors import DataError, RecipeError
 from grpo_replay.recipe import RewardSection, resolve_recipe
 from grpo_replay.rewards.scorer import RewardScorer

@@ -1,13 +1,14 @@
 """Texts of the user and of a run reach the terminal as text: no markup, no escape sequence."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.cli.train_command import RunDisplay
+from grpo_replay.cli.run_display import RunDisplay
 from grpo_replay.terminal.console import PlainConsole, open_console, printable
 
 RED = "\x1b[31mred\x1b[0m"
@@ -56,19 +57,29 @@ def test_a_run_directory_of_any_name_is_shown_as_it_is(name, terminal, capsys):
     assert "\x1b[2J" not in console.file.getvalue()
 
 
-def test_the_progress_of_a_run_is_complete_in_80_columns():
+def test_the_progress_of_a_run_has_the_mean_reward_and_the_step_that_was_evaluated():
+    """The reward of a single step jumps; the mean is of the last 20. Complete in 80 columns."""
     console = PlainConsole(file=io.StringIO(), width=80, force_terminal=False)
     display = RunDisplay(console)
     step = {
-        **{"step": 238, "reward": 0.34, "fresh/rollouts": 96, "replay/rollouts": 96},
+        **{"fresh/rollouts": 96, "replay/rollouts": 96, "reward/missing_fraction": 0.0},
         **{"replay/age_mean": 2.3, "cost/generated_tokens": 2_677, "step_time": 1.0},
-        "reward/missing_fraction": 0.0,
     }
-    display._held_out = 0.361
-    display.on_step(step)
+    mean = {"mean": 0.361}
+    evaluated = SimpleNamespace(
+        accuracies=lambda: mean, standard_errors=lambda: mean, greedy_accuracies=lambda: None,
+        missing_verdicts=lambda: None,
+        sampled=SimpleNamespace(mean=SimpleNamespace(avg_at_k_interval=(0.34, 0.38))),
+    )  # fmt: skip
+    display.on_evaluation(200, evaluated)
+    for number, reward in enumerate([-9.0, *[0.5] * 19, None, 0.7], start=216):
+        display.on_step({**step, "step": number, "reward": reward})
     console.print(display._screen())
-    shown = console.file.getvalue()
-    assert "reward +0.34 · held-out 36.1 % · fresh 96 replayed 96 · age 2.3 · 2,677 tok/s" in shown
+    shown = " ".join(console.file.getvalue().split())
+    assert (
+        "reward +0.51 over 20 steps · held-out 36.1 % after step 200 · fresh 96 replayed 96 · "
+        "age 2.3 · 2,677 tok/s"
+    ) in shown
     assert "…" not in shown
 
 

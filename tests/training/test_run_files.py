@@ -12,7 +12,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_replay.cli.train_command import samples_table, shortened
+from grpo_replay.cli.run_display import samples_table, shortened
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.evaluation.evaluation_report import read_report

@@ -16,7 +16,7 @@ from small_runs.trained import FinishedRun, small_recipe
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.cli.train_command import RunDisplay
+from grpo_replay.cli.run_display import RunDisplay
 from grpo_replay.distributed.failures import Interruption
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint

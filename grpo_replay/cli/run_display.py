@@ -1,0 +1,349 @@
+"""A run in the terminal: a progress line, its evaluations and samples, and tables at the end."""
+
+import shlex
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.errors import DataError
+from grpo_replay.recipe import Recipe
+from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
+from grpo_replay.terminal.quiet import without_secrets
+from grpo_replay.training import Observer
+
+if TYPE_CHECKING:
+    from grpo_replay.evaluation.evaluation_report import EvaluationReport
+    from grpo_replay.storage.checkpoint import RunState
+    from grpo_replay.training.run import RunResult
+
+PLAIN_LINES = 20
+"""Number of progress lines of a run when stderr is not a terminal."""
+
+REWARD_STEPS = 20
+"""Steps of the mean reward that is shown: the reward of one step says little."""
+
+
+class RunDisplay(Observer):
+    """Prints progress to stderr and the result to stdout."""
+
+    def __init__(self, console: Console, stream: GuardedStream | None = None) -> None:
+        self._console = console
+        self._stream = stream
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._line = ""
+        self._steps = 0
+        self._recipe: Recipe | None = None
+        self._rewards: deque[float] = deque(maxlen=REWARD_STEPS)
+        self._held_out = ""
+        self._tokens_per_second: float | None = None
+
+    def __enter__(self) -> "RunDisplay":
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._screen, console=self._console, transient=True)
+            self._live.start()
+        return self
+
+    def _screen(self) -> Group:
+        """The bar, and below it the last step: side by side they need more than 80 columns."""
+        return Group(self._progress, Text(self._line))
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def lost_reader(self) -> bool:
+        return self._stream is not None and self._stream.lost_reader
+
+    def on_status(self, text: str) -> None:
+        if self._live is None:
+            self._console.print(text, soft_wrap=True)
+        else:
+            self._line = text
+
+    def on_start(
+        self, recipe: Recipe, run_dir: Path, state: "RunState", notices: list[str]
+    ) -> None:
+        self._recipe, self._steps = recipe, recipe.run.steps
+        self._console.print(describe_run(recipe, run_dir, state.step), soft_wrap=True)
+        for notice in notices:
+            self.on_notice(notice)
+        self._line = ""
+        self._progress.update(
+            self._task, description="step", total=self._steps, completed=state.step
+        )
+
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._console.print(samples_table(step, rows))
+
+    def on_notice(self, text: str) -> None:
+        self._console.print(f"note: {without_secrets(text)}", soft_wrap=True)
+
+    def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
+        self._line = ""
+        mean = report.accuracies()["mean"]
+        self._held_out = f"held-out {100 * mean:.1f} % after step {step}"
+        greedy = report.greedy_accuracies()
+        greedy_part = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
+        accuracy = _with_error(mean, report.standard_errors().get("mean"))
+        interval = _interval_without_error(report)
+        self._console.print(
+            f"step {step}: held-out accuracy {accuracy} %{interval}{greedy_part}", soft_wrap=True
+        )
+        if missing := report.missing_verdicts():
+            self.on_notice(missing)
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
+        before = self._tokens_per_second
+        self._tokens_per_second = speed if before is None else 0.9 * before + 0.1 * speed
+        self._line = line = self._describe_step(metrics)
+        self._progress.update(self._task, completed=metrics["step"])
+        if self._live is None and self._is_due(metrics["step"]):
+            self._console.print(f"step {metrics['step']}/{self._steps}  {line}", soft_wrap=True)
+
+    def _is_due(self, step: int) -> bool:
+        return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
+
+    def _describe_step(self, metrics: Mapping[str, Any]) -> str:
+        reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
+        self._rewards.extend([] if reward is None else [reward])
+        parts = []
+        if count := len(self._rewards):
+            over = f" over {count} steps" if count > 1 else ""
+            parts.append(f"reward {sum(self._rewards) / count:+.2f}{over}")
+        if metrics["reward/missing_fraction"]:
+            parts.append(f"no reward {100 * metrics['reward/missing_fraction']:.1f} %")
+        if self._held_out:
+            parts.append(self._held_out)
+        fresh, replayed = metrics["fresh/rollouts"], metrics["replay/rollouts"]
+        why = "" if reward is None or fresh or replayed else " (no group with signal)"
+        parts.append(f"fresh {fresh} replayed {replayed}{why}")
+        if metrics["replay/age_mean"] is not None:
+            parts.append(f"age {metrics['replay/age_mean']:.1f}")
+        generated = f"{self._tokens_per_second:,.0f} tok/s"
+        if "async/trainer_idle" in metrics:
+            parts += asynchronous_parts(metrics)
+            generated += " generated"
+        parts.append(generated)
+        return " · ".join(parts)
+
+    def conclude(self, result: "RunResult") -> None:
+        if result.interrupted:
+            self._console.print(describe_stop(result), soft_wrap=True)
+            return
+        assert result.summary is not None and self._recipe is not None
+        out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
+        if reason := print_result(result.run_dir, result.summary, self._recipe, out):
+            self.on_notice(reason)
+
+
+def print_result(
+    run_dir: Path, summary: Mapping[str, Any], recipe: Recipe, out: Console
+) -> str | None:
+    """Print the accuracies, the ages and the totals of a run. Returns why its ages cannot be shown,
+    None if they can."""
+    reason = None
+    if summary["base"] or summary["final"]:
+        out.print(result_table(summary))
+    try:
+        print_staleness(run_dir, summary["steps"], recipe, out)
+    except DataError as error:  # the training went well
+        reason = f"the ages of the rollouts cannot be shown: {error}"
+    out.print(describe_end(run_dir, summary), soft_wrap=True)
+    return reason
+
+
+def describe_stop(result: "RunResult") -> str:
+    """What an interrupted run leaves, and the command that continues it."""
+    saved = f"after step {result.step}, with a checkpoint"
+    if result.step == 0:
+        saved = "before the end of step 1: there is nothing to save yet"
+    resume = f"grpo-replay train --resume --output-dir {shlex.quote(str(result.run_dir))}"
+    return f"interrupted {saved}. Continue with: {resume}"
+
+
+def print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> None:
+    """Print the ages of what is stored after the last `step` and of what was replayed, as
+    inspect-buffer does, of which this loads a part."""
+    from grpo_replay.lab.inspection.buffer_panels import staleness_panel
+    from grpo_replay.lab.inspection.buffer_summary import staleness_rows
+    from grpo_replay.lab.inspection.rollout_columns import (
+        read_draws,
+        read_stored,
+        updates_of_a_step,
+    )
+    from grpo_replay.storage.checkpoint import checkpoint_name
+    from grpo_replay.storage.rollout_log import step_path
+    from grpo_replay.terminal.console import no_progress
+
+    paths = ((each, step_path(run_dir / "draws", each)) for each in range(1, step + 1))
+    files = [(each, path) for each, path in paths if path.exists()]
+    with no_progress():  # between two tables
+        draws = read_draws(files).replayed(recipe.replay)
+        stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
+    updates = updates_of_a_step(recipe.draws_per_step, files)
+    panel = staleness_panel(staleness_rows(stored.birth_step, draws.age, step, updates))
+    if panel is not None:
+        out.print(panel)
+
+
+def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Prompts, completions and rewards; long texts are shortened in the middle."""
+    table = Table(title=f"samples of step {step}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("rollout", justify="right")
+    table.add_column("reward", justify="right")
+    table.add_column("verdict")
+    table.add_column("prompt")
+    table.add_column("completion")
+    for row in rows:
+        table.add_row(
+            str(row["rollout_id"]),
+            "none" if row["reward"] is None else f"{row['reward']:+.2f}",
+            row["verdict"],
+            Text(shortened(row["prompt"])),
+            Text(shortened(row["completion"])),
+        )
+    return table
+
+
+SHOWN_CHARACTERS = 300
+
+
+def shortened(text: str) -> str:
+    """The text on one line, without control characters; its middle left out beyond
+    `SHOWN_CHARACTERS`."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    half = SHOWN_CHARACTERS // 2
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} … {line[-half:]}"
+
+
+def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
+    """Idle shares, age of what was trained on, fill of the buffer, tokens trained per second."""
+    idle, age = metrics["async/sampler_idle"], metrics["async/age_mean"]
+    trained = metrics["cost/trained_tokens"] / max(metrics["step_time"], 1e-9)
+    return [
+        f"trainer idle {100 * metrics['async/trainer_idle']:.0f} %",
+        "sampler idle -" if idle is None else f"sampler idle {100 * idle:.0f} %",
+        "trained age -" if age is None else f"trained age {age:.1f}",
+        f"stored {metrics['buffer/rollouts']:,}",
+        f"{trained:,.0f} tok/s trained",
+    ]
+
+
+def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
+    """Two lines on the run that is about to start."""
+    replay = recipe.replay
+    described = "no replay"
+    if recipe.replays:
+        limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
+        described = (
+            f"{replay.unit} replay by {replay.priority}, {replay.composition}, "
+            f"ratio {replay.ratio:g}, age limit {limit}"
+        )
+    start = f"resuming after step {step}" if step else f"{recipe.run.steps} steps"
+    return (
+        f"{recipe.name}: {recipe.model.path}, {start} of {recipe.sampling.prompts_per_step} × "
+        f"{recipe.sampling.group_size} rollouts, preset {replay.preset} ({described})\n"
+        f"run directory: {run_dir}"
+    )
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Accuracy of the base and of the trained model by benchmark, sampled and greedy."""
+    table = Table(title="held-out accuracy, %", title_justify="left")
+    table.add_column("benchmark")
+    greedy = bool(summary["base_greedy"] and summary["final_greedy"])
+    for name in ("base", "trained", "change", *(("greedy base", "trained", "change") * greedy)):
+        table.add_column(name, justify="right")
+    base, final = summary["base"] or {}, summary["final"] or {}
+    same = summary.get("comparable") is not False
+    if not same:
+        table.title = "held-out accuracy, % (evaluated under other settings before and after)"
+    for name in final or base:
+        cells = [
+            _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
+            _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
+            _change(base.get(name), final.get(name)) if same else "",
+        ]
+        if greedy:
+            before, after = summary["base_greedy"].get(name), summary["final_greedy"].get(name)
+            cells += [_with_error(before, None), _with_error(after, None)]
+            cells.append(_change(before, after) if same else "")
+        if name == "mean":
+            table.add_section()
+        table.add_row(name, *cells, style="bold" if name == "mean" else None)
+    return table
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    """In %. A standard error of 0 is left out: the problems were all right or all wrong, say, which
+    does not make the accuracy exact."""
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")
+
+
+def _interval_without_error(report: "EvaluationReport") -> str:
+    """The 95 % interval of the mean where its standard error is 0; else nothing."""
+    interval = report.sampled.mean.avg_at_k_interval
+    if interval is None or report.standard_errors().get("mean") != 0:
+        return ""
+    from grpo_replay.evaluation.evaluation_tables import percent_interval
+
+    return f" {percent_interval(interval)} at 95 %"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
+    """Totals of the run, and commands to continue with."""
+    missing = summary["means"]["reward/missing_fraction"]
+    file = "" if summary["final"] else " --benchmark NAME_OR_FILE"
+    run, latest, plots = (
+        shlex.quote(str(run_dir / part)) for part in ("", "checkpoints/latest", "tensorboard")
+    )
+    return (
+        f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
+        f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
+        f"{summary['replayed_rollouts']:,} rollouts replayed"
+        + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
+        + "\n\n"
+        "next:\n"
+        f"  grpo-replay inspect-buffer {run}\n"
+        f"  grpo-replay eval --ckpt {latest}{file}\n"
+        f"  grpo-replay plan --from-run {run}\n"
+        f"  tensorboard --logdir {plots}"
+    )
+
+
+@contextmanager
+def open_display(is_main: bool) -> Iterator[Observer]:
+    """The display of this rank."""
+    if not is_main:
+        yield Observer()
+        return
+    with (
+        guarded_stderr() as stream,
+        RunDisplay(open_console(file=cast(TextIO, stream)), stream) as display,
+    ):
+        yield display
