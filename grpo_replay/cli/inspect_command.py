@@ -1,34 +1,23 @@
 """`grpo-replay inspect-buffer`: show the content and history of a replay buffer."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import InspectOptions
-from grpo_replay.errors import (
-    CheckpointError,
-    DatasetError,
-    OutputDirectoryError,
-    SnapshotError,
-    UsageError,
-    first_line,
-)
+from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
-from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import Source, open_source
-from grpo_replay.lab.inspection.views import LIST_ROWS, read_life, warn_of_gaps
+from grpo_replay.lab.inspection.views import read_life, warn_of_gaps
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
-from grpo_replay.storage.checkpoint import RunState, checkpoint_name, newest_state
-from grpo_replay.storage.rollout_log import STEP_FOLDERS
+from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -44,29 +33,20 @@ def run(options: InspectOptions) -> int:
     console, as_json = open_console(markup=True), options.as_json
     if options.verify:
         return _verify(source, console, as_json, options.with_model)
-    if options.what_if or options.show is not None or options.where or options.export:
+    if options.what_if or options.show is not None:
         warn_of_gaps(source)
     if options.what_if:
         _answer(what_if(source, options.what_if), views.print_what_if, console, as_json)
     elif options.show is not None:
         _answer(read_life(source, options.show), views.print_life, console, as_json)
-    elif options.where is not None or options.export is not None:
-        rows = open_rows(source)
-        chosen = rows, None if options.where is None else Filter(options.where, rows.schema)
-        if options.export is not None:
-            _refuse_own_folders(source.run_dir, Path(options.export))
-            _export(chosen, Path(options.export), console, as_json)
-        else:
-            _list(source, chosen, options, console)
     else:
-        _screen(source, options.plot, console, as_json)
+        _screen(source, options, console)
     return 0
 
 
 def _check_options(options: InspectOptions) -> None:
     asked = {
         "--show": options.show is not None,
-        "--where or --export": options.where is not None or options.export is not None,
         "--verify": options.verify,
         "--what-if": bool(options.what_if),
         "--plot": options.plot is not None,
@@ -76,11 +56,8 @@ def _check_options(options: InspectOptions) -> None:
         raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
     if options.plot is not None:
         check_plot_path(Path(options.plot), (*FIGURE_FORMATS, ".html"))
-    if options.text or options.limit != LIST_ROWS:
-        if options.where is None:
-            raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
-        if options.export is not None:
-            raise UsageError("--export writes all that match; leave out --limit and --text")
+    if options.panel is not None and not (options.plot or "").lower().endswith(FIGURE_FORMATS):
+        raise UsageError("--panel draws one panel of a figure: add --plot FILE.png, .svg or .pdf")
     if options.verify and options.step is not None:
         raise UsageError("--verify reads the whole run; leave out --step")
     if options.with_model and not options.verify:
@@ -101,19 +78,25 @@ def _print_json(document: Any) -> None:
     print_json(json_values(document))
 
 
-def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:
+def _screen(source: Source, options: InspectOptions, console: Console) -> None:
     inspection = summarise(source)
-    if plot is not None:
-        _plot(inspection, Path(plot))
-    if as_json:
-        _print_json(views.inspection_document(inspection))
-    elif plot is None:
+    if options.plot is not None:
+        _plot(inspection, Path(options.plot), options.panel)
+    if options.as_json:
+        # The keys that tools rely on come first.
+        first = {
+            "step": inspection.step,
+            "stored_rollouts": inspection.occupancy.stored_rollouts,
+            "capacity_rollouts": inspection.settings["capacity_rollouts"],
+        }
+        _print_json({**first, **asdict(inspection)})
+    elif options.plot is None:
         from grpo_replay.lab.inspection.buffer_panels import print_inspection
 
         print_inspection(inspection, console)
 
 
-def _plot(inspection: Inspection, path: Path) -> None:
+def _plot(inspection: Inspection, path: Path, panel: str | None) -> None:
     with named_if_unwritable(path):
         if path.suffix.lower() == ".html":
             from grpo_replay.lab.inspection.buffer_panels import write_page
@@ -122,7 +105,7 @@ def _plot(inspection: Inspection, path: Path) -> None:
         else:
             from grpo_replay.lab.inspection.buffer_figures import plot_inspection
 
-            plot_inspection(inspection, path)
+            plot_inspection(inspection, path, panel)
     open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
@@ -134,92 +117,6 @@ def _answer(
         _print_json(asdict(found))
     else:
         show(found, console)
-
-
-def _refuse_own_folders(run_dir: Path | None, target: Path) -> None:
-    """Raises OutputDirectoryError for a file among those of the run, which would be read as one."""
-    own = [] if run_dir is None else [run_dir / name for name in (*STEP_FOLDERS, "checkpoints")]
-    for folder in own:
-        if target.resolve().is_relative_to(folder.resolve()):
-            raise OutputDirectoryError(
-                f"--export {target}: {folder} holds the run's own files; choose another folder"
-            )
-
-
-def _export(
-    chosen: tuple[RowSource, Filter | None], path: Path, console: Console, as_json: bool
-) -> None:
-    with named_if_unwritable(path):
-        count = export_rows(*chosen, path)
-    if as_json:
-        _print_json({"exported": count, "file": str(path)})
-    else:
-        console.print(f"wrote {count:,} rollouts to {escape(str(path))}", soft_wrap=True)
-
-
-def _list(
-    source: Source,
-    chosen: tuple[RowSource, Filter | None],
-    options: InspectOptions,
-    console: Console,
-) -> None:
-    names = (*views.LISTED, "completion_text") if options.text else views.LISTED
-    if options.text and "completion_text" not in chosen[0].schema.names:
-        raise UsageError("--text needs a run directory: a snapshot holds no texts")
-    columns = [name for name in names if name in chosen[0].schema.names]
-    listed, total = _matches(*chosen, columns, options.limit)
-    if options.text:
-        _add_problems(listed, source)
-    if options.as_json:
-        _print_json({"matches": total, "rollouts": listed})
-    else:
-        views.print_list(listed, total, console)
-
-
-def _add_problems(rows: Sequence[dict[str, Any]], source: Source) -> None:
-    """Set `problem` and `answer` of each row: None, and a notice, if the prompts cannot be read now
-    or are others than at its step."""
-    from grpo_replay.prompts.prompt_set import KnownProblems, read_problems
-
-    recipe, known, reason = source.recipe, KnownProblems({}, ""), None
-    state = RunState()
-    try:
-        if recipe is not None:
-            known = read_problems(recipe.prompts, recipe.run.seed)
-        if source.run_dir is not None:
-            state = newest_state(source.run_dir / "checkpoints")
-    except (CheckpointError, DatasetError, ImportError) as error:
-        known, reason = KnownProblems({}, ""), first_line(error)
-    unrecorded = changed = 0
-    for row in rows:
-        found = known.by_id.get(row["prompt_id"])
-        then = state.prompts_at(row["birth_step"])
-        unrecorded += found is not None and then is None
-        if found is not None and then not in (None, known.sha256):
-            found, changed = None, changed + 1
-        row["problem"], row["answer"] = found or (None, None)
-    if changed:
-        reason = f"prompts.source has changed since the steps of {changed} of {len(rows)} rollouts"
-    if reason is not None:
-        print(f"the problems are not shown: {reason}", file=sys.stderr)
-    if unrecorded:
-        print(
-            "problems and answers are those that prompts.source has now: no checkpoint records "
-            "what it had then",
-            file=sys.stderr,
-        )
-
-
-def _matches(
-    rows: RowSource, chosen: Filter | None, columns: Sequence[str], limit: int
-) -> tuple[list[dict[str, Any]], int]:
-    """The first matching rows, and the number of all matching rows."""
-    listed: list[dict[str, Any]] = []
-    total = 0
-    for table in iter_rows(rows, columns, chosen):
-        listed.extend(table.slice(0, limit - len(listed)).to_pylist())
-        total += table.num_rows
-    return listed, total
 
 
 def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:

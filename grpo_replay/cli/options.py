@@ -168,13 +168,11 @@ class InspectOptions:
     path: str = argument("Run directory, checkpoint or buffer.parquet.", default=MISSING)
     step: int | None = option("Training step to show. Default: the last.", min=0)
     plot: str | None = option("Write a figure: .png, .svg, .pdf or .html.", metavar="FILE")
-    show: int | None = option("Show one rollout and its history.", metavar="ROLLOUT_ID")
-    where: str | None = option(
-        "List the matching rollouts: 'reward > 0 and age_steps > 3'.", metavar="EXPR"
+    panel: str | None = option(
+        "With --plot: draw one panel: staleness, advantage, uses, last-use, clip, kl or stored.",
+        metavar="NAME",
     )
-    limit: int = option("With --where: the number of rollouts to list.", default=20, min=1)
-    text: bool = flag("With --where: list problems, answers and completions too.", "--text")
-    export: str | None = option("Export the rollouts to .parquet or .jsonl.", metavar="FILE")
+    show: int | None = option("Show one rollout and its history.", metavar="ROLLOUT_ID")
     verify: bool = flag("Read every file of the run, and recompute what can be.", "--verify")
     with_model: bool = flag(
         "With --verify: also recompute behaviour log-probs of a sample of rows from the weights of "

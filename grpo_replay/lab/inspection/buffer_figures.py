@@ -1,13 +1,14 @@
-"""Figures of an inspection, one panel per question, as wide as one column of a paper."""
+"""Figures of an inspection: panels in two columns, or one panel as wide as a paper's column."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.inspection.buffer_panels import cap_counts
+from grpo_replay.errors import UsageError
+from grpo_replay.lab.inspection.buffer_panels import bin_label, cap_counts
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
@@ -23,69 +24,56 @@ from grpo_replay.terminal.plot_style import (
 
 Drawing = Callable[[Any, Inspection], None]
 
-_PANEL_INCHES = 1.35
+_ROW_INCHES, _ONE_PANEL_INCHES, _GAP_INCHES = 1.5, 1.8, 0.2
 
 
 def panels_of(inspection: Inspection) -> dict[str, Drawing]:
-    """The panels that have data, by title, in reading order."""
-    found: dict[str, Drawing] = {}
-    if inspection.staleness:
-        found["Staleness"] = draw_staleness
-    if inspection.abs_advantage:
-        found["|Advantage|"] = draw_magnitude
-    if inspection.times_used or inspection.uses_over_run:
-        found["Uses of a rollout"] = draw_uses
-    if inspection.last_use:
-        found["Steps since last use"] = draw_last_use
-    if any(age > 0 for age in inspection.by_age):
-        found["Clip fraction by age"] = partial(
-            _by_age, value=lambda row: 100 * row.clip_fraction, label="clipped tokens (%)"
-        )
-        found["Policy shift by age"] = partial(
-            _by_age, value=lambda row: row.approx_kl, label="KL (nats per token)"
-        )
-    if "buffer/rollouts" in inspection.trends and inspection.replays:
-        found["Occupancy"] = draw_occupancy
-    return found
+    """The panels that have data, by the name that `--panel` takes, in reading order."""
+    has_old = any(age > 0 for age in inspection.by_age)
+    known: dict[str, tuple[object, Drawing]] = {
+        "staleness": (inspection.staleness, _staleness),
+        "advantage": (inspection.abs_advantage, _magnitude),
+        "uses": (inspection.uses_over_run or inspection.times_used, _uses),
+        "last-use": (inspection.last_use, _last_use),
+        "clip": (has_old, _clip_fraction),
+        "kl": (has_old, _policy_shift),
+        "stored": (inspection.replays and "buffer/rollouts" in inspection.trends, _stored),
+    }
+    return {name: draw for name, (data, draw) in known.items() if data}
 
 
-def plot_inspection(inspection: Inspection, path: Path) -> None:
-    """All panels stacked in one PNG, SVG or PDF figure. Raises UsageError for another extension."""
+def plot_inspection(inspection: Inspection, path: Path, panel: str | None = None) -> None:
+    """One PNG, SVG or PDF figure of what was stored and replayed, at which age and to what effect;
+    or of one panel. Raises UsageError for another extension, and for a panel without data."""
     drawings = panels_of(inspection)
+    if panel is not None:
+        if panel not in drawings:
+            raise UsageError(f"--panel {panel}: choose of {', '.join(drawings) or 'none'}")
+        drawings = {panel: drawings[panel]}
+    elif len(drawings) > 1:
+        drawings.pop("stored", None)  # buffer/rollouts over training, which `report` draws too
+    columns = 2 if len(drawings) > 1 else 1
+    rows = max(1, -(-len(drawings) // columns))
+    width = columns * COLUMN_INCHES + (columns - 1) * _GAP_INCHES
+    height = rows * _ROW_INCHES if columns > 1 else _ONE_PANEL_INCHES
     with figure_style() as figure_class:
-        rows = max(1, len(drawings))
-        figure = figure_class(figsize=(COLUMN_INCHES, _PANEL_INCHES * rows), layout="constrained")
-        axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
+        figure = figure_class(figsize=(width, height), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis, draw in zip(axes, drawings.values(), strict=False):
+            draw(axis, inspection)
+        for axis in axes[len(drawings) :]:
+            axis.set_axis_off()
         if not drawings:
             axes[0].text(0.5, 0.5, "nothing stored or replayed", ha="center", color=GREY)
-            axes[0].set_axis_off()
-        for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
-            draw(axis, inspection)
-            axis.set_title(title)
-        place = Path(inspection.path).resolve()
-        run = f"{inspection.recipe_name or place.name} · {place.name} · step {inspection.step}"
-        figure.suptitle(run, fontsize=7.5, color=GREY, parse_math=False)
         save_figure(figure, path)
 
 
-def draw_staleness(axes: Any, inspection: Inspection) -> None:
+def _staleness(axes: Any, inspection: Inspection) -> None:
     ages = np.array([row.age for row in inspection.staleness])
-    stored = np.array([row.stored for row in inspection.staleness], dtype=float)
-    replayed = np.array([row.replayed for row in inspection.staleness], dtype=float)
-    _paired(axes, ages, ("stored", stored), replayed)
-    limit = inspection.settings["max_age_steps"]
-    if limit is not None:
-        axes.axvline(limit + 0.5, color=GREY, linestyle=":", linewidth=0.9)
-        axes.annotate(
-            "$τ_{max}$",
-            (limit + 0.5, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(2, -7),
-            textcoords="offset points",
-            color=GREY,
-            fontsize=6.5,
-        )
-        axes.set_xlim(-0.6, 1.08 * max(limit, ages.max()) + 0.8)
+    stored = np.array([row.stored for row in inspection.staleness])
+    replayed = np.array([row.replayed for row in inspection.staleness])
+    _paired(axes, ages, ("stored now", stored), replayed)
+    axes.set_title("Staleness")
     axes.set_xlabel(f"age (training {inspection.age_unit})")
     whole_numbers(axes.xaxis)
 
@@ -95,95 +83,89 @@ def _paired(
 ) -> None:
     """Shares of one population next to shares of the replayed rollouts."""
     width = 0.42
-    sides = ((*left, STORED, -1), ("replayed", replayed, REPLAYED, 1))
-    for name, counts, colour, side in sides:
+    for name, counts, colour, side in (
+        (*left, STORED, -1),
+        ("all replays", replayed, REPLAYED, 1),
+    ):
         if counts.sum():
-            label = f"{name} ({_short_count(int(counts.sum()))})"
             share = 100 * counts / counts.sum()
-            axes.bar(places + side * width / 2, share, width, color=colour, label=label)
+            axes.bar(places + side * width / 2, share, width, color=colour, label=name)
     axes.set_ylabel("rollouts (%)")
     legend_above(axes)
 
 
-def _short_count(count: int) -> str:
-    """At most five characters, to keep the legend clear of the title."""
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if count >= limit:
-            return f"{count / limit:.3g}{unit}"
-    return str(count)
-
-
-def draw_magnitude(axes: Any, inspection: Inspection) -> None:
+def _magnitude(axes: Any, inspection: Inspection) -> None:
     bins = inspection.abs_advantage
-    kept = np.array([b.kept for b in bins], dtype=float)
-    stored = np.array([b.stored for b in bins], dtype=float)
-    replayed = np.array([b.replayed for b in bins], dtype=float)
-    places = np.arange(len(bins))
-    _paired(axes, places, ("survivors", kept) if kept.any() else ("stored", stored), replayed)
-    single = all(b.low == b.high for b in bins)
-    labels = [f"{b.low:.2f}" if single else f"{(b.low + b.high) / 2:.2f}" for b in bins]
-    every = max(1, round(len(bins) / 8))
-    axes.set_xticks(places[::every], labels[::every])
-    axes.set_xlabel("|advantage|" if single else "|advantage| (middle of bin)")
+    kept, replayed = (np.array([getattr(b, name) for b in bins]) for name in ("kept", "replayed"))
+    _paired(axes, np.arange(len(bins)), ("survivors", kept), replayed)
+    every = max(1, round(len(bins) / 6))
+    axes.set_xticks(range(0, len(bins), every), [bin_label(b) for b in bins[::every]])
+    axes.set_title("|Advantage|")
+    axes.set_xlabel("|advantage|")
 
 
-def draw_uses(axes: Any, inspection: Inspection) -> None:
-    """Shares of rollouts by number of uses over the run. A snapshot without its run shows how often
-    the stored rollouts were drawn."""
+def _uses(axes: Any, inspection: Inspection) -> None:
+    """A snapshot without its run shows how often the stored rollouts were drawn."""
     run = inspection.uses_over_run
-    counts = dict(cap_counts(inspection.times_used if run is None else run.counts, 10))
-    _shares(axes, counts, STORED)
-    axes.set_xlabel("draws of a stored rollout" if run is None else "uses over the run")
+    _shares(axes, inspection.times_used if run is None else run.counts, STORED)
+    axes.set_title("Reuse" if run is None else f"Reuse: mean {run.mean:.2f}")
+    axes.set_xlabel("draws of a stored rollout" if run is None else "uses of a survivor so far")
     axes.set_ylabel("rollouts (%)")
-    if run is not None:
-        axes.set_title(f"mean {run.mean:.2f}", loc="right", fontsize=6.5, fontweight="normal")
 
 
-def draw_last_use(axes: Any, inspection: Inspection) -> None:
-    """Shares of draws by steps or updates since the previous use (paper B); `new`: first uses."""
+def _last_use(axes: Any, inspection: Inspection) -> None:
     last_use = inspection.last_use
     assert last_use is not None
-    counts = dict(cap_counts(last_use.gaps, 10))
-    if last_use.new:
-        counts["new"] = last_use.new
-    _shares(axes, counts, REPLAYED)
-    axes.set_xlabel(f"training {inspection.age_unit} since the previous use")
+    _shares(axes, last_use.gaps, REPLAYED, {"first": last_use.new} if last_use.new else {})
+    axes.set_title("Since the previous use")
+    axes.set_xlabel(f"training {inspection.age_unit}")
     axes.set_ylabel("draws (%)")
 
 
-def _shares(axes: Any, counts: dict[str, int], colour: str) -> None:
+def _shares(
+    axes: Any, found: Mapping[int, int], colour: str, others: Mapping[str, int] | None = None
+) -> None:
+    counts = dict(cap_counts(found, 10)) | dict(others or {})
     total = max(1, sum(counts.values()))
     axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
 
 
-def _by_age(axes: Any, inspection: Inspection, value: Callable[[Any], float], label: str) -> None:
-    ages = sorted(inspection.by_age)
-    old = [age for age in ages if age > 0]
-    axes.plot(
-        old, [value(inspection.by_age[age]) for age in old], "o-", color=REPLAYED, label="replayed"
-    )
+def _by_age(
+    axes: Any, inspection: Inspection, title: str, label: str, value: Callable[[Any], float]
+) -> None:
+    old = [age for age in sorted(inspection.by_age) if age > 0]
+    values = [value(inspection.by_age[age]) for age in old]
+    axes.plot(old, values, "o-", color=REPLAYED, label="replayed")
     if 0 in inspection.by_age:
         fresh = value(inspection.by_age[0])
-        axes.plot([0], [fresh], "D", color=FRESH, markersize=3.5, label="fresh")
+        axes.plot([0], [fresh], "D", color=FRESH, markersize=3.5, label="fresh", clip_on=False)
         axes.axhline(fresh, color=FRESH, linewidth=0.7, linestyle="--")
     axes.set_ylim(bottom=0)
+    axes.set_title(title)
     axes.set_xlabel(f"age at use (training {inspection.age_unit})")
     axes.set_ylabel(label)
     whole_numbers(axes.xaxis)
     legend_above(axes)
 
 
-def draw_occupancy(axes: Any, inspection: Inspection) -> None:
-    """Rollouts stored, and the most that capacity and age limit allowed at each step."""
+_clip_fraction = partial(
+    _by_age, title="Clipping", label="clipped tokens (%)", value=lambda row: 100 * row.clip_fraction
+)
+_policy_shift = partial(
+    _by_age, title="Policy shift", label="KL (nats per token)", value=lambda row: row.approx_kl
+)
+
+
+def _stored(axes: Any, inspection: Inspection) -> None:
+    """Rollouts stored after each step, and the capacity where it is near."""
     steps, stored = zip(*inspection.trends["buffer/rollouts"], strict=True)
-    axes.plot(steps, stored, color=STORED, label="stored")
-    capacity, limits = inspection.occupancy.capacity_rollouts, inspection.occupancy.limits
-    if limits:
-        axes.plot(*zip(*limits, strict=True), "--", color=REPLAYED, linewidth=0.9, label="limit")
+    axes.plot(steps, stored, color=STORED)
+    capacity = inspection.occupancy.capacity_rollouts
     if capacity is not None and capacity <= 2 * max(stored):
         axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
+        legend_above(axes)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("rollouts")
+    axes.set_title("Occupancy")
+    axes.set_ylabel("rollouts stored")
     axes.set_xlabel("training step")
     whole_numbers(axes.xaxis)
-    legend_above(axes)

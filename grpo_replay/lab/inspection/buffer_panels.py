@@ -17,10 +17,8 @@ from rich.text import Text
 from grpo_replay.lab.inspection.buffer_summary import (
     TREND_LABELS,
     Bin,
-    CountRow,
     Inspection,
     StalenessRow,
-    first_and_last,
     plural,
 )
 from grpo_replay.storage.atomic import write_text_whole
@@ -33,9 +31,11 @@ _ROWS = 12  # maximum rows of a histogram; more are merged
 def print_inspection(inspection: Inspection, console: Console) -> None:
     console.print(_heading(inspection))
     console.print(_verdict(inspection))
+    limit = inspection.settings["max_age_steps"]
     found = (
-        *(_occupancy(inspection), staleness_panel(inspection.staleness), _populations(inspection)),
-        *(_magnitude(inspection), _reuse(inspection), _by_age(inspection)),
+        *(_occupancy(inspection), staleness_panel(inspection.staleness, limit)),
+        *(_populations(inspection), _magnitude(inspection)),
+        *(_reuse(inspection), _by_age(inspection)),
     )
     panels = [panel for panel in found if panel is not None]
     per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
@@ -43,7 +43,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
         console.print(Columns(panels[start : start + per_row], padding=(0, 1)))
     if inspection.trends:
         width = per_row * PANEL_WIDTH + per_row - 1
-        console.print(_panel("over training", trends_table(inspection, width - 52), width))
+        console.print(_trends(inspection, width))
 
 
 def write_page(inspection: Inspection, path: Path) -> None:
@@ -140,8 +140,7 @@ def _law_text(inspection: Inspection) -> Text:
     return Text(
         f"next draw: ESS {law.effective_sample_size:,.1f} of {law.units:,} {plural(law.unit)} "
         f"({law.effective_sample_size / law.units:.0%})\n"
-        f"  entropy {law.entropy_nats:.2f} nats of {math.log(law.units):.2f} · "
-        f"largest P {law.largest_probability:.2%}"
+        f"  largest P {law.largest_probability:.2%}"
     )
 
 
@@ -160,8 +159,6 @@ def _populations(inspection: Inspection) -> Panel | None:
         ("A > 0", lambda p: _number_or_dash(p.positive_share, ".1%")),
         ("mean |advantage|", lambda p: _number_or_dash(p.abs_advantage_mean, ".2f")),
         ("tokens, mean", lambda p: f"{p.tokens_mean:,.0f}"),
-        ("  median", lambda p: f"{p.tokens_median:,.0f}"),
-        ("  95th percentile", lambda p: f"{p.tokens_p95:,.0f}"),
         ("truncated", lambda p: f"{p.truncated_share:.1%}"),
     )
     for label, cell in lines:
@@ -173,40 +170,33 @@ def _number_or_dash(value: float | None, format_spec: str) -> str:
     return "–" if value is None else format(value, format_spec)
 
 
-def staleness_panel(staleness: Sequence[StalenessRow]) -> Panel | None:
-    """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
+def staleness_panel(staleness: Sequence[StalenessRow], limit: int | None = None) -> Panel | None:
+    """Ages of what is stored now next to ages at use in all steps so far; None if nothing was
+    stored or replayed. `limit` is the age in steps at which rollouts are evicted."""
     if not staleness:
         return None
     rows = merge_rows([(row.age, row.stored, row.replayed) for row in staleness], _ROWS)
-    stored = sum(row.stored for row in staleness)
-    replayed = sum(row.replayed for row in staleness)
     means = []
-    if stored:
-        means.append(f"{sum(row.age * row.stored for row in staleness) / stored:.1f} stored")
-    if replayed:
-        means.append(f"{sum(row.age * row.replayed for row in staleness) / replayed:.1f} at use")
+    for name, counts in (
+        ("stored now", [row.stored for row in staleness]),
+        ("at use", [row.replayed for row in staleness]),
+    ):
+        if sum(counts):
+            ages = (row.age * count for row, count in zip(staleness, counts, strict=True))
+            means.append(f"{sum(ages) / sum(counts):.1f} {name}")
     unit = "steps" if staleness[0].age_updates is None else "updates"
-    title = f"staleness, {unit}" + (f": mean {', '.join(means)}" if means else "")
-    return _panel(title, bars("age", rows, {"stored": STORED, "replayed": REPLAYED}))
+    table = bars("age", rows, {"stored now": STORED, "all replays": REPLAYED})
+    if limit is not None and unit == "steps":
+        table.caption = f"at age {limit} comes the last draw, then the eviction"
+    return _panel(f"staleness in {unit}: mean {', '.join(means)}", table)
 
 
 def _magnitude(inspection: Inspection) -> Panel | None:
     if not inspection.abs_advantage:
         return None
-    logged = any(b.kept for b in inspection.abs_advantage)
-    rows = [
-        (bin_label(b), b.kept if logged else b.stored, b.replayed) for b in inspection.abs_advantage
-    ]
-    colours = {"survivors" if logged else "stored": STORED, "replayed": REPLAYED}
-    body: RenderableType = bars("|A|", rows, colours)
-    if inspection.priority is not None:
-        p = inspection.priority
-        line = (
-            f"p: median {p.median:.3g} · quartiles {p.quarter:.3g}–{p.three_quarters:.3g} · "
-            f"max {p.maximum:.3g}"
-        )
-        body = Group(body, Text(line, style="dim"))
-    return _panel("|advantage|", body)
+    rows = [(bin_label(b), b.kept, b.replayed) for b in inspection.abs_advantage]
+    colours = {"survivors": STORED, "all replays": REPLAYED}
+    return _panel("|advantage| over the run", bars("|A|", rows, colours))
 
 
 def bin_label(span: Bin) -> str:
@@ -214,22 +204,24 @@ def bin_label(span: Bin) -> str:
 
 
 def _reuse(inspection: Inspection) -> Panel | None:
-    if not inspection.times_used and inspection.last_use is None:
+    """How often rollouts were used, of a snapshot without its run how often those stored were
+    drawn; and how long before."""
+    run = inspection.uses_over_run
+    counts = inspection.times_used if run is None else run.counts
+    if not counts or not inspection.replays:
         return None
-    left = bars("times drawn", cap_counts(inspection.times_used, 6), {"": STORED}, 5)
-    if inspection.last_use is None:
-        return _panel("reuse: times drawn", left)
-    gaps = cap_counts(inspection.last_use.gaps, 6)
-    if inspection.last_use.new:
-        gaps.append(("new", inspection.last_use.new))
-    right = bars("since last use", gaps, {"": REPLAYED}, 5)
+    name = "draws" if run is None else "uses"
+    tables = [bars(f"{name} so far", cap_counts(counts, 6), {"": STORED}, 5)]
+    last_use = inspection.last_use
+    if last_use is not None:
+        gaps = cap_counts(last_use.gaps, 6)
+        gaps += [("first use", last_use.new)] if last_use.new else []
+        tables.append(bars("since last use", gaps, {"": REPLAYED}, 5))
     grid = Table.grid(padding=(0, 2))
-    grid.add_row(left, right)
-    body: RenderableType = grid
-    if (run := inspection.uses_over_run) is not None:
-        words = f"over the run: {run.mean:.2f} uses a rollout, {run.never_share:.1%} never used"
-        body = Group(grid, Text(words, style="dim"))
-    return _panel(f"reuse: times drawn, and {inspection.age_unit} since last use", body)
+    grid.add_row(*tables)
+    if run is None:
+        return _panel("reuse of the stored rollouts", grid)
+    return _panel(f"reuse: {run.mean:.2f} uses, and {inspection.age_unit} since the last one", grid)
 
 
 def _by_age(inspection: Inspection) -> Panel | None:
@@ -259,16 +251,24 @@ def _by_age(inspection: Inspection) -> Panel | None:
     return _panel("clip fraction, ratio and KL by age at use", table)
 
 
-def trends_table(inspection: Inspection, width: int) -> Table:
-    """One line per metric: mean of the first and last eighth of the run, and a sparkline."""
+def _trends(inspection: Inspection, width: int) -> Panel:
+    """One line per metric: its means over the first and the last eighth of the steps, and a
+    sparkline between them."""
+    eighth = max(1, inspection.step // 8)
     table = panel_table()
-    for name in ("", "first", "", "last"):
+    for name in ("", f"first {eighth}", "", f"last {eighth}"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for metric, points in inspection.trends.items():
-        first, last = first_and_last(points)
-        course = sparkline([value for _, value in points], max(12, width))
-        table.add_row(TREND_LABELS[metric], _short(first), Text(course, style="cyan"), _short(last))
-    return table
+        first = [value for step, value in points if step <= eighth]
+        last = [value for step, value in points if step > inspection.step - eighth]
+        course = sparkline([value for _, value in points], max(12, width - 52))
+        table.add_row(TREND_LABELS[metric], _mean(first), Text(course, style="cyan"), _mean(last))
+    steps = "step" if eighth == 1 else "steps"
+    return _panel(f"over training: means of the first and the last {eighth} {steps}", table, width)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return _short(sum(values) / len(values)) if values else "–"
 
 
 def _short(value: float) -> str:
@@ -320,12 +320,11 @@ def merge_rows(rows: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[s
     return merged
 
 
-def cap_counts(rows: Sequence[CountRow], limit: int) -> list[tuple[str, int]]:
+def cap_counts(counts: Mapping[int, int], limit: int) -> list[tuple[str, int]]:
     """At most `limit` pairs (label, count). The last one sums all larger values."""
-    shown = [(str(row.value), row.rollouts) for row in rows[: limit - 1]]
-    rest = rows[limit - 1 :]
-    if len(rest) == 1:
-        shown.append((str(rest[0].value), rest[0].rollouts))
-    elif rest:
-        shown.append((f"{rest[0].value}+", sum(row.rollouts for row in rest)))
-    return shown
+    values = sorted(counts)
+    if len(values) <= limit:
+        return [(str(value), counts[value]) for value in values]
+    shown = [(str(value), counts[value]) for value in values[: limit - 1]]
+    rest = values[limit - 1 :]
+    return [*shown, (f"{rest[0]}+", sum(counts[value] for value in rest))]

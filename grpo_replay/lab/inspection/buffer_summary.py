@@ -6,7 +6,7 @@ the pool composition, draws at age 0 count as fresh, not as replayed. The thresh
 rules of thumb (docs/buffer.md, "Healthy ranges").
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ class Occupancy:
     stored_groups: int
     stored_tokens: int  # completion tokens
     survivors_per_step: float | None  # B': mean over the last τ_max steps; None without a log
-    expected_rollouts: int | None  # min(capacity, τ_max·B'): the last of `limits`
+    expected_rollouts: int | None  # min(capacity, survivors of the last τ_max steps)
     evicted_by_age: int | None
     evicted_by_capacity: int | None
-    limits: tuple[tuple[int, int], ...]
-    """(step, min(capacity, survivors of the last τ_max steps)); empty without a log or τ_max."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,50 +51,26 @@ class Bin:
     low: float
     high: float
     kept: int
-    stored: int
     replayed: int
 
 
 @dataclass(frozen=True, slots=True)
-class CountRow:
-    """Number of rollouts with a value: a number of uses, or a gap in steps or updates."""
-
-    value: int
-    rollouts: int
-
-
-@dataclass(frozen=True, slots=True)
 class LastUse:
-    """Steps, or updates, since the previous use (paper B); 0 if drawn twice in one batch. `new`
-    counts first uses. Training on a rollout at birth is a use."""
+    """Draws by steps, or updates, since the previous use of the rollout (paper B); 0 if drawn twice
+    in one batch. `new` counts first uses. Training on a rollout at birth is a use."""
 
     new: int
-    gaps: tuple[CountRow, ...]
+    gaps: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class RunUses:
-    """Number of times each survivor of the run was trained on, evicted ones included (paper B's
+    """Survivors of the run by the times that they were trained on, evicted ones included (paper B's
     replay ratio). Training on a rollout at birth is a use."""
 
-    counts: tuple[CountRow, ...]
+    counts: Mapping[int, int]
     mean: float
-
-    @property
-    def never_share(self) -> float:
-        """Share of survivors that were never trained on."""
-        never = sum(row.rollouts for row in self.counts if row.value == 0)
-        return never / sum(row.rollouts for row in self.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    minimum: float
-    quarter: float
-    median: float
-    three_quarters: float
-    maximum: float
-    mean: float
+    never_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +80,6 @@ class DrawLaw:
     unit: str
     units: int
     effective_sample_size: float  # 1/ΣP²
-    entropy_nats: float  # -ΣP ln P
     largest_probability: float
 
 
@@ -117,13 +90,10 @@ class Population:
     name: str
     rollouts: int
     prompts: int
-    largest_prompt: str
     largest_prompt_share: float
     positive_share: float | None  # with advantage above 0; None where groups were dropped
     abs_advantage_mean: float | None
     tokens_mean: float
-    tokens_median: float
-    tokens_p95: float
     truncated_share: float
 
 
@@ -160,8 +130,7 @@ class Inspection:
     occupancy: Occupancy
     staleness: tuple[StalenessRow, ...]
     abs_advantage: tuple[Bin, ...]
-    priority: Quantiles | None
-    times_used: tuple[CountRow, ...]
+    times_used: Mapping[int, int]  # stored rollouts by the times that they were drawn
     uses_over_run: RunUses | None  # None without a rollout log, or without survivors
     last_use: LastUse | None
     draw_law: DrawLaw
@@ -205,13 +174,9 @@ TREND_LABELS = {
     "fresh/clip_fraction": "clip fraction, fresh",
     "replay/clip_fraction": "clip fraction, replayed",
     "replay/approx_kl": "KL of replayed, nats",
-    "replay/age_mean": "age at use, mean",
     "replay/ess": "effective sample size",
-    "replay/draw_entropy": "draw entropy, nats",
     "replay/ratio": "replayed per fresh",
-    "replay/positive_fraction": "A > 0 among replayed",
     "buffer/rollouts": "rollouts stored",
-    "buffer/times_used_mean": "draws per stored",
 }
 """The metrics of a run that an inspection shows over training, with their names on the screen."""
 
@@ -219,13 +184,6 @@ TREND_LABELS = {
 def plural(unit: str) -> str:
     """The plural of a unit of replay: rollouts or queries."""
     return "queries" if unit == "query" else f"{unit}s"
-
-
-def first_and_last(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Mean value of the first eighth and of the last eighth of a (step, value) series."""
-    values = [value for _, value in points]
-    eighth = max(1, len(values) // 8)
-    return sum(values[:eighth]) / eighth, sum(values[-eighth:]) / eighth
 
 
 SMALL_ESS_SHARE = 0.10
@@ -342,5 +300,5 @@ def _missing_rewards(inspection: Inspection) -> Iterator[str]:
         yield (
             f"{missing:,} of {generated:,} generated rollouts ({missing / generated:.1%}) have no "
             "reward: the reward function failed on them, or returned None. They were left out of "
-            'their groups. See which: --where "reward is null"; log/ has the first error.'
+            "their groups. See which: docs/queries.md; log/ has the first error."
         )

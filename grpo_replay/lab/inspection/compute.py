@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,11 @@ from grpo_replay.lab.inspection.buffer_summary import (
     TREND_LABELS,
     AgeOutcome,
     Bin,
-    CountRow,
     DrawLaw,
     Inspection,
     LastUse,
     Occupancy,
     Population,
-    Quantiles,
     RunUses,
     find_warnings,
     staleness_rows,
@@ -37,7 +34,7 @@ from grpo_replay.lab.inspection.rollout_columns import (
     updates_of_a_step,
     uses_of,
 )
-from grpo_replay.lab.inspection.source import Source, checkpoint_snapshots, files_by_step
+from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.priorities import draw_law, query_spans
 from grpo_replay.replay.snapshot import read_snapshot_facts
@@ -71,9 +68,8 @@ def summarise(source: Source) -> Inspection:
         occupancy=_occupancy(stored, log, settings, step, facts),
         staleness=staleness_rows(stored.birth_step, replay_draws.age, step, updates),
         abs_advantage=magnitude_bins(
-            *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
+            *(np.abs(rows.advantage) for rows in (log.take(log.kept), replayed))
         ),
-        priority=_quantiles(stored.priority),
         times_used=count_values(stored.times_used),
         uses_over_run=uses_over_run(log, draws, settings),
         last_use=steps_since_last_use(log, draws, settings) if len(draws) else None,
@@ -99,16 +95,8 @@ def find_gaps(source: Source) -> Iterator[str]:
             "shown. Restore it from a copy."
         )
         return
-    yield from _cut_off(source.run_dir, source.last_line)
-    steps = range(1, source.step + 1)
+    steps = [int(line["step"]) for line in source.metrics]
     replayed = [step for step in steps if source.recipes.at(step).replays]
-    lines = [int(line["step"]) for line in source.metrics]
-    if lines != list(steps):
-        wrong = next((step for step, line in zip(steps, lines, strict=False) if step != line), None)
-        yield (
-            f"metrics.jsonl does not have each of the {len(steps)} steps once and in order, from "
-            f"step {wrong or len(lines) + 1} on. Restore it from a copy."
-        )
     for folder, files, expected in (
         ("rollouts", source.rollout_files, steps),
         ("draws", source.draw_files, replayed),
@@ -120,18 +108,6 @@ def find_gaps(source: Source) -> Iterator[str]:
                 f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
                 "everything shown here. Restore them from a copy."
             )
-
-
-def _cut_off(run_dir: Path, last_line: int | None) -> Iterator[str]:
-    """A warning if metrics.jsonl ends before other files do. A step writes its rollouts before its
-    line, and its checkpoint after."""
-    steps = [step - 1 for step, _ in files_by_step(run_dir / "rollouts")]
-    newest = max([*steps, *checkpoint_snapshots(run_dir)], default=0)
-    if last_line is not None and newest > last_line:
-        yield (
-            f"metrics.jsonl ends with step {last_line}, but there are files of step {newest}: it "
-            "was cut off, and without --step the last that it has is shown. Restore it from a copy."
-        )
 
 
 def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:
@@ -150,11 +126,6 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
     """Replay settings, group size and snapshot metadata. The snapshot takes precedence."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if facts:
-        if source.step != facts["step"]:
-            raise SnapshotError(
-                f"{source.snapshot} is the buffer after step {facts['step']}, in the checkpoint of "
-                f"step {source.step}: it was swapped or copied; restore it from a copy"
-            )
         return ReplaySection.model_validate(facts["settings"]), facts["group_size"], facts
     if source.recipe is None:
         raise SnapshotError(
@@ -178,67 +149,41 @@ def _occupancy(
     step: int,
     facts: Mapping[str, Any],
 ) -> Occupancy:
-    survivors = None
+    survivors = expected = None
     if len(log):
         window = min(settings.max_age_steps or step, step)
-        survivors = int((log.kept & (log.birth_step > step - window)).sum()) / window
-    limits = occupancy_limits(log, settings, step)
+        recent = int((log.kept & (log.birth_step > step - window)).sum())
+        survivors = recent / window
+        expected = min(recent, settings.capacity_rollouts) if settings.replays else None
     return Occupancy(
         stored_rollouts=len(stored),
         capacity_rollouts=settings.capacity_rollouts if settings.enabled else None,
         stored_groups=len(np.unique(stored.group_id)),
         stored_tokens=int(stored.tokens.sum()),
         survivors_per_step=survivors,
-        expected_rollouts=limits[-1][1] if limits else None,
+        expected_rollouts=expected,
         evicted_by_age=facts.get("evicted_by_age"),
         evicted_by_capacity=facts.get("evicted_by_capacity"),
-        limits=limits,
     )
 
 
-def occupancy_limits(
-    log: RolloutColumns, settings: ReplaySection, step: int
-) -> tuple[tuple[int, int], ...]:
-    """(step, rollouts that capacity and age limit let a buffer hold after it), for every step."""
-    if not settings.replays or not len(log):
-        return ()
-    births = np.bincount(log.birth_step[log.kept], minlength=step + 1)
-    total = np.cumsum(births)
-    horizon = settings.max_age_steps or len(total)
-    held = total - np.concatenate([np.zeros(horizon, total.dtype), total])[: len(total)]
-    limits = np.minimum(held, settings.capacity_rollouts)
-    return tuple((at, int(limits[at])) for at in range(1, step + 1))
-
-
-def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
+def magnitude_bins(kept: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
     """One bin per value if there are at most 16 distinct values (|A| has few for a fixed group
-    size), otherwise 12 equal bins from 0 to the maximum; empty if nothing was stored or replayed.
-    """
-    if stored.size + replayed.size == 0:
+    size), otherwise 12 equal bins from 0 to the maximum; empty without a log or replay."""
+    if kept.size == 0 or replayed.size == 0:
         return ()
-    groups = (kept, stored, replayed)
-    values = np.unique(np.concatenate(groups).round(4))
+    values = np.unique(kept.round(4))
     if values.size <= _DISTINCT:
-        counts = [(group.round(4)[:, None] == values).sum(axis=0) for group in groups]
+        counts = [(group.round(4)[:, None] == values).sum(axis=0) for group in (kept, replayed)]
         lows = highs = values
     else:
-        edges = np.linspace(
-            0.0, max(float(group.max()) for group in groups if group.size), _BINS + 1
-        )
-        counts = [np.histogram(group, edges)[0] for group in groups]
+        edges = np.linspace(0.0, float(kept.max()), _BINS + 1)
+        counts = [np.histogram(group, edges)[0] for group in (kept, replayed)]
         lows, highs = edges[:-1], edges[1:]
     return tuple(
         Bin(float(low), float(high), *(int(n) for n in numbers))
         for low, high, *numbers in zip(lows, highs, *counts, strict=True)
     )
-
-
-def _quantiles(values: np.ndarray) -> Quantiles | None:
-    if values.size == 0:
-        return None
-    points = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
-    numbers = [*points, float(values.mean())]
-    return Quantiles(*numbers)
 
 
 def _populations(
@@ -256,20 +201,15 @@ def _populations(
 def population(name: str, rows: RolloutColumns) -> Population:
     """Statistics of a non-empty set of rollouts."""
     uses = np.bincount(rows.prompt)
-    largest = min(rows.prompt_ids[code] for code in np.flatnonzero(uses == uses.max()))
     signal = bool(rows.kept.all())
-    median, p95 = np.quantile(rows.tokens, [0.5, 0.95]).tolist()
     return Population(
         name=name,
         rollouts=len(rows),
         prompts=int((uses > 0).sum()),
-        largest_prompt=largest,
         largest_prompt_share=float(uses.max() / len(rows)),
         positive_share=float(rows.positive.mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.tokens.mean()),
-        tokens_median=median,
-        tokens_p95=p95,
         truncated_share=float(rows.truncated.mean()),
     )
 
@@ -290,10 +230,10 @@ def _trends(
     return {name: points for name, points in series.items() if points}
 
 
-def count_values(values: np.ndarray) -> tuple[CountRow, ...]:
-    """Number of rollouts per distinct value, in ascending order of the value."""
+def count_values(values: np.ndarray) -> dict[int, int]:
+    """How often each distinct value occurs, in ascending order of the value."""
     unique, counts = np.unique(values, return_counts=True)
-    return tuple(CountRow(int(value), int(n)) for value, n in zip(unique, counts, strict=True))
+    return dict(zip(unique.tolist(), counts.tolist(), strict=True))
 
 
 def uses_over_run(
@@ -307,10 +247,10 @@ def uses_over_run(
     kept = log.take(log.kept)
     if not len(kept):
         return None
-    uses, _ = uses_of(kept.rollout_id, draws)
+    uses = uses_of(kept.rollout_id, draws)
     all_train = not settings.replays or settings.anchors_fresh
     uses += all_train | (kept.logged_step <= settings.warmup_steps)
-    return RunUses(count_values(uses), float(uses.mean()))
+    return RunUses(count_values(uses), float(uses.mean()), float((uses == 0).mean()))
 
 
 def steps_since_last_use(
@@ -355,7 +295,6 @@ def next_draw_law(stored: RolloutColumns, settings: ReplaySection) -> DrawLaw:
         unit=settings.unit,
         units=len(priority_U),
         effective_sample_size=law.effective_sample_size,
-        entropy_nats=law.entropy,
         largest_probability=float(law.probability_N.max()) if len(priority_U) else 0.0,
     )
 

@@ -5,7 +5,7 @@ The buffer and the composer are those of the trainer. Generation is held fixed: 
 real run would have trained another policy, which would have sampled other rollouts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,12 +75,10 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
     for _ in replay_storage(buffer, log, steps):
         pass
     stored = log.take(find_rows(log.rollout_id, buffer.column("rollout_id")))
-    times_used, last_used_step = uses_of(stored.rollout_id, read_draws(source.draw_files))
     return replace(
         stored,
         priority=np.array(buffer.column("priority"), np.float64),
-        times_used=times_used,
-        last_used_step=last_used_step,
+        times_used=uses_of(stored.rollout_id, read_draws(source.draw_files)),
     )
 
 
@@ -156,7 +154,6 @@ class _Trained:
     age: np.ndarray  # int64
     replayed: np.ndarray  # bool
     ess: Sequence[float]
-    entropies: Sequence[float]
     stored: Sequence[float]
 
 
@@ -190,15 +187,12 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
         simulate(log, settings, group_size, steps, number, draws)
         for settings, draws, number in tracked(plan, "replaying the log")
     ]
-    same, changed = results[:REPEATS], results[REPEATS:]
     before, after = recipe.replay.model_dump(mode="json"), other.model_dump(mode="json")
     return WhatIf(
-        changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},
-        logged=statistics(log, _logged(source, log, recipe.replay), own),
-        same=_across(same, _mean),
-        same_error=_across(same, _deviation),
-        changed=_across(changed, _mean),
-        changed_error=_across(changed, _deviation),
+        {key: [before[key], after[key]] for key in after if after[key] != before[key]},
+        statistics(log, _logged(source, log, recipe.replay), own),
+        *_across(results[:REPEATS]),
+        *_across(results[REPEATS:]),
     )
 
 
@@ -258,7 +252,6 @@ def simulate(
         age=np.concatenate([np.zeros(0, np.int64), *(batch.ages for batch in batches)]),
         replayed=np.concatenate([np.zeros(0, bool), *(batch.replayed for batch in batches)]),
         ess=[draw.effective_sample_size for draw in draws],
-        entropies=[draw.entropy for draw in draws],
         stored=stored,
     )
     return statistics(log, trained, draws_per_step)
@@ -317,7 +310,6 @@ def _logged(source: Source, log: RolloutColumns, settings: ReplaySection) -> _Tr
         age=np.append(draws.age[known], np.zeros(len(fresh), dtype=np.int64)),
         replayed=np.append(replayed, np.zeros(len(fresh), dtype=bool)),
         ess=_series(source, "replay/ess"),
-        entropies=_series(source, "replay/draw_entropy"),
         stored=_series(source, "buffer/rollouts"),
     )
 
@@ -330,24 +322,18 @@ def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) 
     """Statistics of the rollouts trained on, those of advantage and reward of what was replayed;
     ages at use in steps, of which each has `ages_of_a_step`."""
     replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed] // ages_of_a_step
-    fresh_count = int(log.kept.sum())
     magnitude = np.abs(np.nan_to_num(log.advantage))
-    mass, replayed_mass = magnitude[trained.row].sum(), magnitude[replayed].sum()
     uses = np.bincount(replayed, minlength=len(log))[log.kept]
     some = len(replayed) > 0
     generated_tokens = int(log.tokens.sum())
     return {
         "replayed_rollouts": float(len(replayed)),
-        "replayed_per_fresh": len(replayed) / fresh_count if fresh_count else None,
         "age_mean": float(ages.mean()) if some else None,
         "age_p95": float(np.quantile(ages, 0.95)) if some else None,
         "abs_advantage_mean": float(magnitude[replayed].mean()) if some else None,
-        "abs_advantage_share": float(replayed_mass / mass) if some and mass > 0 else None,
         "positive_share": float(log.positive[replayed].mean()) if some else None,
-        "never_drawn_share": float((uses == 0).mean()) if fresh_count else None,
-        "prompts_replayed": float(len(np.unique(log.prompt[replayed]))),
+        "never_drawn_share": float((uses == 0).mean()) if log.kept.any() else None,
         "ess_mean": _mean(trained.ess),
-        "entropy_mean": _mean(trained.entropies),
         "stored_mean": _mean(trained.stored),
         "trained_tokens_per_generated": (
             float(log.tokens[trained.row].sum() / generated_tokens) if generated_tokens else None
@@ -359,15 +345,12 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _deviation(values: Sequence[float]) -> float | None:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def _across(
-    runs: Sequence[Statistics], combine: Callable[[Sequence[float]], float | None]
-) -> Statistics:
-    found: Statistics = {}
+def _across(runs: Sequence[Statistics]) -> tuple[Statistics, Statistics]:
+    """Mean and standard deviation of each statistic; None where a run has none."""
+    means, deviations = Statistics(), Statistics()
     for name in runs[0]:
         known = [value for run in runs if (value := run[name]) is not None]
-        found[name] = combine(known) if len(known) == len(runs) else None
-    return found
+        whole = len(known) == len(runs)
+        means[name] = float(np.mean(known)) if whole else None
+        deviations[name] = float(np.std(known, ddof=1)) if whole else None
+    return means, deviations

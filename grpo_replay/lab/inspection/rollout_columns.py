@@ -13,15 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import snapshot
-from grpo_replay.storage.parquet import open_parquet, refuse_nulls
+from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.rollout_log import (
     DRAW_SCHEMA,
     ROLLOUT_FILE_SCHEMA,
     ROLLOUT_LOG_VERSION,
-    optional_fields,
 )
 from grpo_replay.terminal.console import tracked
 
@@ -29,9 +27,6 @@ Kind = Literal["rollouts", "draws", "buffer"]
 
 BATCH_ROWS = 8_192
 """Rows decoded at a time. At 1,000 tokens per rollout, one list column takes 32 MiB."""
-
-NEVER = -1
-"""The value of `last_used_step` for a rollout that was never drawn."""
 
 NO_ROW = -1
 """Returned by `find_rows` for an unknown id."""
@@ -60,12 +55,6 @@ def iter_columns(path: Path, kind: Kind, names: Sequence[str]) -> Iterator[pa.Re
             yield batch.select(names)
 
 
-def read_optional_fields(path: Path, kind: Kind) -> list[pa.Field]:
-    """The fields of a mask and of extras that a file has. Raises SnapshotError."""
-    with open_parquet(path, kind, *_FORMATS[kind]) as file:
-        return optional_fields(file.schema_arrow)
-
-
 def list_lengths(column: pa.Array) -> pa.Array:
     """Lengths of the lists in a column, int32."""
     return pc.cast(pc.list_value_length(column), pa.int32())
@@ -89,7 +78,6 @@ class RolloutColumns:
     prompt: np.ndarray  # int32
     priority: np.ndarray  # float64, NaN outside a buffer
     times_used: np.ndarray  # int32, draws
-    last_used_step: np.ndarray  # int64, NEVER if it was not drawn
     prompt_ids: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -120,20 +108,17 @@ _SCHEMA = pa.schema(
         ("prompt", pa.dictionary(pa.int32(), pa.string())),
         ("priority", pa.float64()),
         ("times_used", pa.int32()),
-        ("last_used_step", pa.int64()),
     ]
 )
 _SCALARS = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
             "group_correct", "kept")  # fmt: skip
 _READ = (*_SCALARS, "prompt_id", "finish_reason", "completion_token_ids")
-_USES = ("priority", "times_used", "last_used_step")
-_NEVER_NULL = {*_READ, *_USES} - {"reward", "advantage", "group_reward_std", "last_used_step"}
+_USES = ("priority", "times_used")
 
 
-def _from_batch(batch: pa.RecordBatch, path: Path, step: int | None) -> pa.Table:
+def _from_batch(batch: pa.RecordBatch, step: int | None) -> pa.Table:
     """The rows of one batch; of a snapshot, which has uses, if there is no `step`."""
     count = batch.num_rows
-    refuse_nulls(path, batch, _NEVER_NULL)
     columns = {name.replace("group_reward_std", "group_std"): batch[name] for name in _SCALARS}
     columns |= {
         "logged_step": batch["birth_step"] if step is None else pa.array(np.full(count, step)),
@@ -142,14 +127,10 @@ def _from_batch(batch: pa.RecordBatch, path: Path, step: int | None) -> pa.Table
         "prompt": batch["prompt_id"].dictionary_encode(),
         "priority": pa.nulls(count, pa.float64()),
         "times_used": pa.array(np.zeros(count, np.int32)),
-        "last_used_step": pa.array(np.full(count, NEVER)),
     }
     if step is None:
         columns |= {name: batch[name] for name in _USES}
-        columns["last_used_step"] = pc.fill_null(batch["last_used_step"], NEVER)
-    table = pa.table([columns[name] for name in _SCHEMA.names], _SCHEMA.names).cast(_SCHEMA)
-    _refuse_non_numbers(path, table)
-    return table
+    return pa.table([columns[name] for name in _SCHEMA.names], _SCHEMA.names).cast(_SCHEMA)
 
 
 def _columns(parts: Iterable[pa.Table]) -> RolloutColumns:
@@ -172,71 +153,35 @@ def no_rollouts() -> RolloutColumns:
 def read_stored(path: Path) -> RolloutColumns:
     """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
     batches = iter_columns(path, "buffer", (*_READ, *_USES))
-    return _columns(_from_batch(batch, path, None) for batch in batches)
+    return _columns(_from_batch(batch, None) for batch in batches)
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
-    """Every rollout of the rollout log, including dropped ones. Raises SnapshotError, also for a
-    file that holds another step, and for a reward or advantage that is not a number."""
-    parts = []
-    for step, path in tracked(files, "reading rollouts"):
-        for batch in iter_columns(path, "rollouts", _READ):
-            parts.append(_from_batch(batch, path, step))
-            births = batch["birth_step"].to_numpy()
-            _refuse_another_step(path, births[births > step])
-    columns = _columns(parts)
-    ids, counts = np.unique(columns.rollout_id, return_counts=True)
-    if (counts > 1).any():
-        raise SnapshotError(
-            f"{files[0][1].parent}: rollout {ids[counts > 1][0]} is in the files twice: one "
-            "of them is the copy of another; restore it from a copy"
-        )
-    return columns
-
-
-def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:
-    if wrong_steps.size:
-        raise SnapshotError(
-            f"{path} holds rows of step {wrong_steps[0]}: the file was renamed, swapped or copied; "
-            "restore it from a copy"
-        )
-
-
-def _refuse_non_numbers(path: Path, table: pa.Table) -> None:
-    """A null reward is one that did not come; whatever was kept has one."""
-    kept_N, came_N = table["kept"].to_numpy(), table["reward"].is_valid().to_numpy()
-    for name, needed_N in (("reward", came_N | kept_N), ("advantage", kept_N)):
-        values_N = table[name].to_numpy()
-        bad = np.flatnonzero(~np.isfinite(values_N) & needed_N)
-        if bad.size:
-            raise SnapshotError(
-                f"{path}: {name} of rollout {table['rollout_id'][int(bad[0])]} is "
-                f"{values_N[bad[0]]} ({bad.size} of {len(table)} rows): the file was "
-                "changed; restore it from a copy"
-            )
+    """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
+    return _columns(
+        _from_batch(batch, step)
+        for step, path in tracked(files, "reading rollouts")
+        for batch in iter_columns(path, "rollouts", _READ)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawColumns:
     """All draws of a run: aligned arrays [M], in draw order."""
 
-    step: np.ndarray  # int64
     rollout_id: np.ndarray  # int64
     age: np.ndarray  # int64, training steps; updates if the run draws for each update
     update: np.ndarray  # int64, over the run; the step if a step makes one draw
 
     def __len__(self) -> int:
-        return len(self.step)
-
-    def take(self, rows: np.ndarray) -> "DrawColumns":
-        """The draws selected by a mask."""
-        return DrawColumns(
-            self.step[rows], self.rollout_id[rows], self.age[rows], self.update[rows]
-        )
+        return len(self.rollout_id)
 
     def replayed(self, settings: ReplaySection) -> "DrawColumns":
         """Those of stored rollouts: of a pool of fresh and stored ones, draws of age 0 are not."""
-        return self.take(self.age > 0) if settings.pools_fresh else self
+        if not settings.pools_fresh:
+            return self
+        old = self.age > 0
+        return DrawColumns(self.rollout_id[old], self.age[old], self.update[old])
 
 
 def counts_updates(path: Path) -> tuple[str, str] | None:
@@ -254,31 +199,19 @@ def updates_of_a_step(draws_per_step: int, files: Sequence[tuple[int, Path]]) ->
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     """Every draw of the draw log. Raises SnapshotError."""
-    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(4)]
-    for step, path in tracked(files, "reading draws"):
-        by_update = counts_updates(path)
-        names = ("step", "rollout_id", *(by_update or ("age_steps", "step")))
+    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
+    for _, path in tracked(files, "reading draws"):
+        names = ("rollout_id", *(counts_updates(path) or ("age_steps", "step")))
         for batch in iter_columns(path, "draws", names):
-            refuse_nulls(path, batch, names)
-            steps, ages = batch.column(0).to_numpy(), batch.column(2).to_numpy()
-            _refuse_another_step(path, steps[steps != step])
-            if ages.min(initial=0) < 0:
-                raise SnapshotError(
-                    f"{path}: age {ages.min()}, expected 0 or more: the file was changed; restore "
-                    "it from a copy"
-                )
             for part, column in zip(parts, batch.columns, strict=True):
                 part.append(column.to_numpy())
     return DrawColumns(*(np.concatenate(part) for part in parts))
 
 
-def uses_of(ids_N: np.ndarray, draws: DrawColumns) -> tuple[np.ndarray, np.ndarray]:
-    """How often each of the rollouts was drawn, int32 [N], and the step of its last draw, int64
-    [N]: NEVER without one."""
+def uses_of(ids_N: np.ndarray, draws: DrawColumns) -> np.ndarray:
+    """How often each of the rollouts was drawn, int32 [N]."""
     rows = find_rows(ids_N, draws.rollout_id)
-    drawn, last_N = rows >= 0, np.full(len(ids_N), NEVER)
-    np.maximum.at(last_N, rows[drawn], draws.step[drawn])
-    return np.bincount(rows[drawn], minlength=len(ids_N)).astype(np.int32), last_N
+    return np.bincount(rows[rows >= 0], minlength=len(ids_N)).astype(np.int32)
 
 
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -1,29 +1,24 @@
-"""The other outputs of inspect-buffer: JSON, and --what-if, --where, --show, --verify."""
+"""The other outputs of inspect-buffer: --what-if, --show and --verify."""
 
-import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import OUTCOME_COLUMNS, find_gaps
 from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, replay_storage, survivors_for
 from grpo_replay.lab.inspection.rollout_columns import Kind, iter_columns, schema_of
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.terminal.console import plain_table, print_table, printable
 
@@ -71,26 +66,23 @@ def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict], int | None
     files = [("rollouts", path, step) for step, path in source.rollout_files]
     if not files and source.snapshot is not None:
         files = [("buffer", source.snapshot, None)]
-    id_bounds: list[int] = []  # smallest and largest id of every batch
     for kind, path, step in files:
         for batch in iter_columns(path, kind, ("rollout_id", "group_id")):
-            ids = batch.column(0).to_numpy()
-            if ids.size:
-                id_bounds += [int(ids.min()), int(ids.max())]
-            found = np.flatnonzero(ids == rollout_id)
+            found = np.flatnonzero(batch.column(0).to_numpy() == rollout_id)
             if found.size:
-                group_id = batch.column(1)[int(found[0])].as_py()
-                return *_rows(kind, path, rollout_id, group_id), step
-    known = f"; ids run from {min(id_bounds)} to {max(id_bounds)}" if id_bounds else ""
-    raise SnapshotError(f"{source.path}: no rollout {rollout_id} up to step {source.step}{known}")
+                members = _members(kind, path, batch.column(1)[int(found[0])])
+                row = next(each for each in members if each["rollout_id"] == rollout_id)
+                return row, members, step
+    raise SnapshotError(
+        f"{source.path}: no rollout {rollout_id} up to step {source.step}; ids start at 0 and "
+        "ascend in time"
+    )
 
 
-def _rows(kind: Kind, path: Path, rollout_id: int, group_id: int) -> tuple[dict, list[dict]]:
-    names = schema_of(kind).names
-    members: list[dict] = []
-    for batch in iter_columns(path, kind, names):
-        members.extend(batch.filter(pc.equal(batch.column("group_id"), group_id)).to_pylist())
-    return next(row for row in members if row["rollout_id"] == rollout_id), members
+def _members(kind: Kind, path: Path, group_id: pa.Scalar) -> list[dict]:
+    batches = iter_columns(path, kind, schema_of(kind).names)
+    found = (batch.filter(pc.equal(batch.column("group_id"), group_id)) for batch in batches)
+    return [row for batch in found for row in batch.to_pylist()]
 
 
 def _uses(source: Source, rollout_id: int) -> tuple[Mapping[str, Any], ...]:
@@ -158,61 +150,17 @@ def _prompt_text(source: Source, token_ids: list[int]) -> str | None:
     return Tokenizer.from_file(str(found[-1])).decode(token_ids, skip_special_tokens=False)
 
 
-LISTED = (
-    "rollout_id",
-    "prompt_id",
-    "birth_step",
-    "age_steps",
-    "reward",
-    "advantage",
-    "completion_tokens",
-    "verdict",
-    "times_used",
-    "stored",
-)
-TEXTS = ("completion_text", "problem", "answer")
-LIST_ROWS = 20
-FOLDED = 8
-"""Minimum width to which prompt ids are folded on a narrow terminal."""
-
 _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("replayed_rollouts", "rollouts replayed", ",.0f"),
-    ("replayed_per_fresh", "replayed per survivor", ".3f"),
     ("age_mean", "age at use in steps, mean", ".2f"),
     ("age_p95", "age in steps, 95th percentile", ".1f"),
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
-    ("abs_advantage_share", "replayed share of total |A|", ".1%"),
     ("positive_share", "replayed with A > 0", ".1%"),
     ("never_drawn_share", "survivors never drawn", ".1%"),
-    ("prompts_replayed", "prompts replayed", ",.0f"),
     ("ess_mean", "effective sample size", ",.1f"),
-    ("entropy_mean", "entropy of the draw, nats", ".2f"),
     ("stored_mean", "rollouts stored, mean", ",.1f"),
     ("trained_tokens_per_generated", "tokens trained per generated", ".3f"),
 )
-
-
-def inspection_document(inspection: Inspection) -> dict[str, Any]:
-    """The inspection as JSON values. The three keys that tools rely on come first."""
-    document = json_values(dataclasses.asdict(inspection))
-    first = {
-        "step": inspection.step,
-        "stored_rollouts": inspection.occupancy.stored_rollouts,
-        "capacity_rollouts": inspection.settings["capacity_rollouts"],
-    }
-    k = inspection.updates_per_step
-    document["by_age"] = [
-        {"age_steps": age // k, **({"age_updates": age} if k > 1 else {}), **row}
-        for age, row in document["by_age"].items()
-    ]
-    for row in document["staleness"]:
-        if row["age_updates"] is None:
-            del row["age_updates"]
-    document["trends"] = {
-        name: [{"step": step, "value": value} for step, value in points]
-        for name, points in document["trends"].items()
-    }
-    return {**first, **document}
 
 
 def warn_of_gaps(source: Source) -> None:
@@ -249,46 +197,6 @@ def _cell(values: Statistics, errors: Statistics, name: str, format_spec: str) -
     return f"{value:{format_spec}} ± {error:{format_spec}}"
 
 
-def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) -> None:
-    """The first rows that pass a filter, and the number of all that do. Problems, answers and
-    completions follow the table, because they may be long."""
-    if rows:
-        of_table = [{k: v for k, v in row.items() if k not in TEXTS} for row in rows]
-        print_table(console, _list_table(of_table, console.width))
-    for row in rows:
-        if (completion := row.get("completion_text")) is None:
-            continue
-        asked = ""
-        if row.get("problem") is not None:
-            asked = f"{printable(row['problem'])}  answer {printable(row['answer'])}\n"
-        console.print(
-            Text.assemble((f"{row['rollout_id']}  ", "bold"), (asked, "dim"), printable(completion))
-        )
-    shown = f"; the first {len(rows)} are shown" if total > len(rows) else ""
-    console.print(f"{total:,} rollouts match{shown}")
-
-
-def _list_table(rows: Sequence[Mapping[str, Any]], room: int) -> Table:
-    """The rows with two-line headers. Prompt ids are folded where `room` is narrow: 80 columns have
-    room for `LISTED`."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    cells = [[_short(value) for value in row.values()] for row in rows]
-    headers = [name.replace("_", "\n_", 1) for name in rows[0]]
-    widths = {
-        name: max(map(cell_len, (*header.split("\n"), *column)))
-        for name, header, column in zip(rows[0], headers, zip(*cells, strict=True), strict=True)
-    }
-    if "prompt_id" in widths:
-        others = sum(widths.values()) - widths["prompt_id"] + len(widths) - 1
-        widths["prompt_id"] = min(widths["prompt_id"], max(FOLDED, room - others))
-    for header, (name, width) in zip(headers, widths.items(), strict=True):
-        side: JustifyMethod = "left" if name in ("prompt_id", "verdict") else "right"
-        table.add_column(header, justify=side, overflow="fold", width=width)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    return table
-
-
 def _short(value: Any) -> str:
     if value is None:
         return "–"
@@ -300,37 +208,23 @@ def _short(value: Any) -> str:
 
 def print_life(life: Life, console: Console) -> None:
     rollout = life.rollout
-    console.print(
-        f"[bold]rollout {rollout['rollout_id']}[/bold] · {escape(rollout['prompt_id'])} · "
-        f"born at step {rollout['birth_step']} under policy version {rollout['policy_version']}"
-    )
     advantage = rollout["advantage"]
     scores = ", ".join(f"{score:g}" for score in rollout.get("reward_scores") or ())
     console.print(
-        f"{escape(rollout['verdict'])} · reward "
-        + ("none" if rollout["reward"] is None else f"{rollout['reward']:g}")
+        f"[bold]rollout {rollout['rollout_id']}[/bold] · {escape(rollout['prompt_id'])} · "
+        f"born at step {rollout['birth_step']} under policy version {rollout['policy_version']}\n"
+        f"{escape(rollout['verdict'])} · reward {_short(rollout['reward'])}"
         + (f" (scores {scores})" if scores else "")
-        + " · advantage "
-        + ("none (dropped)" if advantage is None else f"{advantage:+.3f}")
-        + f" · {len(rollout['completion_token_ids']):,} tokens, ended by "
-        + escape(rollout["finish_reason"])
+        + f" · advantage {_short(advantage)} · {len(rollout['completion_token_ids']):,} tokens, "
+        f"ended by {escape(rollout['finish_reason'])}"
     )
-    console.print("\n[bold]prompt[/bold]")
-    if life.prompt_text is None:
-        console.print(
-            f"[dim]token ids (no tokenizer found)[/dim] {escape(str(rollout['prompt_token_ids']))}"
-        )
-    else:
-        console.print(escape(life.prompt_text))
-    console.print("\n[bold]completion[/bold]")
-    text = rollout.get("completion_text")
-    console.print(escape(text) if text is not None else "[dim]not stored in a snapshot[/dim]")
-    counted = f"{rollout['group_correct']} of {len(life.group)} correct"
-    if life.logged_step is None:
-        counted = f"{rollout['group_correct']} correct, {len(life.group)} of all are stored"
+    prompt = life.prompt_text or f"no tokenizer found; token ids {rollout['prompt_token_ids']}"
+    completion = rollout.get("completion_text", "not stored in a snapshot")
+    console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
+    console.print(f"\n[bold]completion[/bold]\n{escape(completion)}")
     console.print(
-        f"\n[bold]group {rollout['group_id']}[/bold]: {counted}, reward mean "
-        f"{_short(rollout['group_reward_mean'])}, std {_short(rollout['group_reward_std'])}"
+        f"\n[bold]group {rollout['group_id']}[/bold]: {rollout['group_correct']} correct, reward "
+        f"mean {_short(rollout['group_reward_mean'])}, std {_short(rollout['group_reward_std'])}"
     )
     console.print(_group_table(life))
     times = "once" if len(life.uses) == 1 else f"{len(life.uses)} times"
@@ -376,8 +270,6 @@ def print_verification(report: Any, console: Console) -> None:
         mark = "[green]✓[/green]" if check.passed else "[red]✗[/red]"
         table.add_row(mark, check.name, f"{check.checked:,}", escape(check.detail))
     console.print(table)
-    for each in report.unchecked:
-        console.print(f"[dim]{escape(each)}[/dim]")
     failed = sum(not check.passed for check in report.checks)
     if failed:
         console.print(f"[red]{failed} of {len(report.checks)} checks failed[/red]")

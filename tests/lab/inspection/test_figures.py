@@ -13,6 +13,7 @@ from commands import run_inspect as run
 from rich.console import Console
 from small_runs.synthetic import write_synthetic_run
 
+from grpo_replay.errors import UsageError
 from grpo_replay.lab.inspection.buffer_figures import panels_of
 from grpo_replay.lab.inspection.buffer_panels import PANEL_WIDTH, print_inspection, write_page
 from grpo_replay.lab.inspection.buffer_summary import Inspection
@@ -25,32 +26,32 @@ def test_a_figure_has_live_text_with_units(runs, tmp_path):
     text = (tmp_path / "one.svg").read_text()
     ElementTree.fromstring(text)
     for label in ("age (training steps)", "clipped tokens (%)", "KL (nats per token)",
-                  "synthetic-ours · ours · step 24"):  # fmt: skip
+                  "stored now", "all replays"):  # fmt: skip
         assert label in text
 
 
-def test_a_figure_is_the_same_twice_and_one_column_wide_at_300_dpi(runs, tmp_path):
-    folder = shutil.copytree(runs["grpo"], tmp_path / "a$x_$b")
-    for name in ("one.svg", "again.svg", "figure.png"):
-        run(str(folder), plot=str(tmp_path / name))
-    text = (tmp_path / "one.svg").read_text()
-    assert "a$x_$b" in text  # not read as a formula
-    assert (tmp_path / "again.svg").read_text() == text  # no dates, no random ids
-    data = (tmp_path / "figure.png").read_bytes()
+def width(picture: Path) -> float:
+    """Inches at 300 dpi."""
+    data = picture.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert int.from_bytes(data[16:20], "big") == 990  # 3.3 inches
+    return int.from_bytes(data[16:20], "big") / 300
+
+
+def test_a_figure_is_the_same_twice_and_has_two_columns_or_one_panel(runs, tmp_path):
+    for name in ("one.svg", "again.svg", "figure.png"):
+        run(str(runs["ours"]), plot=str(tmp_path / name))
+    assert (tmp_path / "again.svg").read_text() == (tmp_path / "one.svg").read_text()
+    assert width(tmp_path / "figure.png") == pytest.approx(6.8)
+    run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="kl")
+    assert width(tmp_path / "kl.png") == pytest.approx(3.3)
+    with pytest.raises(UsageError, match="choose of staleness, advantage"):
+        run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="nonsense")
 
 
 def test_only_panels_with_data_are_drawn(runs):
-    assert len(panels_of(summarise(open_source(runs["ours"])))) == 7
-    assert list(panels_of(summarise(open_source(runs["grpo"])))) == ["Uses of a rollout"]
-
-
-@pytest.mark.parametrize("preset", ["ours", "group_std"])
-def test_a_healthy_buffer_stays_on_the_line_of_its_limit(runs, preset):
-    inspection = summarise(open_source(runs[preset]))
-    stored, limits = dict(inspection.trends["buffer/rollouts"]), dict(inspection.occupancy.limits)
-    assert len(limits) == 24 and {step: limits[step] for step in stored} == stored
+    names = [*panels_of(summarise(open_source(runs["ours"])))]
+    assert names == ["staleness", "advantage", "uses", "last-use", "clip", "kl", "stored"]
+    assert list(panels_of(summarise(open_source(runs["grpo"])))) == ["uses"]
 
 
 def page_of(inspection: Inspection, folder: Path) -> str:
@@ -65,7 +66,7 @@ def test_the_page_has_every_panel_of_the_screen_and_loads_nothing(runs, tmp_path
     screen = io.StringIO()
     print_inspection(inspection, Console(file=screen, width=2 * PANEL_WIDTH + 1))
     assert screen.getvalue() in text
-    assert "over training" in text and "staleness, steps" in text
+    assert "over training" in text and "staleness in steps" in text
     assert re.findall(r"\b(?:src|href)\s*=", page) == []
     assert "<script" not in page and "@import" not in page
 

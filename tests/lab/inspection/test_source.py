@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import by_hand
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -53,12 +52,6 @@ def test_an_incomplete_checkpoint_is_no_buffer_of_its_run(copy):
     assert open_source(copy).snapshot is None  # the run is rebuilt from its log
 
 
-def test_a_snapshot_in_the_folder_of_another_step_is_refused(copy):
-    shutil.copy(buffer_of(copy, 12), buffer_of(copy, 24))
-    for place in (buffer_of(copy), buffer_of(copy).parent, copy):
-        refused(place, "step 12, in the checkpoint of step 24")
-
-
 @pytest.mark.parametrize("preset", ["ours", "grpo"])
 def test_the_step_of_a_checkpoint_with_another_name_is_that_of_its_files(runs, tmp_path, preset):
     moved = shutil.copytree(runs[preset] / "checkpoints" / "step_000012", tmp_path / "best")
@@ -99,6 +92,8 @@ def test_options_that_cannot_be_combined_or_written_are_refused(runs):
         {"verify": True, "what_if": ["ratio=1"]},
         {"verify": True, "step": 3},
         {"plot": "figure.txt"},
+        {"panel": "clip"},
+        {"plot": "page.html", "panel": "clip"},
         {"plot": "/nowhere/figure.png"},
     ):
         with pytest.raises(UsageError):
@@ -116,11 +111,3 @@ def test_verify_passes_for_a_run_and_fails_for_changed_draws(copy, capsys):
     assert run(str(copy), verify=True, as_json=True) == 3
     document = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in document["checks"] if not c["passed"]] == ["ages", "metrics"]
-
-
-def test_a_condition_selects_the_same_rollouts_as_python(runs, capsys):
-    rows = by_hand.rows_of(runs["ours"] / "rollouts")
-    expected = [row["rollout_id"] for row in rows if row["reward"] == 1 and row["kept"]]
-    run(str(runs["ours"]), where="reward = 1 and kept", limit=1000, as_json=True)
-    listed = json.loads(capsys.readouterr().out)["rollouts"]
-    assert [row["rollout_id"] for row in listed] == expected != []

@@ -84,7 +84,6 @@ def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
-    stored = [abs(row["advantage"]) for row in by_hand.stored_rows(runs[preset], LAST)]
     advantage_of = {
         row["rollout_id"]: row["advantage"] for row in by_hand.rows_of(runs[preset] / "rollouts")
     }
@@ -92,33 +91,28 @@ def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
         abs(advantage_of[row["rollout_id"]]) for row in by_hand.replayed_rows(runs[preset], preset)
     ]
     kept = [
-        abs(row["advantage"])
-        for row in by_hand.rows_of(runs[preset] / "rollouts")
-        if row["kept"] and stored
+        abs(row["advantage"]) for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]
     ]
     bins = inspect(runs[preset]).abs_advantage
     # k of 4 correct: √(1/3), 1, √3; FIFO keeps the groups of equal rewards as well.
     values = [*([0.0] if preset == "fifo" else []), 0.577, 1.0, 1.732]
-    assert [round(b.low, 3) for b in bins] == (values if stored else [])
+    assert [round(b.low, 3) for b in bins] == (values if replayed else [])
     for b in bins:
         assert b.low == b.high
         assert b.kept == sum(abs(value - b.low) < 1e-3 for value in kept)
-        assert b.stored == sum(abs(value - b.low) < 1e-3 for value in stored)
         assert b.replayed == sum(abs(value - b.low) < 1e-3 for value in replayed)
-    assert sum(b.stored for b in bins) == len(stored)
+    assert sum(b.replayed for b in bins) == len(replayed)
 
 
-@pytest.mark.parametrize("tops", [(2.0, 2.4, 1.0), (2.4, 2.0, 1.0), (2.0, 1.0, 2.4)])
-def test_many_advantage_magnitudes_are_binned(tops):
-    rng = np.random.default_rng(0)
-    kept, stored, replayed = (rng.uniform(0, top, 500) for top in tops)
-    bins = magnitude_bins(kept, stored, replayed)
+def test_many_advantage_magnitudes_are_binned():
+    kept = np.random.default_rng(0).uniform(0, 2.4, 500)
+    replayed = np.append(kept[::3], kept.max())
+    bins = magnitude_bins(kept, replayed)
     assert len(bins) == 12
-    assert bins[0].low == 0.0 and bins[-1].high == max(map(max, (kept, stored, replayed)))
-    assert [sum(getattr(b, name) for b in bins) for name in ("kept", "stored", "replayed")] == [
-        500
-    ] * 3
-    assert bins[3].stored == sum(bins[3].low <= value < bins[3].high for value in stored)
+    assert bins[0].low == 0.0 and bins[-1].high == kept.max()
+    counts = [(b.kept, b.replayed) for b in bins]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [500, 168]
+    assert bins[3].kept == sum(bins[3].low <= value < bins[3].high for value in kept)
 
 
 @pytest.mark.parametrize("preset", REPLAYING)
@@ -131,11 +125,10 @@ def test_the_next_draw_follows_the_stored_priorities(runs, preset):
         for row in stored:
             groups.setdefault(row["group_id"], []).append(row["priority"])
         priorities = [sum(group) / len(group) for group in groups.values()]
-    size, entropy, largest = by_hand.law_of(priorities, seen.settings["priority_exponent"])
+    size, _, largest = by_hand.law_of(priorities, seen.settings["priority_exponent"])
     law = seen.draw_law
     assert law.units == len(priorities)
     assert law.effective_sample_size == pytest.approx(size)
-    assert law.entropy_nats == pytest.approx(entropy)
     assert law.largest_probability == pytest.approx(largest)
     assert law.unit == ("query" if preset in ("uniform", "group_std") else "rollout")
 
@@ -174,11 +167,11 @@ def test_steps_since_last_use_follow_paper_b(runs, preset):
     fresh = {i for i, birth in births.items() if preset == "ours" or birth <= warmup}
     new, gaps = by_hand.last_use_counts(draws, fresh, births)
     assert seen.last_use.new == new
-    assert {row.value: row.rollouts for row in seen.last_use.gaps} == dict(gaps)
+    assert seen.last_use.gaps == dict(gaps)
     assert new + gaps.total() == len(draws)
     assert (new == 0) == (preset == "ours")
     times = Counter(row["times_used"] for row in by_hand.stored_rows(runs[preset], LAST))
-    assert {row.value: row.rollouts for row in seen.times_used} == dict(times)
+    assert seen.times_used == dict(times)
 
 
 def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
@@ -189,7 +182,7 @@ def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
         count - 1 for count in Counter((r["step"], r["rollout_id"]) for r in draws).values()
     )
     assert twice > 0
-    assert {row.value: row.rollouts for row in seen.last_use.gaps}[0] == twice
+    assert seen.last_use.gaps[0] == twice
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -214,10 +207,7 @@ def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
         assert population.prompts == len(prompts)
         share = max(prompts.values()) / len(rows)
         assert population.largest_prompt_share == pytest.approx(share)
-        assert prompts[population.largest_prompt] == max(prompts.values())
         assert population.tokens_mean == pytest.approx(sum(lengths) / len(lengths))
-        assert population.tokens_median == pytest.approx(by_hand.quantile(lengths, 0.5))
-        assert population.tokens_p95 == pytest.approx(by_hand.quantile(lengths, 0.95))
         truncated = sum(row["finish_reason"] == "length" for row in rows)
         assert population.truncated_share == pytest.approx(truncated / len(rows))
         if name == "generated" and preset != "fifo":  # FIFO drops nothing
@@ -308,8 +298,8 @@ def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset)
         uses[row["rollout_id"]] += preset in ("ours", "grpo") or row["birth_step"] <= warmup
     seen = inspect(runs[preset])
     expected = Counter(uses.values())
-    assert {row.value: row.rollouts for row in seen.uses_over_run.counts} == expected
+    assert seen.uses_over_run.counts == expected
     assert seen.uses_over_run.mean == pytest.approx(sum(uses.values()) / len(rows))
     assert seen.uses_over_run.never_share == pytest.approx(expected[0] / len(rows))
     # More than what is stored now, which is all that times_used counts.
-    assert sum(expected.values()) > sum(row.rollouts for row in seen.times_used)
+    assert sum(expected.values()) > sum(seen.times_used.values())

@@ -41,10 +41,10 @@ CAUSES = {
         lambda seen: {"trends": {**seen.trends, "replay/ratio": ratios(0.2)}}, ["0.20", "0.50"],
     ),
     "a concentrated draw": (
-        lambda seen: {"draw_law": DrawLaw("rollout", 92, 4.0, 1.4, 0.3)}, ["4 of 92 rollouts"],
+        lambda seen: {"draw_law": DrawLaw("rollout", 92, 4.0, 0.3)}, ["4 of 92 rollouts"],
     ),
     "a concentrated draw of queries": (
-        lambda seen: {"draw_law": DrawLaw("query", 92, 4.0, 1.4, 0.3)}, ["4 of 92 queries"],
+        lambda seen: {"draw_law": DrawLaw("query", 92, 4.0, 0.3)}, ["4 of 92 queries"],
     ),
     "clipping at an age": (
         lambda seen: {
