@@ -183,9 +183,10 @@ def describe_stop(result: "RunResult") -> str:
 def print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> None:
     """Print the ages of what is stored after the last `step` and of what was replayed, as
     inspect-buffer does, of which this loads a part."""
-    from grpo_replay.lab.inspection.buffer_panels import staleness_panel
+    from grpo_replay.lab.inspection.buffer_panels import ages_panel
     from grpo_replay.lab.inspection.buffer_summary import staleness_rows
     from grpo_replay.lab.inspection.rollout_columns import (
+        of_stored,
         read_draws,
         read_stored,
         updates_of_a_step,
@@ -197,10 +198,10 @@ def print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> N
     paths = ((each, step_path(run_dir / "draws", each)) for each in range(1, step + 1))
     files = [(each, path) for each, path in paths if path.exists()]
     with no_progress():  # between two tables
-        draws = read_draws(files).replayed(recipe.replay)
+        draws = of_stored(read_draws(files), recipe.replay)
         stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
     updates = updates_of_a_step(recipe.draws_per_step, files)
-    panel = staleness_panel(staleness_rows(stored.birth_step, draws.age, step, updates))
+    panel = ages_panel(staleness_rows(stored.birth_step, draws.age, step, updates), {})
     if panel is not None:
         out.print(panel)
 

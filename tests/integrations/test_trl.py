@@ -324,6 +324,8 @@ def test_rewards_that_do_not_come_and_several_functions_are_logged_as_verify_cou
     make(tmp_path, preset("fifo"), TwoRewards, reward_weights=[0.7, 1.0], **saves).train()
     report = verify_run(tmp_path)
     assert report.passed, [check for check in report.checks if not check.passed]
+    compared = {check.name: check.checked for check in report.checks}
+    assert compared["snapshots"] > 64 and "checkpoints" not in compared
     assert len(ReplayBuffer.load(tmp_path / "checkpoint-6" / "buffer.parquet")) == 64
     assert any(row["reward"] is not None and not row["kept"] for row in logged(tmp_path))
 

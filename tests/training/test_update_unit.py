@@ -13,7 +13,6 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import inspection_document
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe
 from grpo_replay.training import Observer
@@ -71,16 +70,11 @@ def test_ages_last_use_and_uses_are_those_of_a_simulation_in_updates(arm):
     found = summarise(open_source(folder, None))
     assert {row.age_updates: row.replayed for row in found.staleness if row.replayed} == ages
     assert {row.age_updates: row.stored for row in found.staleness if row.stored} == Counter(stored)
-    assert {row.value: row.rollouts for row in found.last_use.gaps} | {
-        None: found.last_use.new
-    } == gaps
+    assert {**found.last_use.gaps, None: found.last_use.new} == gaps
     born = 16 * GROUPS * len(seen) // UPDATES
     unused = {0: born - len(uses)} if born > len(uses) else {}
-    counts = {row.value: row.rollouts for row in found.uses_over_run.counts}
-    assert counts == Counter(uses.values()) + Counter(unused)
-    document = inspection_document(found)
-    for name in ("staleness", "by_age"):
-        assert all(row["age_steps"] == row["age_updates"] // UPDATES for row in document[name])
+    assert found.uses_over_run.counts == Counter(uses.values()) + Counter(unused)
+    assert all(row.age_steps == row.age_updates // UPDATES for row in found.staleness)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     total = sum(line["replay/age_mean"] * line["replay/rollouts"] for line in metrics)
     assert total == pytest.approx(sum(age * count for age, count in ages.items()))

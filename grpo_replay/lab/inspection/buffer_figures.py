@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.inspection.buffer_panels import bin_label, cap_counts
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
@@ -33,7 +32,7 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
     known: dict[str, tuple[object, Drawing]] = {
         "staleness": (inspection.staleness, _staleness),
         "advantage": (inspection.abs_advantage, _magnitude),
-        "uses": (inspection.uses_over_run or inspection.times_used, _uses),
+        "uses": (inspection.uses_over_run, _uses),
         "last-use": (inspection.last_use, _last_use),
         "clip": (has_old, _clip_fraction),
         "kl": (has_old, _policy_shift),
@@ -99,17 +98,18 @@ def _magnitude(axes: Any, inspection: Inspection) -> None:
     kept, replayed = (np.array([getattr(b, name) for b in bins]) for name in ("kept", "replayed"))
     _paired(axes, np.arange(len(bins)), ("survivors", kept), replayed)
     every = max(1, round(len(bins) / 6))
-    axes.set_xticks(range(0, len(bins), every), [bin_label(b) for b in bins[::every]])
+    labels = [f"{b.low:.2f}" if b.low == b.high else f"{b.low:.2f}–{b.high:.2f}" for b in bins]
+    axes.set_xticks(range(0, len(bins), every), labels[::every])
     axes.set_title("|Advantage|")
     axes.set_xlabel("|advantage|")
 
 
 def _uses(axes: Any, inspection: Inspection) -> None:
-    """A snapshot without its run shows how often the stored rollouts were drawn."""
     run = inspection.uses_over_run
-    _shares(axes, inspection.times_used if run is None else run.counts, STORED)
-    axes.set_title("Reuse" if run is None else f"Reuse: mean {run.mean:.2f}")
-    axes.set_xlabel("draws of a stored rollout" if run is None else "uses of a survivor so far")
+    assert run is not None
+    _shares(axes, run.counts, STORED)
+    axes.set_title(f"Reuse: mean {run.mean:.2f}")
+    axes.set_xlabel("uses of a survivor so far")
     axes.set_ylabel("rollouts (%)")
 
 
@@ -128,6 +128,16 @@ def _shares(
     counts = dict(cap_counts(found, 10)) | dict(others or {})
     total = max(1, sum(counts.values()))
     axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
+
+
+def cap_counts(counts: Mapping[int, int], limit: int) -> list[tuple[str, int]]:
+    """At most `limit` pairs (label, count). The last one sums all larger values."""
+    values = sorted(counts)
+    if len(values) <= limit:
+        return [(str(value), counts[value]) for value in values]
+    shown = [(str(value), counts[value]) for value in values[: limit - 1]]
+    rest = values[limit - 1 :]
+    return [*shown, (f"{rest[0]}+", sum(counts[value] for value in rest))]
 
 
 def _by_age(

@@ -1,10 +1,8 @@
 """The screen of inspect-buffer: a heading, warnings and panels."""
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from grpo_replay.lab.inspection.buffer_summary import (
     TREND_LABELS,
-    Bin,
+    AgeOutcome,
     Inspection,
     StalenessRow,
     plural,
@@ -25,18 +23,15 @@ from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.console import bar, open_console, sparkline
 
 PANEL_WIDTH = 57
-_ROWS = 12  # maximum rows of a histogram; more are merged
+_ROWS = 12  # ages shown at most
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
     console.print(_heading(inspection))
     console.print(_verdict(inspection))
     limit = inspection.settings["max_age_steps"]
-    found = (
-        *(_occupancy(inspection), staleness_panel(inspection.staleness, limit)),
-        *(_populations(inspection), _magnitude(inspection)),
-        *(_reuse(inspection), _by_age(inspection)),
-    )
+    ages = ages_panel(inspection.staleness, inspection.by_age, limit)
+    found = (_occupancy(inspection), _populations(inspection), ages)
     panels = [panel for panel in found if panel is not None]
     per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
     for start in range(0, len(panels), per_row):
@@ -100,23 +95,22 @@ def _occupancy(inspection: Inspection) -> Panel | None:
         return None
     lines: list[RenderableType] = []
     stored, capacity = occupancy.stored_rollouts, occupancy.capacity_rollouts
-    fifo = inspection.settings["max_age_steps"] is None
     if capacity:
         lines.append(_level(stored, capacity, f"of capacity {capacity:,}"))
-    if occupancy.expected_rollouts and not fifo:
+    if occupancy.expected_rollouts and inspection.settings["max_age_steps"] is not None:
         rule = f"of {_expected_rule(inspection)} ≈ {occupancy.expected_rollouts:,.0f}"
         lines.append(_level(stored, occupancy.expected_rollouts, rule))
-    facts = f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"
+    facts = [f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"]
     if occupancy.survivors_per_step is not None:
-        facts += f"\nB' ≈ {occupancy.survivors_per_step:.1f} survivors per step"
+        facts.append(f"B' ≈ {occupancy.survivors_per_step:.1f} survivors per step")
     if occupancy.evicted_by_age is not None:
-        facts += (
-            f"\nevicted so far: {occupancy.evicted_by_age:,} by age, "
-            f"{occupancy.evicted_by_capacity:,} by capacity"
-        )
-    lines.append(Text(facts, style="dim"))
-    lines.append(_law_text(inspection))
-    return _panel(f"occupancy: {stored:,} rollouts stored", Group(*lines))
+        by_capacity = f"{occupancy.evicted_by_capacity:,} by capacity"
+        facts.append(f"evicted so far: {occupancy.evicted_by_age:,} by age, {by_capacity}")
+    if (run := inspection.uses_over_run) is not None:
+        never = f"{run.never_share:.1%} never"
+        facts.append(f"uses of a survivor: {run.mean:.2f} so far, {never} used")
+    lines += [Text("\n".join(facts), style="dim"), _law_text(inspection)]
+    return _panel(f"occupancy: {stored:,} rollouts stored now", Group(*lines))
 
 
 def _expected_rule(inspection: Inspection) -> str:
@@ -128,7 +122,7 @@ def _expected_rule(inspection: Inspection) -> str:
 
 
 def _level(value: float, limit: float, label: str) -> Text:
-    text = Text(bar(value, limit, 20).ljust(20, "░"), style=STORED)
+    text = Text(bar(value, limit, 20).ljust(20, "░"), style=_COLOURS["stored"])
     text.append(f" {value / limit:6.1%} {label}", style="default")
     return text
 
@@ -149,9 +143,8 @@ def _populations(inspection: Inspection) -> Panel | None:
         return None
     table = panel_table()
     table.add_column("")
-    colours = {"stored": STORED, "replayed": REPLAYED}
     for rows in inspection.populations:
-        table.add_column(rows.name, justify="right", style=colours.get(rows.name, ""))
+        table.add_column(rows.name, justify="right", style=_COLOURS.get(rows.name, ""))
     lines = (
         ("rollouts", lambda p: f"{p.rollouts:,}"),
         ("prompts", lambda p: f"{p.prompts:,}"),
@@ -170,85 +163,43 @@ def _number_or_dash(value: float | None, format_spec: str) -> str:
     return "–" if value is None else format(value, format_spec)
 
 
-def staleness_panel(staleness: Sequence[StalenessRow], limit: int | None = None) -> Panel | None:
-    """Ages of what is stored now next to ages at use in all steps so far; None if nothing was
-    stored or replayed. `limit` is the age in steps at which rollouts are evicted."""
+def ages_panel(
+    staleness: Sequence[StalenessRow],
+    by_age: Mapping[int, AgeOutcome],
+    limit: int | None = None,
+) -> Panel | None:
+    """For each age: what is stored now, all replays so far, and their outcomes, those of fresh
+    rollouts at age 0; None if nothing was stored or replayed. `limit` is the age in steps at
+    which rollouts are evicted."""
     if not staleness:
         return None
-    rows = merge_rows([(row.age, row.stored, row.replayed) for row in staleness], _ROWS)
-    means = []
-    for name, counts in (
-        ("stored now", [row.stored for row in staleness]),
-        ("at use", [row.replayed for row in staleness]),
-    ):
-        if sum(counts):
-            ages = (row.age * count for row, count in zip(staleness, counts, strict=True))
-            means.append(f"{sum(ages) / sum(counts):.1f} {name}")
-    unit = "steps" if staleness[0].age_updates is None else "updates"
-    table = bars("age", rows, {"stored now": STORED, "all replays": REPLAYED})
-    if limit is not None and unit == "steps":
-        table.caption = f"at age {limit} comes the last draw, then the eviction"
-    return _panel(f"staleness in {unit}: mean {', '.join(means)}", table)
-
-
-def _magnitude(inspection: Inspection) -> Panel | None:
-    if not inspection.abs_advantage:
-        return None
-    rows = [(bin_label(b), b.kept, b.replayed) for b in inspection.abs_advantage]
-    colours = {"survivors": STORED, "all replays": REPLAYED}
-    return _panel("|advantage| over the run", bars("|A|", rows, colours))
-
-
-def bin_label(span: Bin) -> str:
-    return f"{span.low:.2f}" if span.low == span.high else f"{span.low:.2f}–{span.high:.2f}"
-
-
-def _reuse(inspection: Inspection) -> Panel | None:
-    """How often rollouts were used, of a snapshot without its run how often those stored were
-    drawn; and how long before."""
-    run = inspection.uses_over_run
-    counts = inspection.times_used if run is None else run.counts
-    if not counts or not inspection.replays:
-        return None
-    name = "draws" if run is None else "uses"
-    tables = [bars(f"{name} so far", cap_counts(counts, 6), {"": STORED}, 5)]
-    last_use = inspection.last_use
-    if last_use is not None:
-        gaps = cap_counts(last_use.gaps, 6)
-        gaps += [("first use", last_use.new)] if last_use.new else []
-        tables.append(bars("since last use", gaps, {"": REPLAYED}, 5))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(*tables)
-    if run is None:
-        return _panel("reuse of the stored rollouts", grid)
-    return _panel(f"reuse: {run.mean:.2f} uses, and {inspection.age_unit} since the last one", grid)
-
-
-def _by_age(inspection: Inspection) -> Panel | None:
-    if not inspection.by_age:
-        return None
     table = panel_table()
-    for name in ("age", "uses", "clipped", "", "ratio", "KL, nats"):
-        table.add_column(
-            name, justify="left" if not name else "right", width=11 if not name else None
-        )
-    known = len(inspection.by_age)
-    places = np.linspace(0, known - 1, min(known, _ROWS)).round().astype(int)
-    ages = np.array(sorted(inspection.by_age))[places].tolist()
-    largest = max(inspection.by_age[age].clip_fraction for age in ages)
-    for age in ages:
-        row = inspection.by_age[age]
-        table.add_row(
-            "fresh" if age == 0 else str(age),
-            f"{row.uses:,}",
-            f"{row.clip_fraction:.2%}",
-            Text(bar(row.clip_fraction, largest, 11), style=REPLAYED if age else "green"),
-            f"{row.ratio:.4f}",
-            f"{row.approx_kl:.4f}",
-        )
-    if len(ages) < known:
-        table.caption = f"{len(ages)} of {known} ages; --json has all"
-    return _panel("clip fraction, ratio and KL by age at use", table)
+    headings = ("age", "stored now", "all replays", "clipped", "ratio", "KL, nats")
+    for name in headings if by_age else headings[:3]:
+        table.add_column(name, justify="right", style=_COLOURS.get(name.split()[0], ""))
+    places = np.linspace(0, len(staleness) - 1, min(len(staleness), _ROWS)).round().astype(int)
+    for row in (staleness[place] for place in places):
+        cells = [str(row.age), f"{row.stored:,}", f"{row.replayed:,}"]
+        if (outcome := by_age.get(row.age)) is not None:
+            cells += [f"{outcome.clip_fraction:.2%}", f"{outcome.ratio:.4f}"]
+            cells.append(f"{outcome.approx_kl:.4f}")
+        table.add_row(*cells)
+    notes = ["age 0: outcomes of fresh rollouts"] if 0 in by_age else []
+    if len(places) < len(staleness):
+        notes.append(f"{len(places)} of {len(staleness)} ages; --json has all")
+    unit = "steps" if staleness[0].age_updates is None else "updates"
+    if limit is not None and unit == "steps":
+        notes.append(f"age {limit}: the last draw, then the eviction")
+    table.caption = "\n".join(notes)
+    table.caption_justify = "left"
+    stored = _mean_age([(row.age, row.stored) for row in staleness], "stored")
+    replayed = _mean_age([(row.age, row.replayed) for row in staleness], "replayed")
+    return _panel(f"age in {unit}: {', '.join([*stored, *replayed])}", table)
+
+
+def _mean_age(counts: Sequence[tuple[int, int]], name: str) -> list[str]:
+    total = sum(count for _, count in counts)
+    return [f"mean {sum(age * count for age, count in counts) / total:.1f} {name}"] * bool(total)
 
 
 def _trends(inspection: Inspection, width: int) -> Panel:
@@ -279,52 +230,8 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2g}"
 
 
-STORED, REPLAYED = "blue", "dark_orange"
+_COLOURS = {"stored": "blue", "replayed": "dark_orange", "all": "dark_orange"}
 
 
 def panel_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-
-
-def bars(
-    heading: str, rows: Sequence[tuple[Any, ...]], colours: Mapping[str, str], width: int = 11
-) -> Table:
-    """A histogram for each name in `colours`, side by side; `rows` have a label and a count for
-    each. Each is scaled to its own largest count."""
-    table = panel_table()
-    table.add_column(heading, justify="right", style="dim")
-    for name, colour in colours.items():
-        table.add_column(name, justify="right", style=colour)
-        table.add_column("", style=colour, width=width)
-    largest = [max(column) for column in zip(*(counts for _, *counts in rows), strict=True)]
-    for label, *counts in rows:
-        cells = [label]
-        for count, most in zip(counts, largest, strict=True):
-            cells += [f"{count:,}", bar(count, most, width)]
-        table.add_row(*cells)
-    return table
-
-
-def merge_rows(rows: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[str, int, int]]:
-    """(label, first, second), with adjacent values merged into at most `limit` equal spans."""
-    if not rows:
-        return []
-    low, high = rows[0][0], rows[-1][0]
-    span = math.ceil((high - low + 1) / limit)
-    merged = []
-    for start in range(low, high + 1, span):
-        inside = [row for row in rows if start <= row[0] < start + span]
-        end = min(start + span - 1, high)
-        label = f"{start}" if end == start else f"{start}–{end}"
-        merged.append((label, sum(r[1] for r in inside), sum(r[2] for r in inside)))
-    return merged
-
-
-def cap_counts(counts: Mapping[int, int], limit: int) -> list[tuple[str, int]]:
-    """At most `limit` pairs (label, count). The last one sums all larger values."""
-    values = sorted(counts)
-    if len(values) <= limit:
-        return [(str(value), counts[value]) for value in values]
-    shown = [(str(value), counts[value]) for value in values[: limit - 1]]
-    rest = values[limit - 1 :]
-    return [*shown, (f"{rest[0]}+", sum(counts[value] for value in rest))]

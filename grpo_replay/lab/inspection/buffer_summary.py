@@ -130,7 +130,6 @@ class Inspection:
     occupancy: Occupancy
     staleness: tuple[StalenessRow, ...]
     abs_advantage: tuple[Bin, ...]
-    times_used: Mapping[int, int]  # stored rollouts by the times that they were drawn
     uses_over_run: RunUses | None  # None without a rollout log, or without survivors
     last_use: LastUse | None
     draw_law: DrawLaw
@@ -195,27 +194,29 @@ FEW_SURVIVORS_SHARE = 0.1
 
 def find_warnings(inspection: Inspection) -> Iterator[str]:
     """One warning per finding, most important first; nothing for a healthy buffer."""
-    yield from _missing_rewards(inspection)
-    yield from _survivors(inspection)
-    if not inspection.replays:
-        return
-    settings = ReplaySection.model_validate(inspection.settings)
-    yield from _never_replayed(inspection)
-    yield from _capacity(inspection, settings)
-    if settings.anchors_fresh:
+    yield from _generated(inspection)
+    if inspection.replays:
+        settings = ReplaySection.model_validate(inspection.settings)
+        yield from _capacity(inspection, settings)
         yield from _starved(inspection, settings)
-    yield from _draw_law(inspection)
-    yield from _clipping(inspection)
-    yield from _kl(inspection)
+        yield from _draw_law(inspection)
+        yield from _outcomes(inspection)
 
 
-def _never_replayed(inspection: Inspection) -> Iterator[str]:
-    warmup = inspection.settings["warmup_steps"]
-    has_run = bool(inspection.trends) or any(p.name == "generated" for p in inspection.populations)
-    if has_run and inspection.step > warmup + 1 and inspection.replayed_rollouts == 0:
+def _generated(inspection: Inspection) -> Iterator[str]:
+    counts = {rows.name: rows.rollouts for rows in inspection.populations}
+    generated, missing = counts.get("generated", 0), inspection.missing_rewards
+    if missing:
         yield (
-            f"Nothing was replayed up to step {inspection.step}, although warm-up ended at step "
-            f"{warmup}."
+            f"{missing:,} of {generated:,} generated rollouts ({missing / generated:.1%}) have no "
+            "reward: the reward function failed on them, or returned None. They were left out of "
+            "their groups. See which: docs/queries.md; log/ has the first error."
+        )
+    share = counts.get("kept", 0) / generated if generated >= 100 else 1.0
+    if share < FEW_SURVIVORS_SHARE:
+        yield (
+            f"Only {share:.1%} of the generated rollouts are in groups with mixed rewards: most "
+            "prompts are too hard or too easy for this model."
         )
 
 
@@ -240,14 +241,20 @@ def _starved(inspection: Inspection, settings: ReplaySection) -> Iterator[str]:
     points = inspection.trends.get("replay/ratio", ())
     ratios = [value for step, value in points if step > settings.warmup_steps]
     recent = ratios[-max(1, len(ratios) // 4) :]
-    if recent and inspection.step > settings.warmup_steps + 1:
-        actual = sum(recent) / len(recent)
-        if 0 < actual < STARVED_SHARE * settings.ratio:
-            yield (
-                f"Only {actual:.2f} rollouts were replayed per fresh rollout; replay.ratio "
-                f"requests {settings.ratio:.2f}. The buffer has too few: raise "
-                "replay.max_age_steps or lower replay.ratio."
-            )
+    if not recent or inspection.step <= settings.warmup_steps + 1:
+        return
+    actual = sum(recent) / len(recent)
+    if inspection.replayed_rollouts == 0:
+        yield (
+            f"Nothing was replayed up to step {inspection.step}, although warm-up ended at step "
+            f"{settings.warmup_steps}."
+        )
+    elif settings.anchors_fresh and 0 < actual < STARVED_SHARE * settings.ratio:
+        yield (
+            f"Only {actual:.2f} rollouts were replayed per fresh rollout; replay.ratio requests "
+            f"{settings.ratio:.2f}. The buffer has too few: raise replay.max_age_steps or lower "
+            "replay.ratio."
+        )
 
 
 def _draw_law(inspection: Inspection) -> Iterator[str]:
@@ -260,45 +267,18 @@ def _draw_law(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def _clipping(inspection: Inspection) -> Iterator[str]:
-    old = {age: row for age, row in inspection.by_age.items() if age > 0}
-    if old:
-        age, worst = max(old.items(), key=lambda item: item[1].clip_fraction)
-        if worst.clip_fraction > HIGH_CLIP_FRACTION:
-            yield (
-                f"At age {age}, {worst.clip_fraction:.1%} of the replayed tokens are clipped and "
-                "have no gradient. Lower replay.max_age_steps."
-            )
-
-
-def _kl(inspection: Inspection) -> Iterator[str]:
-    high = [a for a, row in inspection.by_age.items() if a > 0 and row.approx_kl > HIGH_KL_NATS]
-    if high:
-        age = min(high)
+def _outcomes(inspection: Inspection) -> Iterator[str]:
+    old = [(age, row) for age, row in inspection.by_age.items() if age > 0]
+    age, worst = max(old, key=lambda each: each[1].clip_fraction, default=(0, None))
+    if worst is not None and worst.clip_fraction > HIGH_CLIP_FRACTION:
         yield (
-            f"From age {age}, the KL divergence from the policy that sampled the rollouts is "
-            f"{inspection.by_age[age].approx_kl:.2f} nats per token, too much for importance "
-            "ratios. Lower replay.max_age_steps."
+            f"At age {age}, {worst.clip_fraction:.1%} of the replayed tokens are clipped and have "
+            "no gradient. Lower replay.max_age_steps."
         )
-
-
-def _survivors(inspection: Inspection) -> Iterator[str]:
-    counts: Mapping[str, int] = {p.name: p.rollouts for p in inspection.populations}
-    if counts.get("generated", 0) >= 100:
-        share = counts.get("kept", 0) / counts["generated"]
-        if share < FEW_SURVIVORS_SHARE:
-            yield (
-                f"Only {share:.1%} of the generated rollouts are in groups with mixed rewards: "
-                "most prompts are too hard or too easy for this model."
-            )
-
-
-def _missing_rewards(inspection: Inspection) -> Iterator[str]:
-    missing = inspection.missing_rewards
-    if missing:
-        generated = next(p.rollouts for p in inspection.populations if p.name == "generated")
+    far = [(age, row.approx_kl) for age, row in old if row.approx_kl > HIGH_KL_NATS]
+    if far:
         yield (
-            f"{missing:,} of {generated:,} generated rollouts ({missing / generated:.1%}) have no "
-            "reward: the reward function failed on them, or returned None. They were left out of "
-            "their groups. See which: docs/queries.md; log/ has the first error."
+            f"From age {far[0][0]}, the KL divergence from the policy that sampled the rollouts is "
+            f"{far[0][1]:.2f} nats per token, too much for importance ratios. Lower "
+            "replay.max_age_steps."
         )

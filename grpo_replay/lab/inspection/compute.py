@@ -24,11 +24,13 @@ from grpo_replay.lab.inspection.buffer_summary import (
 )
 from grpo_replay.lab.inspection.rebuild import stored_after
 from grpo_replay.lab.inspection.rollout_columns import (
-    DrawColumns,
-    RolloutColumns,
+    Draws,
+    Rollouts,
     counts_updates,
     find_rows,
+    is_positive,
     iter_columns,
+    of_stored,
     read_draws,
     read_log,
     updates_of_a_step,
@@ -52,8 +54,11 @@ def summarise(source: Source) -> Inspection:
     step = source.step
     log = read_log(source.rollout_files)
     draws = read_draws(source.draw_files)
-    replay_draws = draws.replayed(settings)
-    replayed = _of_draws(log, stored, replay_draws)
+    replay_draws = of_stored(draws, settings)
+    # Without a rollout log, those still stored are known.
+    known = log if len(log) else stored
+    rows = find_rows(known.rollout_id, replay_draws.rollout_id)
+    replayed = known[rows[rows >= 0]]
     draws_per_step = source.recipe.draws_per_step if source.recipe else 1
     updates = updates_of_a_step(draws_per_step, source.draw_files)
     inspection = Inspection(
@@ -67,10 +72,7 @@ def summarise(source: Source) -> Inspection:
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
         staleness=staleness_rows(stored.birth_step, replay_draws.age, step, updates),
-        abs_advantage=magnitude_bins(
-            *(np.abs(rows.advantage) for rows in (log.take(log.kept), replayed))
-        ),
-        times_used=count_values(stored.times_used),
+        abs_advantage=magnitude_bins(np.abs(log.advantage[log.kept]), np.abs(replayed.advantage)),
         uses_over_run=uses_over_run(log, draws, settings),
         last_use=steps_since_last_use(log, draws, settings) if len(draws) else None,
         draw_law=next_draw_law(stored, settings),
@@ -135,16 +137,9 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
     return source.recipe.replay, source.recipe.sampling.group_size, facts
 
 
-def _of_draws(log: RolloutColumns, stored: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
-    """The drawn rollouts, one row per use. Without a rollout log: only those still stored."""
-    known = log if len(log) else stored
-    rows = find_rows(known.rollout_id, draws.rollout_id)
-    return known.take(rows[rows >= 0])
-
-
 def _occupancy(
-    stored: RolloutColumns,
-    log: RolloutColumns,
+    stored: Rollouts,
+    log: Rollouts,
     settings: ReplaySection,
     step: int,
     facts: Mapping[str, Any],
@@ -186,28 +181,26 @@ def magnitude_bins(kept: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
     )
 
 
-def _populations(
-    log: RolloutColumns, stored: RolloutColumns, replayed: RolloutColumns
-) -> tuple[Population, ...]:
+def _populations(log: Rollouts, stored: Rollouts, replayed: Rollouts) -> tuple[Population, ...]:
     groups = {
         "generated": log,
-        "kept": log.take(log.kept),
+        "kept": log[log.kept],
         "stored": stored,
         "replayed": replayed,
     }
     return tuple(population(name, rows) for name, rows in groups.items() if len(rows))
 
 
-def population(name: str, rows: RolloutColumns) -> Population:
+def population(name: str, rows: Rollouts) -> Population:
     """Statistics of a non-empty set of rollouts."""
-    uses = np.bincount(rows.prompt)
+    uses = np.unique(rows.prompt_id, return_counts=True)[1]
     signal = bool(rows.kept.all())
     return Population(
         name=name,
         rollouts=len(rows),
-        prompts=int((uses > 0).sum()),
+        prompts=len(uses),
         largest_prompt_share=float(uses.max() / len(rows)),
-        positive_share=float(rows.positive.mean()) if signal else None,
+        positive_share=float(is_positive(rows).mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.tokens.mean()),
         truncated_share=float(rows.truncated.mean()),
@@ -236,15 +229,13 @@ def count_values(values: np.ndarray) -> dict[int, int]:
     return dict(zip(unique.tolist(), counts.tolist(), strict=True))
 
 
-def uses_over_run(
-    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
-) -> RunUses | None:
+def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> RunUses | None:
     """Number of uses of every survivor in the log; None if there are no survivors.
 
     Each draw is a use. Training as fresh in the birth step is also a use; with the pool and FIFO
     this happens only during warm-up.
     """
-    kept = log.take(log.kept)
+    kept = log[log.kept]
     if not len(kept):
         return None
     uses = uses_of(kept.rollout_id, draws)
@@ -253,9 +244,7 @@ def uses_over_run(
     return RunUses(count_values(uses), float(uses.mean()), float((uses == 0).mean()))
 
 
-def steps_since_last_use(
-    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
-) -> LastUse:
+def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -> LastUse:
     """Updates between consecutive uses of a rollout, over all draws (paper B); training steps, if a
     step makes one draw.
 
@@ -278,14 +267,14 @@ def steps_since_last_use(
     return LastUse(int(new.sum()), count_values(gaps[~new]))
 
 
-def next_draw_law(stored: RolloutColumns, settings: ReplaySection) -> DrawLaw:
+def next_draw_law(stored: Rollouts, settings: ReplaySection) -> DrawLaw:
     """Distribution of a draw made now from the stored rollouts.
 
     With `unused_first`, only rollouts that were never drawn are candidates, if there are any.
     """
     never_drawn = stored.times_used == 0
     if settings.unused_first and never_drawn.any():
-        stored = stored.take(never_drawn)
+        stored = stored[never_drawn]
     priority_U = stored.priority
     if settings.unit == "query" and len(stored):
         starts, sizes = query_spans(stored.group_id)

@@ -6,15 +6,16 @@ real run would have trained another policy, which would have sampled other rollo
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.rollout_columns import (
-    RolloutColumns,
+    Rollouts,
     find_rows,
+    is_positive,
     no_rollouts,
     read_draws,
     read_log,
@@ -31,27 +32,18 @@ from grpo_replay.terminal.console import tracked
 from grpo_replay.types import ComposedBatch, Rollout
 
 
-def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
+def rollouts_without_tokens(rows: Rollouts) -> list[Rollout]:
     """Rollouts with all that the buffer and priorities read: of the completion its length."""
+    names = (*("rollout_id", "group_id", "birth_step", "advantage", "group_reward_std"),
+             *("reward", "group_correct", "truncated"))  # fmt: skip
+    columns = zip(*(rows[name].tolist() for name in (*names, "tokens")), strict=True)
     return [
-        Rollout.index_only(
-            rollout_id=int(columns.rollout_id[i]),
-            group_id=int(columns.group_id[i]),
-            birth_step=int(columns.birth_step[i]),
-            advantage=float(columns.advantage[i]),
-            group_reward_std=float(columns.group_std[i]),
-            reward=float(columns.reward[i]),
-            group_correct=int(columns.group_correct[i]),
-            completion_tokens=length,
-            truncated=bool(columns.truncated[i]),
-        )
-        for i, length in enumerate(columns.tokens.tolist())
+        Rollout.index_only(**dict(zip(names, values, strict=True)), completion_tokens=length)
+        for *values, length in columns
     ]
 
 
-def stored_after(
-    source: Source, settings: ReplaySection, group_size: int
-) -> tuple[RolloutColumns, bool]:
+def stored_after(source: Source, settings: ReplaySection, group_size: int) -> tuple[Rollouts, bool]:
     """The rollouts stored after `source.step`, and whether they are rebuilt, not of a snapshot."""
     if source.snapshot is not None:
         return read_stored(source.snapshot), False
@@ -60,7 +52,7 @@ def stored_after(
     return rebuild_stored(source, settings, group_size), True
 
 
-def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> RolloutColumns:
+def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> Rollouts:
     """The rollouts stored after `source.step`, oldest first, with priorities and uses.
 
     Raises SnapshotError if the run logged no rollouts.
@@ -74,28 +66,26 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
     buffer = ReplayBuffer(settings, group_size)
     for _ in replay_storage(buffer, log, steps):
         pass
-    stored = log.take(find_rows(log.rollout_id, buffer.column("rollout_id")))
-    return replace(
-        stored,
-        priority=np.array(buffer.column("priority"), np.float64),
-        times_used=uses_of(stored.rollout_id, read_draws(source.draw_files)),
-    )
+    stored = log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
+    stored.priority = buffer.column("priority")
+    stored.times_used = uses_of(stored.rollout_id, read_draws(source.draw_files))
+    return stored
 
 
 def survivors_for(
     source: Source, step: int, *settings: ReplaySection
-) -> tuple[list[int], RolloutColumns]:
+) -> tuple[list[int], Rollouts]:
     """The logged steps, ascending, from the first that can have rollouts stored at `step` under the
     longest of the age limits, and their survivors."""
     start = min(0 if (age := each.max_age_steps) is None else step - age for each in settings)
     files = [file for file in source.rollout_files if file[0] >= start]
     log = read_log(files)
-    return [logged for logged, _ in files], log.take(log.kept)
+    return [logged for logged, _ in files], log[log.kept]
 
 
 def replay_storage(
     buffer: ReplayBuffer,
-    survivors: RolloutColumns,
+    survivors: Rollouts,
     steps: Iterable[int],
     history: RecipeHistory | None = None,
 ) -> Iterator[int]:
@@ -107,7 +97,7 @@ def replay_storage(
         if history is not None and history.at(step).replay != buffer.settings:
             state, buffer.settings = buffer.get_state(), history.at(step).replay
             buffer.set_state(state)  # as a resume does
-        fresh = rollouts_without_tokens(survivors.take(survivors.logged_step == step))
+        fresh = rollouts_without_tokens(survivors[survivors.logged_step == step])
         buffer.evict(step)
         if buffer.settings.replays:
             buffer.insert(fresh, step)
@@ -224,7 +214,7 @@ def changed_settings(recipe: Recipe, changes: Sequence[str]) -> ReplaySection:
 
 
 def simulate(
-    log: RolloutColumns,
+    log: Rollouts,
     settings: ReplaySection,
     group_size: int,
     steps: Sequence[tuple[int, int]],
@@ -236,7 +226,7 @@ def simulate(
     rng = np.random.default_rng(seed)
     log = kept_under(log, settings)
     buffer = ReplayBuffer(settings, group_size)
-    survivors = log.take(log.kept)
+    survivors = log[log.kept]
     rollouts = rollouts_without_tokens(survivors)
     batches: list[ComposedBatch] = []
     stored: list[int] = []
@@ -257,7 +247,7 @@ def simulate(
     return statistics(log, trained, draws_per_step)
 
 
-def steps_of(log: RolloutColumns, generated: int | None) -> list[tuple[int, int]]:
+def steps_of(log: Rollouts, generated: int | None) -> list[tuple[int, int]]:
     """Each step of the log, and the rollouts that a step of the run generates. Into a step of an
     asynchronous run any number may have come, none too; its batches are sized by the recipe."""
     steps, counts = np.unique(log.logged_step, return_counts=True)
@@ -266,28 +256,29 @@ def steps_of(log: RolloutColumns, generated: int | None) -> list[tuple[int, int]
     return [(step, generated) for step in range(steps[0], steps[-1] + 1)]
 
 
-def kept_under(log: RolloutColumns, settings: ReplaySection) -> RolloutColumns:
+def kept_under(log: Rollouts, settings: ReplaySection) -> Rollouts:
     """The log as a run with these settings keeps it: without the groups whose rewards are all
     equal, or with them, at advantage 0. What an asynchronous run dropped as stale or straddling
     stays out, and so does what came later than these settings allow."""
-    kept = log.kept | ((log.group_std == 0) & np.isfinite(log.reward))
+    kept = log.kept | ((log.group_reward_std == 0) & np.isfinite(log.reward))
     if settings.max_age_steps is not None:
         kept &= log.logged_step - log.birth_step <= settings.max_age_steps
+    rows = log.copy()
     if settings.drop_zero_variance:
-        return replace(log, kept=kept & (log.group_std > 0))
-    return replace(log, kept=kept, advantage=np.nan_to_num(log.advantage))
+        rows.kept = kept & (log.group_reward_std > 0)
+    else:
+        rows.kept, rows.advantage = kept, np.nan_to_num(log.advantage)
+    return rows
 
 
-def refuse_what_was_not_kept(
-    log: RolloutColumns, settings: ReplaySection, other: ReplaySection
-) -> None:
+def refuse_what_was_not_kept(log: Rollouts, settings: ReplaySection, other: ReplaySection) -> None:
     """Raises UsageError if `other` would have kept rollouts that the run dropped as stale: their
     advantages are not in the log."""
     limit, longer = settings.max_age_steps, other.max_age_steps
     if limit is None:
         return
     age = log.logged_step - log.birth_step
-    stale = ~log.kept & (log.group_std > 0) & np.isfinite(log.reward) & (age > limit)
+    stale = ~log.kept & (log.group_reward_std > 0) & np.isfinite(log.reward) & (age > limit)
     missing = int((stale if longer is None else stale & (age <= longer)).sum())
     if missing:
         raise UsageError(
@@ -297,7 +288,7 @@ def refuse_what_was_not_kept(
         )
 
 
-def _logged(source: Source, log: RolloutColumns, settings: ReplaySection) -> _Trained:
+def _logged(source: Source, log: Rollouts, settings: ReplaySection) -> _Trained:
     """The rollouts that the run trained on, from its draw log and fresh survivors."""
     draws = read_draws(source.draw_files)
     drawn = find_rows(log.rollout_id, draws.rollout_id)
@@ -318,7 +309,7 @@ def _series(source: Source, name: str) -> list[float]:
     return [line[name] for line in source.metrics if line.get(name) is not None]
 
 
-def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) -> Statistics:
+def statistics(log: Rollouts, trained: _Trained, ages_of_a_step: int = 1) -> Statistics:
     """Statistics of the rollouts trained on, those of advantage and reward of what was replayed;
     ages at use in steps, of which each has `ages_of_a_step`."""
     replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed] // ages_of_a_step
@@ -331,7 +322,7 @@ def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) 
         "age_mean": float(ages.mean()) if some else None,
         "age_p95": float(np.quantile(ages, 0.95)) if some else None,
         "abs_advantage_mean": float(magnitude[replayed].mean()) if some else None,
-        "positive_share": float(log.positive[replayed].mean()) if some else None,
+        "positive_share": float(is_positive(log[replayed]).mean()) if some else None,
         "never_drawn_share": float((uses == 0).mean()) if log.kept.any() else None,
         "ess_mean": _mean(trained.ess),
         "stored_mean": _mean(trained.stored),

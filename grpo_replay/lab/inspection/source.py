@@ -28,7 +28,6 @@ class Source:
     run_dir: Path | None
     recipes: RecipeHistory | None
     metrics: tuple[Mapping[str, Any], ...]
-    last_line: int | None  # the last step of metrics.jsonl, which may be after `step`
     rollout_files: tuple[tuple[int, Path], ...]  # (step, file), steps ascending and ≤ step
     draw_files: tuple[tuple[int, Path], ...]
 
@@ -44,27 +43,20 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
     Raises SnapshotError if PATH is not a run, checkpoint or snapshot, or does not have the step.
     """
     path = Path(path)
-    if path.is_dir():
-        if _is_checkpoint(path):
-            folder = path.resolve()
-            return _open_snapshot(folder, folder / "buffer.parquet", step)
-        if _is_run(path):
-            return _open_run(path, step)
-        runs = sorted(str(each) for each in path.iterdir() if each.is_dir() and _is_run(each))
-        if runs:
-            more = ", …" if len(runs) > 8 else ""
-            raise SnapshotError(
-                f"{path} is a folder of runs: name one: {', '.join(runs[:8])}{more}"
-            )
-        raise SnapshotError(
-            f"{path}: neither a run directory (metrics.jsonl, rollouts/, checkpoints/) nor a "
-            "checkpoint (state.json, buffer.parquet)"
-        )
     if path.is_file():
         return _open_snapshot(path, path, step)
+    if not path.is_dir():
+        raise SnapshotError(
+            f"{path}: no such file or directory. Give a run directory, a checkpoint, or a snapshot "
+            "(buffer.parquet)"
+        )
+    if _is_run(path):
+        return _open_run(path, step)
+    if any((path / name).exists() for name in (MANIFEST, "state.json", "buffer.parquet")):
+        return _open_snapshot(path.resolve(), path.resolve() / "buffer.parquet", step)
     raise SnapshotError(
-        f"{path}: no such file or directory. Give a run directory, a checkpoint, or a snapshot "
-        "(buffer.parquet)"
+        f"{path}: neither a run directory (metrics.jsonl, rollouts/, checkpoints/) nor a "
+        "checkpoint (state.json, buffer.parquet)"
     )
 
 
@@ -72,20 +64,12 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("metrics.jsonl", "rollouts", "checkpoints"))
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("manifest.json", "state.json")) or (
-        (folder / "buffer.parquet").exists() and not _is_run(folder)
-    )
-
-
 def _open_run(run_dir: Path, step: int | None) -> Source:
-    metrics = read_metrics(run_dir / "metrics.jsonl")
-    rollout_files = files_by_step(run_dir / "rollouts")
     # While a step is written, its rollouts are on disk before its line of metrics.
-    known = [int(line["step"]) for line in metrics] or [at for at, _ in rollout_files]
+    known = [int(line["step"]) for line in read_metrics(run_dir / "metrics.jsonl")]
+    known = known or [at for at, _ in files_by_step(run_dir / "rollouts")]
     snapshots = checkpoint_snapshots(run_dir)
-    if not known:
-        known = sorted(snapshots)
+    known = known or sorted(snapshots)
     if not known:
         raise SnapshotError(
             f"{run_dir}: the run has not finished a step yet; there is nothing to inspect"
@@ -98,29 +82,20 @@ def _open_run(run_dir: Path, step: int | None) -> Source:
 
 def _open_snapshot(path: Path, snapshot: Path, step: int | None) -> Source:
     """A checkpoint, or its buffer.parquet alone; `snapshot` is that file, which a checkpoint may
-    lack."""
-    at = _step_of(snapshot)
+    lack. Its run is the folder that it is in the checkpoints/ of."""
+    folder = snapshot.resolve().parent
+    at = step_of(folder)
+    if at is None:
+        at = read_snapshot_facts(snapshot)["step"]
     if step not in (None, at):
         raise SnapshotError(
             f"{path}: --step {step} needs a run directory; a snapshot has a single step ({at})"
         )
-    folder = path if path.is_dir() else path.resolve().parent
-    kind: Literal["checkpoint", "snapshot"] = "checkpoint" if folder == path else "snapshot"
-    return _source(path, kind, at, snapshot if snapshot.exists() else None, _run_of(folder))
-
-
-def _step_of(snapshot: Path) -> int:
-    """The step in the name of a checkpoint's folder; in another folder, that of the snapshot."""
-    named = step_of(snapshot.resolve().parent)
-    return read_snapshot_facts(snapshot)["step"] if named is None else named
-
-
-def _run_of(checkpoint: Path) -> Path | None:
-    """The run directory that contains a checkpoint folder; None if the folder was moved."""
-    if checkpoint.parent.name != "checkpoints":
-        return None
-    run_dir = checkpoint.parent.parent
-    return run_dir if (run_dir / "recipe.yaml").exists() else None
+    run_dir = folder.parent.parent
+    inside = folder.parent.name == "checkpoints" and (run_dir / RECIPE_FILE).exists()
+    kind: Literal["checkpoint", "snapshot"] = "checkpoint" if path.is_dir() else "snapshot"
+    found = snapshot if snapshot.exists() else None
+    return _source(path, kind, at, found, run_dir if inside else None)
 
 
 def _source(
@@ -130,12 +105,10 @@ def _source(
     snapshot: Path | None,
     run_dir: Path | None,
 ) -> Source:
-    def until(files: tuple[tuple[int, Path], ...]) -> tuple[tuple[int, Path], ...]:
-        return tuple((at, file) for at, file in files if at <= step)
-
     if run_dir is None:
-        return Source(path, kind, step, snapshot, None, None, (), None, (), ())
+        return Source(path, kind, step, snapshot, None, None, (), (), ())
     metrics = read_metrics(run_dir / "metrics.jsonl")
+    rollouts, draws = (files_by_step(run_dir / name) for name in ("rollouts", "draws"))
     return Source(
         path=path,
         kind=kind,
@@ -144,9 +117,8 @@ def _source(
         run_dir=run_dir,
         recipes=read_recipes(run_dir),
         metrics=tuple(line for line in metrics if line["step"] <= step),
-        last_line=int(metrics[-1]["step"]) if metrics else None,
-        rollout_files=until(files_by_step(run_dir / "rollouts")),
-        draw_files=until(files_by_step(run_dir / "draws")),
+        rollout_files=tuple(each for each in rollouts if each[0] <= step),
+        draw_files=tuple(each for each in draws if each[0] <= step),
     )
 
 
@@ -160,10 +132,13 @@ def files_by_step(folder: Path) -> tuple[tuple[int, Path], ...]:
 
 
 def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
-    """The buffer.parquet of every complete checkpoint, by step."""
+    """The buffer.parquet of every complete checkpoint, by the step after which it was written;
+    those of a run in TRL are in checkpoint-N/, N counting updates."""
     found = list_checkpoints(run_dir / "checkpoints")
     whole = [path for path in found if (path / MANIFEST).exists()]
     snapshots = {step_of(path) or 0: path / "buffer.parquet" for path in whole}
+    of_trl = run_dir.glob("checkpoint-*/buffer.parquet")
+    snapshots |= {read_snapshot_facts(path)["step"]: path for path in of_trl}
     return {step: path for step, path in snapshots.items() if path.exists()}
 
 

@@ -97,19 +97,15 @@ def _uses(source: Source, rollout_id: int) -> tuple[Mapping[str, Any], ...]:
 
 def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
     history = source.recipes
-    if row["reward"] is None:
-        return "never stored: the reward function gave no reward, so it counts nowhere"
-    if row["group_reward_std"] is None:
-        return "never stored: fewer than two rewards of its group came, so there is no comparison"
-    if not row["kept"] and row["group_reward_std"] > 0:
-        masks = history is not None and step is not None and history.at(step).reward.mask_truncated
-        if masks and row["finish_reason"] == "length":
-            return "never stored: reward.mask_truncated leaves out what was cut off"
-        return (
-            "never stored: it was too old at its step, or the weights changed while it was sampled"
-        )
-    if not row["kept"]:
+    if row["group_reward_std"] is None or row["reward"] is None:
+        return "never stored: its reward, or those of its group, did not come"
+    if not row["kept"] and row["group_reward_std"] == 0:
         return "never stored: all rewards of its group are equal, so there is no learning signal"
+    if not row["kept"]:
+        return (
+            "never stored: it was cut off and reward.mask_truncated leaves it out, it was too old "
+            "at its step, or the weights changed while it was sampled"
+        )
     if history is None or step is None:
         return "stored at the time of the snapshot"
     if not history.at(step).replays:

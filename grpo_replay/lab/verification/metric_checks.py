@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.verification.rollout_checks import logged_scores
 from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, Tally
 
 _TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
@@ -78,25 +77,11 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
         "cost/generated_tokens": int(lengths.sum()),
         "cost/generated_rollouts": len(lengths),
         **{f"verdict/{status}": count for status, count in verdicts.items()},
-        **_score_metrics(run, step),
     }
 
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.astype(np.float64).mean()) if len(values) else None
-
-
-def _score_metrics(run: RunFiles, step: int) -> Values:
-    """Of each score, if the reward combines several."""
-    scores_NF = logged_scores(run, step)
-    if scores_NF is None:
-        return {}
-    names = run.recipe_at(step).reward.score_names
-    return {
-        f"rewards/{name}/{quantity}": value
-        for name, scores_N in zip(names, scores_NF.T, strict=True)
-        for quantity, value in (("mean", float(scores_N.mean())), ("std", float(scores_N.std())))
-    }
 
 
 def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:

@@ -1,5 +1,5 @@
-"""Checks of rollouts/: groups, births, policy versions, what was trained on, rewards, kept flags,
-advantages; and behaviour log-probs against the weights of the checkpoints.
+"""Checks of rollouts/: groups, births, policy versions, what was trained on, combined rewards, kept
+flags, advantages; and behaviour log-probs against the weights of the checkpoints.
 
 A checkpoint of step v holds the policy that sampled step v + 1. A sample of rows is recomputed by
 plain forward passes. The caller gives the policies, so that nothing here loads torch.
@@ -7,13 +7,12 @@ plain forward passes. The caller gives the policies, so that nothing here loads 
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
 
 from grpo_replay.lab.verification.run_files import Check, RunFiles, Tally
-from grpo_replay.recipe import AdvantageSection, RewardSection
+from grpo_replay.recipe import AdvantageSection
 from grpo_replay.recipe.open_lists import ADVANTAGES
 from grpo_replay.storage.rollout_log import read_rollout_table, step_path
 
@@ -37,36 +36,32 @@ def check_groups(run: RunFiles) -> Check:
     ids, counts = np.unique(run.rollouts["rollout_id"], return_counts=True)
     tally.expect_all(counts == 1, lambda i: f"rollout {ids[i]} is in the files {counts[i]} times")
     for step, rows in run.rows_of_step.items():
-        _check_groups_of_step(run, step, rows, tally)
+        groups, settings = run.groups(rows), run.recipe_at(step).sampling
+        if run.recipe_at(step).run.is_async:
+            _check_late_births(run, step, groups, tally)
+        else:
+            births, least = run.rollouts["birth_step"][rows], settings.prompts_per_step
+            tally.expect_all(
+                births == step, _wrong_birth(step, run.rollouts["rollout_id"][rows], births)
+            )
+            tally.expect(
+                least <= len(groups) <= least * (settings.max_refills + 1),
+                f"step {step}: {len(groups)} groups, of {least} prompts",
+            )
+        size = settings.group_size
+        for group_id, members in groups.items():
+            indices = sorted(run.rollouts["completion_index"][members].tolist())
+            prompts = set(run.rollouts["prompt_id"][members].tolist())
+            tally.expect(
+                indices == list(range(size)) and len(prompts) == 1,
+                f"step {step}, group {group_id}: completion indices {indices} of {len(prompts)} "
+                f"prompt(s), expected 0 to {size - 1} of one",
+            )
     return tally.result()
 
 
-def _check_groups_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
-    groups = run.groups(rows)
-    if run.recipe_at(step).run.is_async:
-        _check_late_births(run, step, groups, tally)
-    else:
-        _check_births(run, step, rows, len(groups), tally)
-    size = run.recipe_at(step).sampling.group_size
-    for group_id, members in groups.items():
-        indices = sorted(run.rollouts["completion_index"][members].tolist())
-        prompts = set(run.rollouts["prompt_id"][members].tolist())
-        tally.expect(
-            indices == list(range(size)) and len(prompts) == 1,
-            f"step {step}, group {group_id}: completion indices {indices} of {len(prompts)} "
-            f"prompt(s), expected 0 to {size - 1} of one",
-        )
-
-
-def _check_births(run: RunFiles, step: int, rows: slice, groups: int, tally: Tally) -> None:
-    ids, births = run.rollouts["rollout_id"][rows], run.rollouts["birth_step"][rows]
-    tally.expect_all(
-        births == step, lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
-    )
-    settings = run.recipe_at(step).sampling
-    least, most = settings.prompts_per_step, settings.prompts_per_step * (settings.max_refills + 1)
-    expected = f"{least}" if least == most else f"{least} to {most}"
-    tally.expect(least <= groups <= most, f"step {step}: {groups} groups, expected {expected}")
+def _wrong_birth(step: int, ids: Any, births: Any) -> Any:
+    return lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
 
 
 def _check_late_births(
@@ -85,13 +80,11 @@ def _check_late_births(
             f"{expected - 1}",
         )
         stale += run.is_too_old(step, expected)
-    replay = run.recipe_at(step).replay
-    if not (replay.replays and replay.stores_first):
-        wanted = run.recipe_at(step).sampling.prompts_per_step
-        tally.expect(
-            len(groups) - stale == wanted,
-            f"step {step}: {len(groups)} groups, {stale} of them stale; expected {wanted} others",
-        )
+    replay, wanted = run.recipe_at(step).replay, run.recipe_at(step).sampling.prompts_per_step
+    tally.expect(
+        len(groups) - stale == wanted or (replay.replays and replay.stores_first),
+        f"step {step}: {len(groups)} groups, {stale} of them stale; expected {wanted} others",
+    )
 
 
 def check_versions(run: RunFiles) -> Check:
@@ -234,69 +227,37 @@ def check_rewards(run: RunFiles) -> list[Check]:
     return [tally.result()] if tally.checked else []
 
 
-def logged_scores(run: RunFiles, step: int) -> np.ndarray | None:
-    """The scores [rollouts, functions] of the rollouts of a step whose reward came, as logged; None
-    if the recipe does not combine several, or a rollout has another number of them."""
-    names = run.recipe_at(step).reward.score_names
-    if not run.recipe_at(step).reward.is_combined:
-        return None
-    came = ~np.isnan(run.rollouts["reward"][run.rows_of_step[step]])
-    scores = list(compress(_scores(run, step), came))
-    if not scores or any(len(each) != len(names) for each in scores):
-        return None
-    return np.array(scores, np.float64).reshape(-1, len(names))
-
-
 def _check_rewards_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
-    section = run.recipe_at(step).reward
-    weights = _weights(section)
-    longest = run.recipe_at(step).sampling.max_completion_length
-    columns = ("rollout_id", "reward", "completion_token_ids")
-    ids, rewards, lengths = (run.rollouts[name][rows].tolist() for name in columns)
-    for rollout_id, reward, length, scores in zip(
-        ids, rewards, lengths, _scores(run, step), strict=True
-    ):
-        place = f"step {step}, rollout {rollout_id}"
-        if np.isnan(reward):
-            tally.expect(not scores, f"{place}: {len(scores)} scores, but no reward")
+    recipe = run.recipe_at(step)
+    weights = [each.weight for each in recipe.reward.functions]
+    buffer_tokens = recipe.reward.overlong_buffer_tokens
+    if buffer_tokens is not None:
+        weights.append(1.0)
+    path = step_path(run.folder / "rollouts", step)
+    scores_N = read_rollout_table(path, ["reward_scores"])["reward_scores"].to_pylist()
+    for row, scores in zip(range(rows.start, rows.stop), scores_N, strict=True):
+        reward = float(run.rollouts["reward"][row])
+        place = f"step {step}, rollout {run.rollouts['rollout_id'][row]}"
+        expected = 0 if math.isnan(reward) else len(weights)
+        if (
+            not tally.expect(len(scores) == expected, f"{place}: {len(scores)} scores")
+            or not scores
+        ):
             continue
-        counted = tally.expect(
-            len(scores) == len(weights),
-            f"{place}: {len(scores)} scores, expected {len(weights)} "
-            f"({', '.join(section.score_names)})",
+        parts = [weight * score for weight, score in zip(weights, scores, strict=True)]
+        tally.expect(
+            abs(reward - sum(parts)) <= _TOLERANCE * max(1.0, sum(map(abs, parts))),
+            f"{place}: reward {reward:.7g}, the weighted sum of its scores is {sum(parts):.7g}",
         )
-        if not counted:
-            continue
-        _check_sum(place, reward, scores, weights, tally)
-        if section.overlong_buffer_tokens is not None:
+        if buffer_tokens is not None:
             # DAPO's equation 13: 0 outside the buffer before the length limit, then linear to -1.
-            excess = length - (longest - section.overlong_buffer_tokens)
-            expected = -min(max(excess, 0) / section.overlong_buffer_tokens, 1.0)
+            length = int(run.rollouts["completion_token_ids"][row])
+            excess = length - (recipe.sampling.max_completion_length - buffer_tokens)
+            overlong = -min(max(excess, 0) / buffer_tokens, 1.0)
             tally.expect(
-                abs(scores[-1] - expected) <= _TOLERANCE,
-                f"{place}: overlong score {scores[-1]:.7g}, {length} tokens give {expected:.7g}",
+                abs(scores[-1] - overlong) <= _TOLERANCE,
+                f"{place}: overlong score {scores[-1]:.7g}, {length} tokens give {overlong:.7g}",
             )
-
-
-def _check_sum(
-    place: str, reward: float, scores: list[float], weights: list[float], tally: Tally
-) -> None:
-    parts = [weight * score for weight, score in zip(weights, scores, strict=True)]
-    tally.expect(
-        abs(reward - sum(parts)) <= _TOLERANCE * max(1.0, sum(map(abs, parts))),
-        f"{place}: reward {reward:.7g}, the weighted sum of its scores "
-        f"{', '.join(f'{score:g}' for score in scores)} is {sum(parts):.7g}",
-    )
-
-
-def _weights(section: RewardSection) -> list[float]:
-    penalty = [] if section.overlong_buffer_tokens is None else [1.0]
-    return [*(each.weight for each in section.functions), *penalty]
-
-
-def _scores(run: RunFiles, step: int) -> list[list[float]]:
-    table = read_rollout_table(step_path(run.folder / "rollouts", step), ["reward_scores"])
-    return [scores or [] for scores in table["reward_scores"].to_pylist()]
 
 
 def check_advantages(run: RunFiles) -> list[Check]:

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import CheckpointError, SnapshotError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION, read_snapshot_facts
-from grpo_replay.storage.checkpoint import list_checkpoints, step_of
+from grpo_replay.storage.checkpoint import list_checkpoints, step_of, verify_checkpoint
 from grpo_replay.storage.parquet import open_parquet, refuse_nulls
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import (
@@ -23,7 +23,6 @@ from grpo_replay.storage.rollout_log import (
     read_rollout_table,
     step_path,
 )
-from grpo_replay.storage.run_directory import LOCK, is_locked
 
 _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),
@@ -59,8 +58,7 @@ class RunFiles:
     `first_score` is the score of the first reward function; `truncated`, whether it was cut off;
     `trainable`, the number of its tokens that are not masked.
     `rows_of_step[t]` is the slice of step t. A recipe that was changed at a resume holds from the
-    next step on: `recipe_at`. What a run that `is_running` writes after the last of its metrics
-    that were read is left out."""
+    next step on: `recipe_at`. What was written after the last line of its metrics is left out."""
 
     folder: Path
     recipes: RecipeHistory
@@ -68,7 +66,6 @@ class RunFiles:
     rollouts: Columns
     rows_of_step: Mapping[int, slice]
     draws_of_step: Mapping[int, Columns]
-    is_running: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -83,13 +80,6 @@ class RunFiles:
         """The rows of each group of a step, by its id."""
         ids = self.rollouts["group_id"][rows]
         return {int(i): rows.start + np.flatnonzero(ids == i) for i in np.unique(ids)}
-
-    def ids_until(self, step: int) -> tuple[int, int]:
-        """The largest rollout id and group id up to a step; -1 without rollouts."""
-        stops = [rows.stop for at, rows in self.rows_of_step.items() if at <= step]
-        columns = (self.rollouts[n][: max(stops, default=0)] for n in ("rollout_id", "group_id"))
-        rollout, group = (int(ids.max(initial=-1)) for ids in columns)
-        return rollout, group
 
     def is_too_old(self, step: int, birth_step: int) -> bool:
         """True if what was born then is too old to be trained on at `step`."""
@@ -118,16 +108,9 @@ class RunFiles:
         return [int(line["step"]) for line in self.metrics]
 
     def checkpoints(self) -> list[Path]:
-        """Those that are there now, ascending; of a running run, of the steps that were read."""
+        """Those up to the last step, ascending."""
         found = list_checkpoints(self.folder / "checkpoints")
-        last = max(self.steps, default=0)
-        return [path for path in found if not self.is_running or (step_of(path) or 0) <= last]
-
-    def has_left(self, path: Path) -> bool:
-        """True if `path` is in a checkpoint that the run, which goes on, has removed meanwhile."""
-        inside = path.parts[len(self.folder.parts) :]
-        in_checkpoint = len(inside) > 1 and inside[0] == "checkpoints"
-        return self.is_running and in_checkpoint and not self.folder.joinpath(*inside[:2]).exists()
+        return [path for path in found if (step_of(path) or 0) <= self.steps[-1]]
 
     def checkpoint_steps(self) -> list[int]:
         """The steps whose checkpoint holds the weights, ascending."""
@@ -135,9 +118,12 @@ class RunFiles:
         return [step_of(path) or 0 for path in found if (path / "model" / "config.json").exists()]
 
     def snapshots(self) -> dict[int, Path]:
-        """The buffer.parquet of each checkpoint, by step."""
+        """The buffer.parquet of each checkpoint, by the step after which it was written; of a run
+        in TRL, whose checkpoints are named by updates, that of checkpoint-N/."""
+        of_trl = self.folder.glob("checkpoint-*/buffer.parquet")
+        found = {read_snapshot_facts(path)["step"]: path for path in of_trl}
         paths = [path / "buffer.parquet" for path in self.checkpoints()]
-        return {step_of(path.parent) or 0: path for path in paths if path.exists()}
+        return found | {step_of(path.parent) or 0: path for path in paths if path.exists()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +139,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """All checks of a run, in order, and what was not checked, one sentence each."""
+    """All checks of a run, in order."""
 
     steps: int
     checks: tuple[Check, ...]
-    unchecked: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object: `passed`, `steps`, `checks` and `unchecked`."""
+        """The report as a JSON object: `passed`, `steps` and `checks`."""
         return {"passed": self.passed, **asdict(self)}
 
 
@@ -216,11 +201,8 @@ def read_run_files(folder: Path) -> RunFiles:
                 f"{path}: missing; verification needs a run directory with recipe.yaml, "
                 "metrics.jsonl and rollouts/"
             )
-    if not metrics_path.is_file():
-        raise SnapshotError(f"{metrics_path}: not a file; restore it from a copy")
-    is_running = is_locked(folder / LOCK)  # before its files are read
     recipes = read_history(folder)
-    metrics = read_metrics(metrics_path, allow_unfinished=is_running)
+    metrics = read_metrics(metrics_path)
     steps = sorted({int(line["step"]) for line in metrics})
     rollouts, rows_of_step = _read_rollouts(folder / "rollouts", steps)
     draws = {
@@ -228,7 +210,7 @@ def read_run_files(folder: Path) -> RunFiles:
         for step in steps
         if step_path(folder / "draws", step).exists()
     }
-    return RunFiles(folder, recipes, metrics, rollouts, rows_of_step, draws, is_running)
+    return RunFiles(folder, recipes, metrics, rollouts, rows_of_step, draws)
 
 
 def queries(rows: list[int], rollouts: Columns) -> list[list[int]]:
@@ -239,13 +221,39 @@ def queries(rows: list[int], rollouts: Columns) -> list[list[int]]:
     return list(by_group.values())
 
 
-def check_steps(run: RunFiles) -> Check:
-    """metrics.jsonl lists steps 1, 2, 3, … and every step has a rollouts/ file."""
-    tally = Tally("files", "steps without gaps or duplicates, each with its rollouts")
+def check_files(run: RunFiles) -> Check:
+    """metrics.jsonl lists steps 1, 2, 3, …, and every step has its file in rollouts/, and in draws/
+    if it replays."""
+    tally = Tally("files", "steps without gaps or duplicates, each with its rollouts and draws")
     for position, step in enumerate(run.steps, start=1):
         tally.expect(step == position, f"metrics.jsonl line {position} is step {step}")
         tally.expect(step in run.rows_of_step, f"rollouts/step_{step:06d}.parquet is missing")
+        tally.expect(
+            step in run.draws_of_step or not run.recipe_at(step).replay.replays,
+            f"draws/step_{step:06d}.parquet is missing",
+        )
     return tally.result()
+
+
+def check_checkpoints(run: RunFiles) -> list[Check]:
+    """Each checkpoint against its manifest, and whether the one that was due last is there. No
+    check of a run in another trainer, whose checkpoints are that trainer's."""
+    if not (run.folder / "checkpoints").is_dir():
+        return []
+    tally = Tally("checkpoints", "every file as its manifest says; the last that was due is there")
+    found = run.checkpoints()
+    every, last = run.recipe.checkpoint.every_steps, run.steps[-1]
+    finished = (run.folder / "summary.json").exists()
+    due = last if finished else (last - 1) // every * every
+    steps = [step_of(path) or 0 for path in found]
+    tally.expect(not due or max(steps, default=0) >= due, f"no checkpoint of step {due}, then due")
+    for path in found:
+        try:
+            verify_checkpoint(path)
+            tally.expect(True, "")
+        except CheckpointError as error:
+            tally.expect(False, str(error))
+    return [tally.result()]
 
 
 def read_buffer_columns(path: Path) -> tuple[Columns, pa.Table, Any]:

@@ -1,8 +1,7 @@
 """`verify_run`: check that a finished run is whole and followed the algorithm of its recipe.
 
-Reads every file (`file_checks`), and recomputes combined rewards, advantages, kept flags, the
-buffer at each step, ages, draw counts, first-draw probabilities, uses and metrics from the
-run's files, without the code that wrote them.
+Recomputes combined rewards, advantages, kept flags, the buffer at each step, ages, draw counts,
+first-draw probabilities, uses and metrics from the run's files, without the code that wrote them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,9 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification.draw_checks import DrawChecks
-from grpo_replay.lab.verification.file_checks import check_files
 from grpo_replay.lab.verification.metric_checks import (
     Values,
     check_ledger,
@@ -41,7 +38,8 @@ from grpo_replay.lab.verification.run_files import (
     RunFiles,
     Tally,
     VerifyReport,
-    check_steps,
+    check_checkpoints,
+    check_files,
     queries,
     read_buffer_columns,
     read_run_files,
@@ -175,17 +173,16 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     step (0: the one that the run began with), also those that need weights. Raises SnapshotError
     or RecipeError if the files cannot be read."""
     run = read_run_files(Path(run_dir))
-    checks = [check_steps(run), check_groups(run), check_versions(run)]
+    checks = [check_files(run), check_groups(run), check_versions(run)]
     checks += [*check_rewards(run), *check_advantages(run)]
     checks.append(check_trained(run))
     if run.recipe.run.is_async:
         checks.append(check_ledger(run))
     checks += _Replay(run).checks()
-    files, unchecked = check_files(run)
-    checks += files
+    checks += check_checkpoints(run)
     if open_policy is not None:
         checks.append(check_with_models(run, open_policy))
-    return VerifyReport(len(run.steps), tuple(checks), tuple(unchecked))
+    return VerifyReport(len(run.steps), tuple(checks))
 
 
 class _Replay:
@@ -233,11 +230,7 @@ class _Replay:
         self._check_metrics(step, line, len(fresh), evicted)
         path = self.snapshots.get(step)
         if path is not None and self.settings.replays:
-            try:
-                check_snapshot(self.run, self.store, self._priorities(), step, path, self.frozen)
-            except SnapshotError:
-                if not self.run.has_left(path):
-                    raise
+            check_snapshot(self.run, self.store, self._priorities(), step, path, self.frozen)
 
     def _priorities(self) -> np.ndarray:
         """p of the stored rollouts, oldest first."""

@@ -66,7 +66,7 @@ def test_the_page_has_every_panel_of_the_screen_and_loads_nothing(runs, tmp_path
     screen = io.StringIO()
     print_inspection(inspection, Console(file=screen, width=2 * PANEL_WIDTH + 1))
     assert screen.getvalue() in text
-    assert "over training" in text and "staleness in steps" in text
+    assert "over training" in text and "age in steps" in text
     assert re.findall(r"\b(?:src|href)\s*=", page) == []
     assert "<script" not in page and "@import" not in page
 

@@ -43,7 +43,11 @@ def test_every_line_fits_a_narrow_terminal(runs, preset):
 
 def test_the_screen_shows_occupancy_and_ages(runs):
     text = screen(runs["ours"])
-    for number in ("92 rollouts", "100.0% of τ_max·B' ≈ 92", "mean 2.1 stored now, 2.9 at use"):
+    for number in (
+        "92 rollouts",
+        "100.0% of τ_max·B' ≈ 92",
+        "mean 2.1 stored, mean 2.9 replayed",
+    ):
         assert number in text
 
 

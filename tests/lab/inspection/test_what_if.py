@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from grpo_replay.lab.inspection.rebuild import (
     steps_of,
     what_if,
 )
-from grpo_replay.lab.inspection.rollout_columns import RolloutColumns, read_log
+from grpo_replay.lab.inspection.rollout_columns import ROLLOUT, Rollouts, read_log
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import _STATISTICS
 from grpo_replay.recipe import load_recipe
@@ -101,28 +100,28 @@ def test_deterministic_statistics_have_no_error(runs):
     assert result.changes == {"max_age_steps": [5, 2]}
 
 
-def two_groups(**columns) -> RolloutColumns:
+def two_groups(**columns) -> Rollouts:
     """A group with a signal, taken in step 1, and one without, taken in step 2."""
-    return replace(
-        RolloutColumns(
-            rollout_id=np.array([0, 1, 2, 3]),
-            group_id=np.array([0, 0, 1, 1]),
-            birth_step=np.array([1, 1, 2, 2]),
-            logged_step=np.array([1, 1, 2, 2]),
-            reward=np.array([1.0, -1.0, 1.0, 1.0]),
-            advantage=np.array([1.0, -1.0, np.nan, np.nan]),
-            group_std=np.array([1.0, 1.0, 0.0, 0.0]),
-            group_correct=np.array([1, 1, 2, 2], dtype=np.int32),
-            tokens=np.array([10, 20, 5, 5], dtype=np.int32),
-            truncated=np.zeros(4, bool),
-            kept=np.array([True, True, False, False]),
-            prompt=np.array([0, 0, 1, 1], dtype=np.int32),
-            priority=np.full(4, np.nan),
-            times_used=np.zeros(4, np.int32),
-            prompt_ids=("a", "b"),
-        ),
-        **columns,
+    rows = np.recarray(4, ROLLOUT)
+    values = dict(
+        rollout_id=[0, 1, 2, 3],
+        group_id=[0, 0, 1, 1],
+        birth_step=[1, 1, 2, 2],
+        logged_step=[1, 1, 2, 2],
+        reward=[1.0, -1.0, 1.0, 1.0],
+        advantage=[1.0, -1.0, np.nan, np.nan],
+        group_reward_std=[1.0, 1.0, 0.0, 0.0],
+        group_correct=[1, 1, 2, 2],
+        tokens=[10, 20, 5, 5],
+        truncated=False,
+        kept=[True, True, False, False],
+        prompt_id=["a", "a", "b", "b"],
+        priority=np.nan,
+        times_used=0,
     )
+    for name, value in (values | columns).items():
+        rows[name] = value
+    return rows
 
 
 def test_statistics_of_a_hand_made_run():
@@ -154,13 +153,13 @@ def asynchronous(*overrides: str):
     return load_recipe("tiny-async", [*small, *overrides])
 
 
-def stale_group() -> RolloutColumns:
+def stale_group() -> Rollouts:
     """Two groups with a signal, taken in the steps 3 and 7, the second six steps after its birth:
     it was dropped."""
     return two_groups(
         birth_step=np.array([3, 3, 1, 1]),
         logged_step=np.array([3, 3, 7, 7]),
-        group_std=np.ones(4),
+        group_reward_std=np.ones(4),
         group_correct=np.ones(4, np.int32),
     )
 

@@ -15,10 +15,6 @@ from small_runs.trained import files_of
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.evaluation import evaluation_report
-from grpo_replay.evaluation.evaluation_report import read_samples
-from grpo_replay.lab.verification.file_checks import FileChecks
-from grpo_replay.lab.verification.run_files import read_run_files
 
 CHECKPOINT = {
     "manifest": "checkpoints/step_000004/manifest.json",
@@ -34,20 +30,18 @@ KINDS = {
     **CHECKPOINT,
     "rollouts": "rollouts/step_000003.parquet",
     "draws": "draws/step_000004.parquet",
-    "rows of an evaluation": "eval/step_000004.parquet",
 }
 
 
 @pytest.fixture(scope="module")
 def whole(shared_folder, processes) -> Path:
-    """A small run with everything that a synchronous run writes."""
+    """A small run with two checkpoints."""
     from small_runs.trained import train_small_run
 
     path = shared_folder / "damage_campaign"
     sections = {
         "run": {"steps": 4},
         "checkpoint": {"every_steps": 2},
-        "eval": {"benchmarks": ["tiny_add"], "samples": 1, "max_problems": 4},
     }
     made_once(path, lambda: train_small_run(path, **sections))
     return path
@@ -74,8 +68,7 @@ def delete(path: Path) -> None:
 
 def swap(path: Path) -> None:
     """The same file of another step."""
-    other = Path(re.sub(r"step_\d{6}", "step_000002", str(path)))
-    shutil.copy(other if other.exists() else path.with_name("step_000000.parquet"), path)
+    shutil.copy(re.sub(r"step_\d{6}", "step_000002", str(path)), path)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -121,26 +114,6 @@ def test_a_whole_run_is_verified_in_full(whole):
     done = verify(whole)
     assert done.exit_code == 0, done.output
     assert "4 steps match the algorithm of the recipe" in " ".join(done.output.split())
-
-
-def test_a_link_to_an_older_checkpoint_is_named(whole, tmp_path):
-    run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
-    (run / "checkpoints/latest").unlink()
-    (run / "checkpoints/latest").symlink_to("step_000002")
-    done = verify(run)
-    assert done.exit_code == 3 and "checkpoints/latest" in done.output
-
-
-def test_the_texts_of_evaluations_are_not_read_and_no_rows_are_kept(whole, monkeypatch):
-    def without_texts(path, with_texts=True):
-        assert not with_texts
-        return read_samples(path, with_texts)
-
-    monkeypatch.setattr(evaluation_report, "read_samples", without_texts)
-    checks = FileChecks(read_run_files(whole))
-    checks.check()
-    assert checks.evaluations.failed == 0 < len(checks.reports)
-    assert all(report.samples is None for report in checks.reports.values())
 
 
 def test_damage_of_each_sort_is_named(whole, tmp_path):
