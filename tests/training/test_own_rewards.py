@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from small_runs.trained import small_recipe, train_small_run
 
@@ -101,24 +99,6 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
     right = [f"{{{answer}}}" in text for answer, text in zip(answers, texts, strict=True)]
     assert [verdict == "correct" for verdict in verdicts] == right and 0 < sum(right) < 32
     assert verify_run(run.path).passed
-    assert_changed_scores_are_named(run.path, tmp_path / "changed")
-
-
-def assert_changed_scores_are_named(path, copy):
-    """`--verify` recomputes Σ weight · score and the score for length."""
-    rollouts = Path("rollouts/step_000002.parquet")
-    for index in (1, 2):
-        shutil.copytree(path, copy)
-        table = pq.read_table(copy / rollouts)
-        scores = table["reward_scores"].to_pylist()
-        scores[5][index] += 0.25
-        column = table.column_names.index("reward_scores")
-        field = table.schema.field(column)
-        changed = table.set_column(column, field, pa.array(scores, field.type))
-        pq.write_table(changed, copy / rollouts)
-        failed = {check.name: check.detail for check in verify_run(copy).checks if not check.passed}
-        shutil.rmtree(copy)
-        assert f"step 2, rollout {table['rollout_id'][5]}: " in failed["rewards"]
 
 
 GSM8K_ROWS = [

@@ -1,12 +1,11 @@
 """Computes an `Inspection` from a source: every number on the screen."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.buffer_summary import (
@@ -24,12 +23,11 @@ from grpo_replay.lab.inspection.buffer_summary import (
 )
 from grpo_replay.lab.inspection.rebuild import stored_after
 from grpo_replay.lab.inspection.rollout_columns import (
+    OUTCOMES,
     Draws,
     Rollouts,
-    counts_updates,
     find_rows,
     is_positive,
-    iter_columns,
     of_stored,
     read_draws,
     read_log,
@@ -41,7 +39,6 @@ from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.priorities import draw_law, query_spans
 from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.storage.recipe_history import RECIPE_FILE
-from grpo_replay.terminal.console import tracked
 
 _BINS = 12
 _DISTINCT = 16
@@ -77,7 +74,7 @@ def summarise(source: Source) -> Inspection:
         last_use=steps_since_last_use(log, draws, settings) if len(draws) else None,
         draw_law=next_draw_law(stored, settings),
         populations=_populations(log, stored, replayed),
-        by_age=outcomes_by_age(source),
+        by_age=_outcomes(log, draws),
         trends=_trends(source.metrics, settings.replays),
         replayed_rollouts=len(replay_draws),
         missing_rewards=int(np.isnan(log.reward).sum()),
@@ -193,13 +190,13 @@ def _populations(log: Rollouts, stored: Rollouts, replayed: Rollouts) -> tuple[P
 
 def population(name: str, rows: Rollouts) -> Population:
     """Statistics of a non-empty set of rollouts."""
-    uses = np.unique(rows.prompt_id, return_counts=True)[1]
+    uses = Counter(rows.prompt_id.tolist())
     signal = bool(rows.kept.all())
     return Population(
         name=name,
         rollouts=len(rows),
         prompts=len(uses),
-        largest_prompt_share=float(uses.max() / len(rows)),
+        largest_prompt_share=max(uses.values()) / len(rows),
         positive_share=float(is_positive(rows).mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.tokens.mean()),
@@ -288,49 +285,41 @@ def next_draw_law(stored: Rollouts, settings: ReplaySection) -> DrawLaw:
     )
 
 
-OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
-
-
 def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
-    """Outcomes by age in steps, or updates. Age 0 is fresh rollouts: draws at age 0, and those of
-    rollouts/ that were trained on without a draw. Empty if the run logged nothing. Ages at which no
-    token was trained on are left out."""
-    sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
-    drawn: dict[int, np.ndarray] = {}
-    for step, path in tracked(source.draw_files, "reading outcomes of draws"):
-        age_column, _ = counts_updates(path) or ("age_steps", "step")
-        for batch in iter_columns(path, "draws", ("rollout_id", age_column, *OUTCOME_COLUMNS)):
-            ids, ages = (column.to_numpy() for column in batch.columns[:2])
-            drawn[step] = np.append(drawn.get(step, []), ids)
-            _add(sums, ages, [_floats(column) for column in batch.columns[2:]])
-    for step, path in tracked(source.rollout_files, "reading outcomes of fresh rollouts"):
-        for batch in iter_columns(path, "rollouts", ("rollout_id", *OUTCOME_COLUMNS)):
-            tokens, *others = (_floats(column) for column in batch.columns[1:])
-            # With pool and FIFO, rollouts drawn in the step that took them are already counted.
-            tokens[np.isin(batch.column(0).to_numpy(), drawn.get(step, []))] = np.nan
-            _add(sums, np.zeros(batch.num_rows, dtype=np.int64), [tokens, *others])
-    return {age: _outcome(total) for age, total in sorted(sums.items()) if total[1] > 0}
+    """Outcomes by age in steps, or updates. Empty if the run logged nothing."""
+    return _outcomes(read_log(source.rollout_files), read_draws(source.draw_files))
 
 
-def _floats(column: pa.Array) -> np.ndarray:
-    """The column as float64, with NaN for null."""
-    return np.array(column.cast("float64").to_numpy(zero_copy_only=False))
+def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
+    """Age 0 is fresh rollouts: draws at age 0, and those of rollouts/ that were trained on without
+    a draw. Ages at which no token was trained on are left out."""
+    fresh = np.isfinite(log.trained_tokens)
+    # With pool and FIFO, rollouts drawn in the step that took them are in both logs.
+    rows = find_rows(log.rollout_id, draws.rollout_id)
+    known = rows >= 0
+    both = draws.step[known] == log.logged_step[rows[known]]
+    fresh[rows[known][both]] = False
+    used = {name: np.append(log[name][fresh], draws[name]) for name in OUTCOMES}
+    ages, tokens = np.append(np.zeros(fresh.sum(), np.int64), draws.age), used["trained_tokens"]
+    # Empty completions have no tokens to average over.
+    valid = (tokens > 0) & np.isfinite(used["log_ratio_mean"])
+    ages, tokens = ages[valid], tokens[valid]
+    uses, totals = np.bincount(ages), np.bincount(ages, tokens)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):
+            return np.bincount(ages, values[valid] * tokens) / totals
+
+    clip, log_ratio, kl = (mean(used[name]) for name in _MEANS)
+    square = mean(used["log_ratio_var"] + used["log_ratio_mean"] ** 2)
+    return {
+        age: AgeOutcome(
+            int(uses[age]),
+            int(totals[age]),
+            *(float(each[age]) for each in (clip, log_ratio, square, kl)),
+        )
+        for age in np.flatnonzero(uses).tolist()
+    }
 
 
-def _add(sums: dict[int, np.ndarray], ages: np.ndarray, columns: list[np.ndarray]) -> None:
-    tokens, clip, mean, var, kl = columns
-    # Dropped groups have no outcome (null); empty completions have no tokens to average over.
-    valid = np.isfinite(tokens) & (tokens > 0) & np.isfinite(mean)
-    square = var + mean**2
-    parts = np.stack(
-        [np.ones_like(tokens), *(tokens * each for each in (1.0, clip, mean, square, kl))], axis=1
-    )
-    for age in np.unique(ages[valid]).tolist():
-        sums[age] += parts[valid & (ages == age)].sum(axis=0)
-
-
-def _outcome(total: np.ndarray) -> AgeOutcome:
-    uses, tokens, clip, mean, square, kl = total.tolist()
-    return AgeOutcome(
-        int(uses), int(tokens), clip / tokens, mean / tokens, square / tokens, kl / tokens
-    )
+_MEANS = ("clip_fraction", "log_ratio_mean", "approx_kl")

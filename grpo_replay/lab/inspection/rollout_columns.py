@@ -1,6 +1,6 @@
 """Scalar columns of many rollouts and draws, as numpy records, from which all else is computed.
 
-Files are read one batch of rows at a time: memory holds the scalars (about 100 bytes per rollout)
+Files are read one batch of rows at a time: memory holds the scalars (about 150 bytes per rollout)
 and one batch of token ids.
 """
 
@@ -55,6 +55,12 @@ def list_lengths(column: pa.Array) -> pa.Array:
     return pc.cast(pc.list_value_length(column), pa.int32())
 
 
+_OUTCOME = ("clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
+OUTCOME_COLUMNS = ("tokens", *_OUTCOME)
+"""Of a use, in rollouts/ (null where it was not trained on as fresh) and in draws/."""
+OUTCOMES = ("trained_tokens", *_OUTCOME)
+"""The same in records, NaN for null."""
+
 ROLLOUT = np.dtype(
     [
         ("rollout_id", np.int64),
@@ -71,6 +77,7 @@ ROLLOUT = np.dtype(
         ("truncated", np.bool_),
         ("priority", np.float64),  # NaN outside a buffer
         ("times_used", np.int32),  # draws
+        *((name, np.float64) for name in OUTCOMES),
     ]
 )
 _LOGGED = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
@@ -83,8 +90,10 @@ Rollouts = np.recarray
 DRAW = np.dtype(
     [
         ("rollout_id", np.int64),
+        ("step", np.int64),
         ("age", np.int64),  # training steps; updates if the run draws for each update
         ("update", np.int64),  # over the run; the step if a step makes one draw
+        *((name, np.float64) for name in OUTCOMES),
     ]
 )
 Draws = np.recarray
@@ -114,12 +123,13 @@ def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
 
 
 def _read(kind: Kind, path: Path, step: int | None) -> Iterator[Rollouts]:
-    names = _LOGGED if step is not None else (*_LOGGED, *_STORED)
+    names = (*_LOGGED, *(_STORED if step is None else OUTCOME_COLUMNS))
     for batch in iter_columns(path, kind, (*names, "finish_reason", "completion_token_ids")):
         rows = np.recarray(batch.num_rows, ROLLOUT)
-        rows.priority, rows.times_used = np.nan, 0
+        rows.priority, rows.times_used, rows.trained_tokens = np.nan, 0, np.nan
         for name in names:
-            rows[name] = batch[name].to_numpy(zero_copy_only=False)
+            field = "trained_tokens" if name == "tokens" else name
+            rows[field] = batch[name].to_numpy(zero_copy_only=False)
         rows.logged_step = rows.birth_step if step is None else step
         rows.tokens = list_lengths(batch["completion_token_ids"]).to_numpy()
         rows.truncated = pc.equal(batch["finish_reason"], "length").to_numpy(zero_copy_only=False)
@@ -136,10 +146,12 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
     """Every draw of the draw log. Raises SnapshotError."""
     parts = []
     for _, path in tracked(files, "reading draws"):
-        names = ("rollout_id", *(counts_updates(path) or ("age_steps", "step")))
+        counted = counts_updates(path) or ("age_steps", "step")
+        names = ("rollout_id", "step", *counted, *OUTCOME_COLUMNS)
         for batch in iter_columns(path, "draws", names):
             rows = np.recarray(batch.num_rows, DRAW)
-            rows.rollout_id, rows.age, rows.update = (each.to_numpy() for each in batch.columns)
+            for field, column in zip(DRAW.names or (), batch.columns, strict=True):
+                rows[field] = column.to_numpy(zero_copy_only=False)
             parts.append(rows)
     return _records(DRAW, parts)
 

@@ -14,15 +14,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.compute import OUTCOME_COLUMNS, find_gaps
+from grpo_replay.lab.inspection.compute import find_gaps
 from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, replay_storage, survivors_for
-from grpo_replay.lab.inspection.rollout_columns import Kind, iter_columns, schema_of
+from grpo_replay.lab.inspection.rollout_columns import (
+    OUTCOME_COLUMNS,
+    Kind,
+    iter_columns,
+    schema_of,
+)
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.terminal.console import plain_table, print_table, printable
-
-_MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,7 @@ class Life:
     rollout: Mapping[str, Any]  # its row; token ids are lists
     prompt_text: str | None  # None if no checkpoint has a tokenizer
     group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
-    logged_step: int | None  # the step that took it from the sampler; None in a snapshot
-    fresh_outcome: Mapping[str, Any] | None  # None if that step did not train on it without a draw
-    uses: tuple[Mapping[str, Any], ...]  # rows of draws/, with its step, age and outcome
+    uses: tuple[Mapping[str, Any], ...]  # step, age, probability of a draw (None: fresh), outcome
     fate: str  # one sentence
 
 
@@ -44,19 +45,21 @@ def read_life(source: Source, rollout_id: int) -> Life:
     Raises SnapshotError if the rollout is in neither the rollout log nor the snapshot.
     """
     row, group, step = _find(source, rollout_id)
-    uses = _uses(source, rollout_id)
+    uses = _draws(source, rollout_id)
     # With pool and FIFO, the use of a step that drew the rollout is in both logs.
-    drawn = any(use["step"] == step for use in uses)
-    trained_fresh = step is not None and row["tokens"] is not None and not drawn
+    if step is not None and row["tokens"] is not None and all(use["step"] != step for use in uses):
+        fresh = {"step": step, "age_steps": step - row["birth_step"], "probability": None}
+        uses.insert(0, fresh | {name: row[name] for name in OUTCOME_COLUMNS})
     return Life(
         rollout={name: value for name, value in row.items() if name not in OUTCOME_COLUMNS},
         prompt_text=_prompt_text(source, row["prompt_token_ids"]),
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
-        logged_step=step,
-        fresh_outcome={name: row[name] for name in OUTCOME_COLUMNS} if trained_fresh else None,
-        uses=uses,
+        uses=tuple(uses),
         fate=_fate(source, row, step),
     )
+
+
+_MEMBER = ("rollout_id", "reward", "advantage", "verdict")
 
 
 def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict], int | None]:
@@ -85,14 +88,14 @@ def _members(kind: Kind, path: Path, group_id: pa.Scalar) -> list[dict]:
     return [row for batch in found for row in batch.to_pylist()]
 
 
-def _uses(source: Source, rollout_id: int) -> tuple[Mapping[str, Any], ...]:
+def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
     names = ("rollout_id", "step", "age_steps", "probability", *OUTCOME_COLUMNS)
     uses: list[Mapping[str, Any]] = []
     for _, path in source.draw_files:
         for batch in iter_columns(path, "draws", names):
             matching = batch.filter(pc.equal(batch.column(0), rollout_id))
             uses += matching.drop_columns("rollout_id").to_pylist()
-    return tuple(uses)
+    return uses
 
 
 def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
@@ -202,59 +205,32 @@ def _short(value: Any) -> str:
     return text if len(text) <= 32 else f"{text[:31]}…"
 
 
+_SHOWN = ("prompt_id", "birth_step", "policy_version", "verdict", "reward", "reward_scores",
+          "advantage", "finish_reason", "group_id", "group_reward_mean", "group_reward_std",
+          "group_correct")  # fmt: skip
+
+
 def print_life(life: Life, console: Console) -> None:
-    rollout = life.rollout
-    advantage = rollout["advantage"]
-    scores = ", ".join(f"{score:g}" for score in rollout.get("reward_scores") or ())
-    console.print(
-        f"[bold]rollout {rollout['rollout_id']}[/bold] · {escape(rollout['prompt_id'])} · "
-        f"born at step {rollout['birth_step']} under policy version {rollout['policy_version']}\n"
-        f"{escape(rollout['verdict'])} · reward {_short(rollout['reward'])}"
-        + (f" (scores {scores})" if scores else "")
-        + f" · advantage {_short(advantage)} · {len(rollout['completion_token_ids']):,} tokens, "
-        f"ended by {escape(rollout['finish_reason'])}"
-    )
-    prompt = life.prompt_text or f"no tokenizer found; token ids {rollout['prompt_token_ids']}"
-    completion = rollout.get("completion_text", "not stored in a snapshot")
+    row = life.rollout
+    facts = [(name, _short(row[name])) for name in _SHOWN if row.get(name) not in (None, [])]
+    facts.append(("completion_tokens", f"{len(row['completion_token_ids']):,}"))
+    print_table(console, plain_table("", ("rollout", str(row["rollout_id"])), facts))
+    prompt = life.prompt_text or f"no tokenizer found; token ids {row['prompt_token_ids']}"
     console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
-    console.print(f"\n[bold]completion[/bold]\n{escape(completion)}")
-    console.print(
-        f"\n[bold]group {rollout['group_id']}[/bold]: {rollout['group_correct']} correct, reward "
-        f"mean {_short(rollout['group_reward_mean'])}, std {_short(rollout['group_reward_std'])}"
-    )
-    console.print(_group_table(life))
-    times = "once" if len(life.uses) == 1 else f"{len(life.uses)} times"
-    console.print(f"[bold]life[/bold]: drawn {times}")
-    if life.uses or life.fresh_outcome is not None:
-        console.print(_life_table(life))
+    completion = row.get("completion_text", "not stored in a snapshot")
+    console.print(f"\n[bold]completion[/bold]\n{escape(completion)}\n")
+    members = [[_short(value) for value in member.values()] for member in life.group]
+    print_table(console, plain_table("group", _MEMBER, members))
+    header = ("step", "age", "probability", "clipped", "log-ratio", "KL, nats")
+    uses = [
+        [_short(use[name]) for name in ("step", "age_steps", "probability", *_OF_A_USE)]
+        for use in life.uses
+    ]
+    print_table(console, plain_table("uses; without a probability, as fresh", header, uses))
     console.print(f"→ {escape(life.fate)}")
 
 
-def _group_table(life: Life) -> Table:
-    names = ("rollout_id", "reward", "advantage", "verdict")
-    rows = [[_short(member[name]) for name in names] for member in life.group]
-    for row, member in zip(rows, life.group, strict=True):
-        row[0] += " *" if member["rollout_id"] == life.rollout["rollout_id"] else ""
-    return plain_table("", names, rows)
-
-
-def _life_table(life: Life) -> Table:
-    header = ("step", "age", "probability", "clipped", "log-ratio", "KL, nats")
-    rows = [
-        (str(use["step"]), str(use["age_steps"]), f"{use['probability']:.2%}", *_outcome_cells(use))
-        for use in life.uses
-    ]
-    if life.fresh_outcome is not None:
-        fresh = (str(life.logged_step), "fresh", "–", *_outcome_cells(life.fresh_outcome))
-        rows.insert(0, fresh)
-    return plain_table("", header, rows)
-
-
-def _outcome_cells(outcome: Mapping[str, Any]) -> tuple[str, str, str]:
-    clip, mean, kl = (outcome[n] for n in ("clip_fraction", "log_ratio_mean", "approx_kl"))
-    if mean is None:
-        return "–", "–", "–"
-    return f"{clip:.1%}", f"{mean:+.4f}", f"{kl:.5f}"
+_OF_A_USE = ("clip_fraction", "log_ratio_mean", "approx_kl")
 
 
 def print_verification(report: Any, console: Console) -> None:

@@ -141,40 +141,30 @@ class DrawChecks:
     def _check_known(
         self, step: int, draws: Columns, rows: list[int], candidates: set[int]
     ) -> bool:
-        known = True
-        for rollout_id, row in zip(draws["rollout_id"], rows, strict=True):
-            known &= self.stored.expect(
-                row in candidates,
-                f"step {step}: rollout {rollout_id} was drawn but not stored then",
-            )
-        return known
+        ids = draws["rollout_id"]
+        known_N = np.array([row in candidates for row in rows], dtype=bool)
+        self.stored.expect_all(
+            known_N, lambda i: f"step {step}: rollout {ids[i]} was drawn but not stored then"
+        )
+        return bool(known_N.all())
 
     def _check_ages(self, step: int, draws: Columns, rows: list[int]) -> None:
-        youngest = _youngest(self.settings)
-        limit = self.settings.max_age_steps
-        for i, row in enumerate(rows):
-            rollout_id, age = draws["rollout_id"][i], int(draws["age_steps"][i])
-            here = f"step {step}, rollout {rollout_id}"
-            self.ages.expect(
-                draws["step"][i] == step, f"{here}: its row says step {draws['step'][i]}"
-            )
-            if row >= 0:
-                birth = int(self.run.rollouts["birth_step"][row])
-                self.ages.expect(
-                    age == step - birth,
-                    f"{here}: age_steps {age}, born at step {birth}: {step - birth}",
-                )
-            if "update" in draws:
-                updates = self.run.draws_per_step(step)
-                since = int(draws["update"][i]) - 1 - updates * (step - age - 1)
-                self.ages.expect(
-                    int(draws["age_updates"][i]) == since,
-                    f"{here}: age_updates {draws['age_updates'][i]}, expected {since}",
-                )
-            self.ages.expect(
-                age >= youngest and (limit is None or age <= limit),
-                f"{here}: age {age} is outside {youngest} to {limit}",
-            )
+        row_N, age_N, ids = np.array(rows, np.int64), draws["age_steps"], draws["rollout_id"]
+        births = self.run.rollouts["birth_step"][row_N]
+        right_N = (draws["step"] == step) & (age_N >= _youngest(self.settings))
+        right_N &= (row_N < 0) | (age_N == step - births)
+        if self.settings.max_age_steps is not None:
+            right_N &= age_N <= self.settings.max_age_steps
+        if "update" in draws:
+            first = self.run.draws_per_step(step) * (step - age_N - 1) + 1
+            right_N &= draws["age_updates"] == draws["update"] - first
+        self.ages.expect_all(
+            right_N,
+            lambda i: (
+                f"step {step}, rollout {ids[i]}: step {draws['step'][i]}, age_steps {age_N[i]}, "
+                f"born at step {births[i]}"
+            ),
+        )
 
     def _split_into_units(self, step: int, rows: list[int], units: list[list[int]]) -> list[int]:
         """Indices of the drawn units, in the order drawn."""
@@ -239,16 +229,18 @@ class DrawChecks:
             self.entropy = -float((some_M * np.log(some_M)).sum())
         place = {unit: position for position, unit in enumerate(members)}
         expected_of = {row: probability_M[place[unit]] for unit in drawn for row in units[unit]}
-        for rollout_id, found in zip(draws["rollout_id"], draws["probability"], strict=True):
-            row = self.row_of[int(rollout_id)]
-            if row not in expected_of:
-                continue  # drawn from the other distribution
-            expected = expected_of[row]
-            self.probabilities.expect(
-                abs(found - expected) <= _PROBABILITY_TOLERANCE * expected + _SMALLEST,
-                f"step {step}, rollout {rollout_id}: probability {found!r}, recomputed "
-                f"{float(expected)!r}",
-            )
+        rows = (self.row_of[int(i)] for i in draws["rollout_id"])
+        # Rows that are not there were drawn from the other distribution.
+        expected_N = np.array([expected_of.get(row, np.nan) for row in rows])
+        found_N, here = draws["probability"], np.flatnonzero(~np.isnan(expected_N))
+        near_N = np.abs(found_N - expected_N) <= _PROBABILITY_TOLERANCE * expected_N + _SMALLEST
+        self.probabilities.expect_all(
+            near_N[here],
+            lambda i: (
+                f"step {step}, rollout {draws['rollout_id'][here[i]]}: probability "
+                f"{found_N[here[i]]!r}, recomputed {expected_N[here[i]]!r}"
+            ),
+        )
 
     def _log_weights(self, units: list[list[int]]) -> np.ndarray:
         """ln p^α of each unit, p the mean over its rollouts; -inf where p is 0 and α is not."""
@@ -268,14 +260,13 @@ class DrawChecks:
         function that the recipe names."""
         logged, settings = self.run.rollouts, self.settings
         p_N = np.full(len(logged["advantage"]), np.nan)
+        known = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
         if not rows:
             return p_N
-        known = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
         if settings.priority == "uniform":
             p_N[rows] = 1.0
         elif settings.priority in known:
-            values = np.abs(logged[known[settings.priority]][rows].astype(np.float64))
-            p_N[rows] = values + EPSILON
+            p_N[rows] = np.abs(logged[known[settings.priority]][rows].astype(np.float64)) + EPSILON
         else:
             function = PRIORITIES.load(settings.priority)
             names = {name: _LOGGED_AS.get(name, name) for name in function.columns}  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Checks of rollouts/: groups, births, policy versions, what was trained on, combined rewards, kept
-flags, advantages; and behaviour log-probs against the weights of the checkpoints.
+"""Checks of rollouts/: groups, births, policy versions, what was trained on, kept flags,
+advantages; and behaviour log-probs against the weights of the checkpoints.
 
 A checkpoint of step v holds the policy that sampled step v + 1. A sample of rows is recomputed by
 plain forward passes. The caller gives the policies, so that nothing here loads torch.
@@ -41,9 +41,8 @@ def check_groups(run: RunFiles) -> Check:
             _check_late_births(run, step, groups, tally)
         else:
             births, least = run.rollouts["birth_step"][rows], settings.prompts_per_step
-            tally.expect_all(
-                births == step, _wrong_birth(step, run.rollouts["rollout_id"][rows], births)
-            )
+            ids = run.rollouts["rollout_id"][rows]
+            tally.expect_all(births == step, _naming(step, ids, birth_step=births))
             tally.expect(
                 least <= len(groups) <= least * (settings.max_refills + 1),
                 f"step {step}: {len(groups)} groups, of {least} prompts",
@@ -60,8 +59,14 @@ def check_groups(run: RunFiles) -> Check:
     return tally.result()
 
 
-def _wrong_birth(step: int, ids: Any, births: Any) -> Any:
-    return lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
+def _naming(step: int, ids: np.ndarray, **columns: np.ndarray) -> Callable[[int], str]:
+    """Says which rollout of a step is wrong, and what its columns hold."""
+
+    def name(i: int) -> str:
+        values = ", ".join(f"{name} {values[i]}" for name, values in columns.items())
+        return f"step {step}: rollout {ids[i]} has {values}"
+
+    return name
 
 
 def _check_late_births(
@@ -100,23 +105,17 @@ def check_versions(run: RunFiles) -> Check:
     for step, rows in run.rows_of_step.items():
         ids = run.rollouts["rollout_id"][rows]
         first, last = (run.rollouts[n][rows] for n in ("policy_version", "policy_version_end"))
-        expected = pushed[step]
         if run.recipe_at(step).run.is_async:
-            holds, rule = (first >= 0) & (first <= last) & (last < step), "in no order"
+            holds = (first >= 0) & (first <= last) & (last < step)
         else:
-            holds, rule = (first == expected) & (last == expected), f"the last push was {expected}"
+            holds = (first == pushed[step]) & (last == pushed[step])
             tally.expect(
-                logged[step] in (expected, None),
-                f"step {step}: sampler/policy_version {logged[step]}, {rule}",
+                logged[step] in (pushed[step], None),
+                f"step {step}: sampler/policy_version {logged[step]}, the last push was "
+                f"{pushed[step]}",
             )
-        tally.expect_all(holds, _versions_failure(step, ids, first, last, rule))
+        tally.expect_all(holds, _naming(step, ids, policy_version=first, policy_version_end=last))
     return tally.result()
-
-
-def _versions_failure(step: int, ids: Any, first: Any, last: Any, rule: str) -> Any:
-    return lambda i: (
-        f"step {step}: rollout {ids[i]} has policy_version {first[i]} to {last[i]}, {rule}"
-    )
 
 
 def _last_pushes(run: RunFiles) -> dict[int, int]:
@@ -139,10 +138,17 @@ def check_trained(run: RunFiles) -> Check:
     tally = Tally(
         "trained", "no dropped rollout; every fresh survivor where all train; every drawn one"
     )
+    columns = run.rollouts
     for step, rows in run.rows_of_step.items():
-        _check_trained_as_fresh(run, step, rows, tally)
-    ids, lengths = run.rollouts["rollout_id"], run.rollouts["trainable"]
-    length_of = dict(zip(ids.tolist(), lengths.tolist(), strict=True))
+        ids, kept, tokens = (columns[name][rows] for name in ("rollout_id", "kept", "tokens"))
+        trained = tokens >= 0
+        all_train = run.recipe_at(step).replay.trains_all_fresh(step)
+        right = np.where(kept, trained | (not all_train), ~trained)
+        right &= ~trained | (tokens == columns["trainable"][rows])
+        tally.expect_all(right, _naming(step, ids, kept=kept, trained_tokens=tokens))
+    length_of = dict(
+        zip(columns["rollout_id"].tolist(), columns["trainable"].tolist(), strict=True)
+    )
     for step, draws in run.draws_of_step.items():
         for rollout_id, tokens in zip(draws["rollout_id"], draws["tokens"], strict=True):
             length = length_of.get(int(rollout_id))
@@ -151,22 +157,6 @@ def check_trained(run: RunFiles) -> Check:
                 f"step {step}: drawn rollout {rollout_id} trained {tokens} tokens of {length}",
             )
     return tally.result()
-
-
-def _check_trained_as_fresh(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
-    all_train = run.recipe_at(step).replay.trains_all_fresh(step)
-    ids, kept = run.rollouts["rollout_id"][rows], run.rollouts["kept"][rows]
-    tokens, lengths = run.rollouts["tokens"][rows], run.rollouts["trainable"][rows]
-    trained = tokens >= 0
-    right = np.where(kept, trained if all_train else True, ~trained)
-    right &= ~trained | (tokens == lengths)
-    tally.expect_all(
-        right,
-        lambda i: (
-            f"step {step}: rollout {ids[i]} has kept {kept[i]} and {tokens[i]} trained tokens "
-            "(-1: not trained)"
-        ),
-    )
 
 
 class Policy(Protocol):
@@ -217,122 +207,65 @@ def _sampled_by(run: RunFiles, step: int) -> list[Row]:
     return [rows[i] for i in np.linspace(0, len(rows) - 1, count).astype(int)]
 
 
-def check_rewards(run: RunFiles) -> list[Check]:
-    """Σ weight · score against the reward of each rollout, and the overlong score against its
-    length. No check if no step combines scores."""
-    tally = Tally("rewards", "weighted sums of the scores; overlong scores follow from lengths")
-    for step, rows in run.rows_of_step.items():
-        if run.recipe_at(step).reward.is_combined:
-            _check_rewards_of_step(run, step, rows, tally)
-    return [tally.result()] if tally.checked else []
-
-
-def _check_rewards_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
-    recipe = run.recipe_at(step)
-    weights = [each.weight for each in recipe.reward.functions]
-    buffer_tokens = recipe.reward.overlong_buffer_tokens
-    if buffer_tokens is not None:
-        weights.append(1.0)
-    path = step_path(run.folder / "rollouts", step)
-    scores_N = read_rollout_table(path, ["reward_scores"])["reward_scores"].to_pylist()
-    for row, scores in zip(range(rows.start, rows.stop), scores_N, strict=True):
-        reward = float(run.rollouts["reward"][row])
-        place = f"step {step}, rollout {run.rollouts['rollout_id'][row]}"
-        expected = 0 if math.isnan(reward) else len(weights)
-        if (
-            not tally.expect(len(scores) == expected, f"{place}: {len(scores)} scores")
-            or not scores
-        ):
-            continue
-        parts = [weight * score for weight, score in zip(weights, scores, strict=True)]
-        tally.expect(
-            abs(reward - sum(parts)) <= _TOLERANCE * max(1.0, sum(map(abs, parts))),
-            f"{place}: reward {reward:.7g}, the weighted sum of its scores is {sum(parts):.7g}",
-        )
-        if buffer_tokens is not None:
-            # DAPO's equation 13: 0 outside the buffer before the length limit, then linear to -1.
-            length = int(run.rollouts["completion_token_ids"][row])
-            excess = length - (recipe.sampling.max_completion_length - buffer_tokens)
-            overlong = -min(max(excess, 0) / buffer_tokens, 1.0)
-            tally.expect(
-                abs(scores[-1] - overlong) <= _TOLERANCE,
-                f"{place}: overlong score {scores[-1]:.7g}, {length} tokens give {overlong:.7g}",
-            )
-
-
 def check_advantages(run: RunFiles) -> list[Check]:
     """Group statistics, kept flags and advantages against the rewards, group by group."""
-    checks = _AdvantageChecks(run)
+    rule = "where the group has a signal, the reward came and the recipe masks nothing"
+    tallies = (
+        Tally("kept flags", f"kept exactly {rule}; nulls only elsewhere"),
+        Tally("group statistics", "mean, standard deviation, correct count recomputed"),
+        Tally("advantages", "(r - mean) / (std + epsilon) recomputed from the rewards"),
+    )
     for step, rows in run.rows_of_step.items():
-        for group_id, members in run.groups(rows).items():
-            checks.check_group(step, f"step {step}, group {group_id}", members)
-    tallies = (checks.kept, checks.statistics, checks.advantages)
+        for members in run.groups(rows).values():
+            _check_group(run, step, members, *tallies)
     return [tally.result() for tally in tallies]
 
 
-class _AdvantageChecks:
-    def __init__(self, run: RunFiles) -> None:
-        self.run = run
-        rule = "where the group has a signal, the reward came and the recipe masks nothing"
-        self.kept = Tally("kept flags", f"kept exactly {rule}; nulls only elsewhere")
-        self.statistics = Tally(
-            "group statistics", "mean, standard deviation, correct count recomputed"
-        )
-        self.advantages = Tally(
-            "advantages", "(r - mean) / (std + epsilon) recomputed from the rewards"
-        )
+def _check_group(
+    run: RunFiles, step: int, members: np.ndarray, kept: Tally, statistics: Tally, advantages: Tally
+) -> None:
+    recipe = run.recipe_at(step)
+    found = {name: values[members] for name, values in run.rollouts.items()}
+    rewards = found["reward"].astype(np.float64)
+    came = ~np.isnan(rewards)
+    mean, std = _mean_and_std(rewards[came].tolist(), recipe.advantage.std)
+    correct = int((found["first_score"] >= np.float32(recipe.reward.correct)).sum())
+    differ = len(np.unique(rewards[came])) > 1
+    tokens = found["completion_token_ids"]
+    keeps = came & ((found["trainable"] > 0) | (tokens == 0))
+    keeps &= differ or (came.sum() > 1 and not recipe.replay.drop_zero_variance)
+    keeps &= ~(recipe.reward.mask_truncated & found["truncated"])
+    keeps &= [not run.is_dropped(step, row) for row in members]
 
-    def check_group(self, step: int, place: str, members: np.ndarray) -> None:
-        run, recipe = self.run, self.run.recipe_at(step)
-        rewards = [float(reward) for reward in run.rollouts["reward"][members]]
-        came = [reward for reward in rewards if not math.isnan(reward)]
-        differ = len(set(came)) > 1
-        has_signal = differ or (len(came) > 1 and not recipe.replay.drop_zero_variance)
-        mean, std = _mean_and_std(came, recipe.advantage.std)
-        first_scores = run.rollouts["first_score"][members]
-        correct = int((first_scores >= np.float32(recipe.reward.correct)).sum())
-        expected = _advantages(recipe.advantage, rewards, mean, std)
-        for row, reward, advantage in zip(members, rewards, expected, strict=True):
-            here = f"{place}, rollout {run.rollouts['rollout_id'][row]}"
-            masked = recipe.reward.mask_truncated and bool(run.rollouts["truncated"][row])
-            keeps = has_signal and not masked and not run.is_dropped(step, row)
-            trainable, tokens = (
-                run.rollouts[name][row] for name in ("trainable", "completion_token_ids")
-            )
-            keeps &= not math.isnan(reward) and bool(trainable > 0 or tokens == 0)
-            self._check_statistics(row, here, mean, std, correct)
-            self._check_kept(row, here, keeps, rewards)
-            if keeps:
-                found = run.rollouts["advantage"][row]
-                self.advantages.expect(
-                    _close(found, advantage),
-                    f"{here}: advantage {found}, recomputed {advantage:.7g}",
-                )
+    def here(i: int) -> str:
+        return f"step {step}, group {found['group_id'][i]}, rollout {found['rollout_id'][i]}"
 
-    def _check_statistics(self, row: int, here: str, mean: float, std: float, correct: int) -> None:
-        names = ("group_reward_mean", "group_reward_std", "group_correct")
-        found = [self.run.rollouts[name][row] for name in names]
-        self.statistics.expect(
-            _close(found[0], mean) and _close(found[1], std),
-            f"{here}: mean {found[0]}, std {found[1]}, recomputed {mean:.7g}, {std:.7g}",
-        )
-        self.statistics.expect(
-            found[2] == correct, f"{here}: group_correct {found[2]}, recomputed {correct}"
-        )
-
-    def _check_kept(self, row: int, here: str, keeps: bool, rewards: list[float]) -> None:
-        rollout = {name: column[row] for name, column in self.run.rollouts.items()}
-        self.kept.expect(
-            rollout["kept"] == keeps,
-            f"{here}: kept is {rollout['kept']}, but rewards are {rewards}",
-        )
-        logprobs, tokens = rollout["behavior_logprobs"], rollout["completion_token_ids"]
-        self.kept.expect(
-            logprobs == (tokens if keeps else -1),
-            f"{here}: {logprobs} behaviour log-probs (-1: null) for {tokens} tokens",
-        )
-        if not keeps:
-            self.kept.expect(rollout["advantage_is_null"], f"{here}: dropped, but has an advantage")
+    means, deviations = found["group_reward_mean"], found["group_reward_std"]
+    statistics.expect_all(
+        _close(means, mean) & _close(deviations, std) & (found["group_correct"] == correct),
+        lambda i: (
+            f"{here(i)}: mean {means[i]}, std {deviations[i]}, {found['group_correct'][i]} "
+            f"correct, recomputed {mean:.7g}, {std:.7g}, {correct}"
+        ),
+    )
+    is_null = found["advantage_is_null"]
+    kept.expect_all(
+        (found["kept"] == keeps)
+        & (found["behavior_logprobs"] == np.where(keeps, tokens, -1))
+        & (keeps | is_null),
+        lambda i: (
+            f"{here(i)}: kept is {found['kept'][i]} with {found['behavior_logprobs'][i]} behaviour "
+            f"log-probs (-1: null) for {tokens[i]} tokens, but rewards are {rewards.tolist()}"
+        ),
+    )
+    expected = _advantages(recipe.advantage, rewards.tolist(), mean, std)
+    advantages.expect_all(
+        _close(found["advantage"], np.array(expected))[keeps],
+        lambda i: (
+            f"{here(np.flatnonzero(keeps)[i])}: advantage {found['advantage'][keeps][i]}, "
+            f"recomputed {np.array(expected)[keeps][i]:.7g}"
+        ),
+    )
 
 
 def _advantages(
@@ -362,7 +295,6 @@ def _mean_and_std(rewards: list[float], kind: str) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / divisor)
 
 
-def _close(found: float, expected: float) -> bool:
-    if math.isnan(expected):
-        return math.isnan(found)
-    return abs(float(found) - expected) <= _TOLERANCE * max(1.0, abs(expected))
+def _close(found: np.ndarray, expected: float | np.ndarray) -> np.ndarray:
+    limit = _TOLERANCE * np.maximum(1.0, np.abs(expected))
+    return (np.abs(found - expected) <= limit) | (np.isnan(found) & np.isnan(expected))

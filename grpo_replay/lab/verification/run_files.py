@@ -28,7 +28,7 @@ _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),
     *("policy_version", "policy_version_end"),
     *("advantage", "group_reward_mean", "group_reward_std", "group_correct", "kept"),
-    *("completion_token_ids", "behavior_logprobs", "sampler_logprobs", "tokens"),
+    *("completion_token_ids", "behavior_logprobs", "tokens"),
     *("prompt_token_ids", "finish_reason", "verdict"),
     *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
 )
@@ -42,7 +42,7 @@ _NEVER_NULL = (
     *("policy_version", "policy_version_end", "group_correct"),
     *("prompt_token_ids", "completion_token_ids", "finish_reason", "verdict"),
 )
-_LISTS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
+_LISTS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs")
 _USES = ("priority", "times_used", "last_used_step")
 
 Columns = Mapping[str, np.ndarray]

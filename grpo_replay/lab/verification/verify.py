@@ -1,6 +1,6 @@
 """`verify_run`: check that a finished run is whole and followed the algorithm of its recipe.
 
-Recomputes combined rewards, advantages, kept flags, the buffer at each step, ages, draw counts,
+Recomputes advantages, kept flags, the buffer at each step, ages, draw counts,
 first-draw probabilities, uses and metrics from the run's files, without the code that wrote them.
 """
 
@@ -27,7 +27,6 @@ from grpo_replay.lab.verification.rollout_checks import (
     Policy,
     check_advantages,
     check_groups,
-    check_rewards,
     check_trained,
     check_versions,
     check_with_models,
@@ -121,41 +120,22 @@ def check_snapshot(
         "another order",
     ):
         return
-    expected = {
-        "times_used": store.uses[store.rows],
-        "last_used_step": store.last_use[store.rows],
-        "priority": priority_N,
-    }
-    for name, values in expected.items():
-        _check_column(ids, name, uses[name], values, step, tally)
+    for name, expected in (
+        ("times_used", store.uses[store.rows]),
+        ("last_used_step", store.last_use[store.rows]),
+        ("priority", priority_N),
+    ):
+        _check_column(step, ids, name, uses[name], expected, tally)
     stored = np.array(store.rows, dtype=np.int64)
     for logged, rows in run.rows_of_step.items():
         here = np.flatnonzero((rows.start <= stored) & (stored < rows.stop))
         if len(here):
             born = read_rollout_table(step_path(run.folder / "rollouts", logged))
-            _check_frozen(table.take(here), born.take(stored[here] - rows.start), step, tally)
-
-
-def _check_frozen(found: pa.Table, born: pa.Table, step: int, tally: Tally) -> None:
-    """Every column of stored rollouts is what it was at birth."""
-    optional = (field.name for field in optional_fields(born.schema))
-    for name in dict.fromkeys((*found.column_names, *optional)):
-        a, b = (
-            each[name] if name in each.column_names else pa.chunked_array([pa.nulls(len(each))])
-            for each in (found, born)
-        )
-        if a.equals(b):
-            tally.checked += len(found)
-            continue
-        for row in zip(found["rollout_id"].to_pylist(), a.to_pylist(), b.to_pylist(), strict=True):
-            tally.expect(
-                repr(row[1]) == repr(row[2]),  # extras may be NaN
-                f"checkpoint {step}, rollout {row[0]}: {name} is not what it was at birth",
-            )
+            _check_frozen(step, table.take(here), born.take(stored[here] - rows.start), tally)
 
 
 def _check_column(
-    ids: list[int], name: str, found_N: np.ndarray, expected_N: np.ndarray, step: int, tally: Tally
+    step: int, ids: list[int], name: str, found_N: np.ndarray, expected_N: np.ndarray, tally: Tally
 ) -> None:
     tally.expect_all(
         np.isclose(found_N, expected_N, rtol=1e-9, atol=0),
@@ -163,6 +143,21 @@ def _check_column(
             f"checkpoint {step}, rollout {ids[i]}: {name} {found_N[i]}, recomputed {expected_N[i]}"
         ),
     )
+
+
+def _check_frozen(step: int, found: pa.Table, born: pa.Table, tally: Tally) -> None:
+    """Every column of stored rollouts is what it was at birth."""
+    optional = (field.name for field in optional_fields(born.schema))
+    for name in dict.fromkeys((*found.column_names, *optional)):
+        now, then = (
+            each[name].to_pylist() if name in each.column_names else [None] * len(each)
+            for each in (found, born)
+        )
+        for rollout_id, a, b in zip(found["rollout_id"].to_pylist(), now, then, strict=True):
+            tally.expect(
+                a == b or repr(a) == repr(b),  # extras may be NaN
+                f"checkpoint {step}, rollout {rollout_id}: {name} is not what it was at birth",
+            )
 
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids")
@@ -174,8 +169,7 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     or RecipeError if the files cannot be read."""
     run = read_run_files(Path(run_dir))
     checks = [check_files(run), check_groups(run), check_versions(run)]
-    checks += [*check_rewards(run), *check_advantages(run)]
-    checks.append(check_trained(run))
+    checks += [*check_advantages(run), check_trained(run)]
     if run.recipe.run.is_async:
         checks.append(check_ledger(run))
     checks += _Replay(run).checks()

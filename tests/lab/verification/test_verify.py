@@ -148,10 +148,12 @@ PLANTED = {
     "a reward": (in_rollouts("reward", lambda r: -r, row=0), "group statistics", "step 12"),
     "a birth step": (in_rollouts("birth_step", lambda b: b - 1), "groups", "birth_step 11"),
     "a policy version": (
-        in_rollouts("policy_version", lambda v: v - 1), "policy versions", "10 to 11",
+        in_rollouts("policy_version", lambda v: v - 1), "policy versions",
+        "policy_version 10, policy_version_end 11",
     ),
     "a last policy version": (
-        in_rollouts("policy_version_end", lambda v: v - 1), "policy versions", "11 to 10",
+        in_rollouts("policy_version_end", lambda v: v - 1), "policy versions",
+        "policy_version 11, policy_version_end 10",
     ),
     "a kept flag": (in_rollouts("kept", lambda _: True, step=7), "kept flags", "step 7"),
     "a dropped rollout that trained": (
