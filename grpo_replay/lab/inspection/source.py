@@ -82,7 +82,7 @@ def _open_run(run_dir: Path, step: int | None) -> Source:
 
 def _open_snapshot(path: Path, snapshot: Path, step: int | None) -> Source:
     """A checkpoint, or its buffer.parquet alone; `snapshot` is that file, which a checkpoint may
-    lack. Its run is the folder that it is in the checkpoints/ of."""
+    lack. Its run is the folder that has the checkpoint, in checkpoints/ or, as TRL's, itself."""
     folder = snapshot.resolve().parent
     at = step_of(folder)
     if at is None:
@@ -91,8 +91,8 @@ def _open_snapshot(path: Path, snapshot: Path, step: int | None) -> Source:
         raise SnapshotError(
             f"{path}: --step {step} needs a run directory; a snapshot has a single step ({at})"
         )
-    run_dir = folder.parent.parent
-    inside = folder.parent.name == "checkpoints" and (run_dir / RECIPE_FILE).exists()
+    run_dir = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    inside = (run_dir / RECIPE_FILE).exists()
     kind: Literal["checkpoint", "snapshot"] = "checkpoint" if path.is_dir() else "snapshot"
     found = snapshot if snapshot.exists() else None
     return _source(path, kind, at, found, run_dir if inside else None)

@@ -52,6 +52,16 @@ def test_an_incomplete_checkpoint_is_no_buffer_of_its_run(copy):
     assert open_source(copy).snapshot is None  # the run is rebuilt from its log
 
 
+def test_a_run_in_trl_has_its_buffers_in_checkpoints_named_by_updates(copy):
+    (copy / "checkpoint-48").mkdir()
+    buffer_of(copy).rename(copy / "checkpoint-48" / "buffer.parquet")
+    shutil.rmtree(copy / "checkpoints")
+    source = open_source(copy)
+    assert source.snapshot == copy / "checkpoint-48" / "buffer.parquet"
+    alone = open_source(copy / "checkpoint-48")
+    assert (alone.step, alone.run_dir, alone.rollout_files) == (24, copy, source.rollout_files)
+
+
 @pytest.mark.parametrize("preset", ["ours", "grpo"])
 def test_the_step_of_a_checkpoint_with_another_name_is_that_of_its_files(runs, tmp_path, preset):
     moved = shutil.copytree(runs[preset] / "checkpoints" / "step_000012", tmp_path / "best")

@@ -216,6 +216,18 @@ def test_the_last_push_before_each_step_by_hand(every, pushed):
     assert list(_last_pushes(run).values()) == pushed
 
 
+def test_the_buffers_of_a_run_in_trl_are_checked(run):
+    """Its checkpoints are TRL's, named by updates, and have no manifest."""
+    for step in (15, 30):
+        (run / f"checkpoint-{2 * step}").mkdir()
+        buffer_at(run, step).rename(run / f"checkpoint-{2 * step}" / "buffer.parquet")
+    shutil.rmtree(run / "checkpoints")
+    report = verify_run(run)
+    assert report.passed and [check.name for check in report.checks] == CHECKS[:-1]
+    edit(run / "checkpoint-30" / "buffer.parquet", "times_used", lambda n: n + 1)
+    assert "checkpoint 15" in detail(run, "snapshots")
+
+
 def test_a_split_query_is_named(tmp_path):
     write_run(tmp_path, **QUERY)
     drop_row(draws_at(tmp_path, 15))
