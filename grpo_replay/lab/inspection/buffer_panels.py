@@ -192,14 +192,15 @@ def ages_panel(
         notes.append(f"age {limit}: the last draw, then the eviction")
     table.caption = "\n".join(notes)
     table.caption_justify = "left"
-    stored = _mean_age([(row.age, row.stored) for row in staleness], "stored")
-    replayed = _mean_age([(row.age, row.replayed) for row in staleness], "replayed")
-    return _panel(f"age in {unit}: {', '.join([*stored, *replayed])}", table)
-
-
-def _mean_age(counts: Sequence[tuple[int, int]], name: str) -> list[str]:
-    total = sum(count for _, count in counts)
-    return [f"mean {sum(age * count for age, count in counts) / total:.1f} {name}"] * bool(total)
+    means = [
+        f"mean {sum(row.age * count for row, count in counts) / total:.1f} {name}"
+        for name, counts in (
+            ("stored", [(row, row.stored) for row in staleness]),
+            ("replayed", [(row, row.replayed) for row in staleness]),
+        )
+        if (total := sum(count for _, count in counts))
+    ]
+    return _panel(f"age in {unit}: {', '.join(means)}", table)
 
 
 def _trends(inspection: Inspection, width: int) -> Panel:
