@@ -5,7 +5,7 @@ The buffer and the composer are those of the trainer. Generation is held fixed: 
 real run would have trained another policy, which would have sampled other rollouts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import buffer_step
-from grpo_replay.storage.recipe_history import RecipeHistory, differences
+from grpo_replay.storage.recipe_history import differences
 from grpo_replay.terminal.console import tracked
 from grpo_replay.types import ComposedBatch, Rollout
 
@@ -62,47 +62,19 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
             "buffer from; choose a step with a checkpoint"
         )
-    steps, log = survivors_for(source, source.step, settings)
-    buffer = ReplayBuffer(settings, group_size)
-    for _ in replay_storage(buffer, log, steps):
-        pass
+    limit = settings.max_age_steps
+    start = 0 if limit is None else source.step - limit
+    files = [file for file in source.rollout_files if file[0] >= start]
+    log, buffer = read_log(files), ReplayBuffer(settings, group_size)
+    survivors = log[log.kept]
+    for step, _ in files:
+        buffer.evict(step)
+        buffer.insert(rollouts_without_tokens(survivors[survivors.logged_step == step]), step)
+        buffer.evict_ahead(step)
     stored = log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
     stored.priority = buffer.column("priority")
     stored.times_used = uses_of(stored.rollout_id, read_draws(source.draw_files))
     return stored
-
-
-def survivors_for(
-    source: Source, step: int, *settings: ReplaySection
-) -> tuple[list[int], Rollouts]:
-    """The logged steps, ascending, from the first that can have rollouts stored at `step` under the
-    longest of the age limits, and their survivors."""
-    start = min(0 if (age := each.max_age_steps) is None else step - age for each in settings)
-    files = [file for file in source.rollout_files if file[0] >= start]
-    log = read_log(files)
-    return [logged for logged, _ in files], log[log.kept]
-
-
-def replay_storage(
-    buffer: ReplayBuffer,
-    survivors: Rollouts,
-    steps: Iterable[int],
-    history: RecipeHistory | None = None,
-) -> Iterator[int]:
-    """Repeat the insertions and evictions of each step; yields the step after applying it.
-
-    Nothing is drawn, so uses are not counted. With `history`, each step under its own settings.
-    """
-    for step in steps:
-        if history is not None and history.at(step).replay != buffer.settings:
-            state, buffer.settings = buffer.get_state(), history.at(step).replay
-            buffer.set_state(state)  # as a resume does
-        fresh = rollouts_without_tokens(survivors[survivors.logged_step == step])
-        buffer.evict(step)
-        if buffer.settings.replays:
-            buffer.insert(fresh, step)
-            buffer.evict_ahead(step)
-        yield step
 
 
 REPEATS = 5

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.compute import find_gaps
-from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, replay_storage, survivors_for
+from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, stored_after
 from grpo_replay.lab.inspection.rollout_columns import (
     OUTCOME_COLUMNS,
     Kind,
@@ -23,8 +23,6 @@ from grpo_replay.lab.inspection.rollout_columns import (
     schema_of,
 )
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.terminal.console import plain_table, print_table, printable
 
 
@@ -111,29 +109,16 @@ def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
         )
     if history is None or step is None:
         return "stored at the time of the snapshot"
-    if not history.at(step).replays:
+    recipe = history.at(source.step)
+    if not recipe.replays:
         return "never stored: this run does not replay"
-    evicted = _eviction_step(source, history, row["rollout_id"], row["birth_step"], step)
-    if evicted is None:
+    stored, _ = stored_after(source, recipe.replay, recipe.sampling.group_size)
+    if row["rollout_id"] in stored.rollout_id:
         return f"still stored after step {source.step}"
-    age = evicted - row["birth_step"]
-    limit = history.at(evicted).replay.max_age_steps
-    reason = f"max_age_steps {limit}" if limit is not None and age >= limit else "the capacity"
-    return f"evicted at the end of step {evicted}, at age {age}, by {reason}"
-
-
-def _eviction_step(
-    source: Source, history: RecipeHistory, rollout_id: int, birth_step: int, logged_step: int
-) -> int | None:
-    """The step at whose end the rollout was evicted; None if it is still stored. Each step has the
-    settings of its own recipe."""
-    settings = (recipe.replay for recipe in history.recipes)
-    steps, log = survivors_for(source, birth_step, *settings)
-    buffer = ReplayBuffer(history.at(steps[0]).replay, history.first.sampling.group_size)
-    for step in replay_storage(buffer, log, steps, history):
-        if step >= logged_step and not (buffer.column("rollout_id") == rollout_id).any():
-            return step
-    return None
+    limit, birth = recipe.replay.max_age_steps, row["birth_step"]
+    if limit is not None and source.step - birth >= limit:
+        return f"evicted by max_age_steps {limit} at the end of step {birth + limit}, if not before"
+    return "evicted by the capacity"
 
 
 def _prompt_text(source: Source, token_ids: list[int]) -> str | None:

@@ -4,15 +4,10 @@ import json
 from collections import Counter
 
 import by_hand
-import pytest
 from commands import run_inspect as run
-from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe
 
-from grpo_replay.lab.inspection.rebuild import replay_storage, survivors_for
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import read_life
-from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.recipe_history import change_file, write_recipe
 
 
 def test_a_life_lists_every_use_and_the_eviction(runs):
@@ -26,7 +21,7 @@ def test_a_life_lists_every_use_and_the_eviction(runs):
         assert [use[name] for use in drawn] == [row[name] for row in mine]
     birth = life.rollout["birth_step"]
     assert (fresh["step"], fresh["age_steps"], fresh["probability"]) == (birth, 0, None)
-    assert life.fate == f"evicted at the end of step {birth + 5}, at age 5, by max_age_steps 5"
+    assert life.fate.startswith(f"evicted by max_age_steps 5 at the end of step {birth + 5}")
     assert fresh["tokens"] == len(life.rollout["completion_token_ids"])
 
 
@@ -48,24 +43,13 @@ def _kept(run_dir) -> int:
     return next(row["rollout_id"] for row in rows if row["kept"])
 
 
-def test_fifo_evictions_agree_with_the_snapshots(runs):
+def test_what_is_stored_agrees_with_the_snapshots(runs):
     stored = {row["rollout_id"] for row in by_hand.stored_rows(runs["fifo"], 12)}
-    source = open_source(runs["fifo"])
-    for rollout_id in sorted(stored)[::32]:
-        fate = read_life(source, rollout_id).fate
-        left = int(fate.split("step ")[1].split(",")[0]) if "evicted" in fate else 25
-        assert left > 12
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_storage_rebuilt_from_the_log_has_the_logged_size(runs, preset):
-    source = open_source(runs[preset])
-    settings = source.recipe.replay
-    steps, survivors = survivors_for(source, 1, settings)
-    buffer = ReplayBuffer(settings, source.recipe.sampling.group_size)
-    stored = [(step, len(buffer)) for step in replay_storage(buffer, survivors, steps)]
-    logged = [(line["step"], line["buffer/rollouts"]) for line in source.metrics]
-    assert stored == logged and len(stored) == 24
+    source = open_source(runs["fifo"], 12)
+    for row in by_hand.rows_of(runs["fifo"] / "rollouts"):
+        if row["birth_step"] <= 12 and row["kept"] and row["rollout_id"] % 16 == 0:
+            fate = read_life(source, row["rollout_id"]).fate
+            assert ("still stored" in fate) == (row["rollout_id"] in stored)
 
 
 def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
@@ -75,32 +59,6 @@ def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     run(str(copy), show=rollout_id)
     text = capsys.readouterr().out
     assert str(rollout_id) in text and "not stored in a snapshot" in text
-
-
-class Resumed(SyntheticRun):
-    """Resumed after step 12 with another age limit."""
-
-    def step(self, step):
-        if step == 13:
-            state = self.buffer.get_state()
-            self.buffer.settings = self.recipe.replay.model_copy(update={"max_age_steps": 2})
-            self.buffer.set_state(state)
-        return super().step(step)
-
-
-def test_each_step_has_the_settings_of_its_own_recipe(tmp_path):
-    recipe = synthetic_recipe("ours")
-    made = Resumed(tmp_path / "run", recipe).write(24)
-    later = recipe.model_copy(update={"replay": made.buffer.settings})
-    write_recipe(change_file(tmp_path / "run", 12), later)
-    source = open_source(tmp_path / "run")
-    rows = [row for row in by_hand.rows_of(tmp_path / "run" / "rollouts") if row["kept"]]
-    newest = {row["birth_step"]: row["rollout_id"] for row in rows}
-    for birth, evicted, limit in ((5, 10, 5), (9, 13, 2), (11, 13, 2), (15, 17, 2)):
-        assert read_life(source, newest[birth]).fate == (
-            f"evicted at the end of step {evicted}, at age {evicted - birth}, by max_age_steps "
-            f"{limit}"
-        )
 
 
 def test_the_life_as_text_and_as_json(runs, capsys):
