@@ -16,11 +16,9 @@ from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     NO_OPTIONS,
     PROBLEM_FIELDS,
-    MappingRows,
     ProblemRows,
     ProblemStatement,
     column_of,
-    data_kind,
     is_local_source,
     known_field,
     problems_and_answers,
@@ -225,7 +223,7 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     known = dict.fromkeys([*GROUPS, *BENCHMARKS])
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
-        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …), or a folder of such files "
+        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …), or a folder of save_to_disk "
         "(./NAME)"
     )
 
@@ -234,7 +232,7 @@ def _reading_options(path: Path, prompts: PromptsSection) -> Mapping[str, Any]:
     """The options with which the training prompts of the same kind are read, but for the split."""
     for each in prompts.sources:
         source = Path(str(each.source)).expanduser()
-        if is_local_source(str(each.source)) and data_kind(source) == data_kind(path):
+        if is_local_source(str(each.source)) and source.suffix == path.suffix:
             given = each.dataset_options.model_dump()
             of_hub = ("name", "revision", "split")
             return {**NO_OPTIONS, **{k: v for k, v in given.items() if k not in of_hub}}
@@ -244,11 +242,10 @@ def _reading_options(path: Path, prompts: PromptsSection) -> Mapping[str, Any]:
 def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
     limit = settings.max_problems
     if benchmark.source == "builtin":
-        return MappingRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
+        return ProblemRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
     if (file := local_file(benchmark, settings)) is not None:
         options = benchmark.options or NO_OPTIONS
-        who = f"benchmark {benchmark.name!r}"
-        return read_local_rows(str(file), limit, options=options, needs_one_split=who)
+        return read_local_rows(str(file), limit, options)
     try:
         return read_hub_rows(benchmark.source, limit, options={"split": benchmark.split})
     except DatasetError as error:

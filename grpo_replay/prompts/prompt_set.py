@@ -5,10 +5,10 @@ The order depends only on (seed, cursor), so that a run resumes from the cursor 
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,8 @@ from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     PROBLEM_FIELDS,
     ChatMessage,
-    MappingRows,
     ProblemRows,
     ProblemStatement,
-    column_of,
     fingerprint,
     is_local_source,
     known_field,
@@ -120,7 +118,7 @@ class PromptSet:
             text=prompts.texts[index],
             token_ids=prompts.token_ids[index],
             answer=prompts.answers[index],
-            row=prompts.rows[index][0].row(prompts.rows[index][1]),
+            row=prompts.row(index),
             messages=prompts.messages(index),
         )
 
@@ -153,7 +151,7 @@ class _TokenisedPrompts:
 
     def __init__(self) -> None:
         self.sources: list[_Source] = []
-        self.rows: list[tuple[ProblemRows, int]] = []
+        self.rows: list[tuple[ProblemRows | None, int]] = []
         self.ids: list[str] = []
         self.texts: list[str] = []
         self.token_ids: list[np.ndarray] = []
@@ -161,6 +159,11 @@ class _TokenisedPrompts:
         self.fingerprints: list[int] = []
         self.problems: list[tuple[PromptsSection, ProblemStatement]] = []
         self.skipped, self.shortest_skipped = 0, np.inf
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """All fields of the row; none if rows are not kept."""
+        rows, number = self.rows[index]
+        return {} if rows is None else rows.row(number)
 
     def messages(self, index: int) -> list[ChatMessage]:
         return prompt_messages(*self.problems[index])
@@ -199,8 +202,7 @@ def load_prompts(
     whole_rows: bool = True,
 ) -> PromptSet:
     """The prompts of the section's sources, rendered and tokenised. `seed` determines their order.
-    If `whole_rows` is false, rows have only the fields that the section names, and no others are
-    read; only reward functions written by the user need the others.
+    If `whole_rows` is false, `Prompt.row` is empty: only reward functions of the user read it.
 
     Raises DatasetError for a source that cannot be read, a row without problem or answer, a
     duplicate id, or if all prompts are over the length limit; RecipeError for a faulty template.
@@ -275,7 +277,7 @@ def _each_source(section: PromptsSection) -> list[tuple[str, PromptsSection, flo
 class _Read(NamedTuple):
     """The checked rows of one source."""
 
-    rows: ProblemRows
+    rows: ProblemRows | None
     problems: list[ProblemStatement]
     answers: list[str]
     ids: list[str]
@@ -287,7 +289,7 @@ class _Read(NamedTuple):
 
 
 def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
-    rows, id_field = _open_source(section, seed, whole_rows)
+    rows, id_field = _open_source(section, seed)
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {_shown(section)} has no rows")
     known = _with_known_fields(section, rows.names)
@@ -297,7 +299,8 @@ def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
     if known != section:
         columns = f"problems from {known.problem_field!r}, answers from {known.answer_field!r}"
         notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
-    return _Read(rows, problems, answers, unique_ids(rows, id_field), notices)
+    ids = unique_ids(rows, id_field)
+    return _Read(rows if whole_rows else None, problems, answers, ids, notices)
 
 
 def _with_known_fields(section: PromptsSection, names: Sequence[str]) -> PromptsSection:
@@ -324,34 +327,22 @@ def render_prompt(
     return next(_rendered(section, tokenizer, [problem]))
 
 
-def _open_source(
-    section: PromptsSection, seed: int, whole_rows: bool
-) -> tuple[ProblemRows, str | None]:
+def _open_source(section: PromptsSection, seed: int) -> tuple[ProblemRows, str | None]:
     """The rows, and the field with their ids. None: the row number is the id."""
     source = str(section.source)
     if source in BUILTIN_SOURCES:
         problems = TASKS[source.removeprefix("builtin:")].train_problems(seed)
-        return MappingRows(problems, source), "problem_id"
+        return ProblemRows(problems, source), "problem_id"
     if source.startswith("builtin:"):
         raise DatasetError(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
         )
-
-    def of_fields(names: Iterable[str]) -> Collection[str]:
-        """The columns with our fields; all if one is missing, for the error."""
-        listed = list(names)
-        known = _with_known_fields(section, listed)
-        fields = (known.problem_field, known.answer_field, known.id_field)
-        wanted = {column_of(field, listed) for field in fields if field is not None}
-        return wanted if wanted <= set(listed) else listed
-
-    select = None if whole_rows else of_fields
     options = section.dataset_options.model_dump()
-    if is_local_source(source):
-        unset = {name for name in ("name", "revision") if options[name] is None}
-        given = {name: value for name, value in options.items() if name not in unset}
-        return read_local_rows(source, None, select, given), section.id_field
-    return read_hub_rows(source, None, select, options), section.id_field
+    if not is_local_source(source):
+        return read_hub_rows(source, None, options), section.id_field
+    unset = {name for name in ("name", "revision") if options[name] is None}
+    given = {name: value for name, value in options.items() if name not in unset}
+    return read_local_rows(source, None, given), section.id_field
 
 
 def _rendered(

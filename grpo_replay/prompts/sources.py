@@ -1,24 +1,20 @@
-"""Rows of problems from local files and folders, the hub, or a built-in set; their values, checked
-and converted (problems, reference answers, ids); and what a run says about them at the start.
+"""Rows of problems from local files, the hub, or a built-in set; their values, checked and
+converted (problems, reference answers, ids); and what a run says about them at the start.
 
 Reading does not check values. A conversion raises ValueError with the value found;
 `checked_column` adds the place of the row.
 """
 
-import datetime
+import csv
 import glob
-import inspect
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
@@ -29,33 +25,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-BUILDERS = {
-    **{".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"},
-    **{".parquet": "parquet", ".arrow": "arrow"},
-}
-"""The reader of `datasets` for a suffix."""
-NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-"""Files of a folder that `datasets` does not take for data."""
-NOT_OF_A_HEADER = ("skipfooter", "chunksize", "iterator")
-"""Options of `pandas.read_csv` that do not go with `nrows`."""
-NAMED = "a .csv, .tsv, .json, .jsonl or .parquet file (or .jsonl.gz …), a folder of such files"
+NAMED = (
+    f"a file ({', '.join(DATA_SUFFIXES)}), a folder of `save_to_disk`, or a hub dataset id; a list "
+    "may name several"
+)
+SEPARATORS = ",;\t"
+"""Those that are found in the header of a CSV file; others are named by `sep`."""
 
-Select = Callable[[Iterable[str]], Collection[str]] | None
-"""Chooses columns among those that there are."""
 Options = Mapping[str, Any]
 """Arguments of `datasets.load_dataset`, with the split."""
 NO_OPTIONS: Options = {"split": "train"}
 
 
-class MappingRows:
-    """Rows held as mappings, by index (0-based). `lines[i]` is the line number of row i, 1-based.
-    `names` are the columns of the first row."""
+class ProblemRows:
+    """Rows by index (0-based), in memory or of a `datasets.Dataset`. `lines[i]` is the line number
+    of row i, 1-based. `names` are the columns, of rows in memory those of the first."""
 
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], source: str, lines: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, rows: Any, source: str, lines: Sequence[int] | None = None) -> None:
         self._rows, self._source, self._lines = rows, source, lines
-        self.names = list(rows[0]) if rows else []
+        self._in_memory = isinstance(rows, Sequence)
+        self.names: list[str] = (
+            rows.column_names if not self._in_memory else list(rows[0]) if rows else []
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,13 +58,26 @@ class MappingRows:
         """The field's value in every row. `reward_model.ground_truth` is the value of
         `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
         DatasetError if a row does not have the field."""
-        values = []
-        for index, row in enumerate(self._rows):
-            column = column_of(field, row)
-            if column not in row:
-                raise DatasetError(f"{self.place(index)}: no field {field!r}{_among(field, row)}")
-            values.append(_inside(row[column], column, field, partial(self.place, index)))
-        return values
+        rows: Iterable[Mapping[str, Any]] = self._rows
+        if not self._in_memory:
+            column = column_of(field, self.names)
+            if column not in self.names:
+                raise DatasetError(f"{self._source}: {_no_field(field, self.names)}")
+            rows = ({column: value} for value in self._rows[column][:])
+        return [self._value(index, row, field) for index, row in enumerate(rows)]
+
+    def _value(self, index: int, row: Mapping[str, Any], field: str) -> Any:
+        column = column_of(field, row)
+        if column not in row:
+            raise DatasetError(f"{self.place(index)}: {_no_field(field, row)}")
+        value, path = row[column], column
+        for key in [] if _plain(column) == _plain(field) else field.split(".")[1:]:
+            if not isinstance(value, Mapping) or key not in value:
+                kind = type(value).__name__
+                has = ", ".join(value) if isinstance(value, Mapping) else f"no keys, it is a {kind}"
+                raise DatasetError(f"{self.place(index)}: no field {field!r}: {path} has {has}")
+            value, path = value[key], f"{path}.{key}"
+        return value
 
     def place(self, index: int) -> str:
         """The place of the row for error messages, for example `problems.jsonl:12`."""
@@ -82,53 +86,28 @@ class MappingRows:
         return f"{self._source}:{self._lines[index]}"
 
 
-class TableRows:
-    """Rows of an Arrow table, converted to Python values on access. `names` are all columns of the
-    source; the table may have only some of them."""
-
-    def __init__(self, table: pa.Table, source: str, names: Sequence[str] | None = None) -> None:
-        self._table, self._source = table, source
-        self.names = table.column_names if names is None else names
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def row(self, index: int) -> Mapping[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
-
-    def column(self, field: str) -> list[Any]:
-        column = column_of(field, self._table.column_names)
-        if column not in self._table.column_names:
-            raise DatasetError(f"{self._source}: no column {field!r}{_among(field, self.names)}")
-        values = self._table.column(column).to_pylist()
-        return [
-            _inside(value, column, field, partial(self.place, index))
-            for index, value in enumerate(values)
-        ]
-
-    def place(self, index: int) -> str:
-        return f"{self._source} row {index}"
+def column_of(field: str, columns: Collection[str]) -> str:
+    """The column that contains a field: that of its name, or of what is before its first dot.
+    Capitals and the space around a name do not count if no column has it exactly."""
+    first = field.partition(".")[0]
+    for name in (field, first):
+        if name in columns:
+            return name
+        for each in columns:
+            if _plain(each) == _plain(name):
+                return each
+    return first
 
 
-ProblemRows = MappingRows | TableRows
+def _plain(name: str) -> str:
+    return name.strip().casefold()
 
 
-def column_of(field: str, columns: Container[str]) -> str:
-    """The column that contains a field: the field itself, or what is before its first dot."""
-    return field if field in columns else field.partition(".")[0]
-
-
-def _inside(value: Any, column: str, field: str, place: Callable[[], str]) -> Any:
-    """The value at `field` in the value of its column."""
-    path = column
-    for key in field.removeprefix(column).split(".")[1:]:
-        if not isinstance(value, Mapping):
-            kind = type(value).__name__
-            raise DatasetError(f"{place()}: no field {field!r}: {path} is a {kind}, without keys")
-        if key not in value:
-            raise DatasetError(f"{place()}: no field {field!r}: {path} has {', '.join(value)}")
-        value, path = value[key], f"{path}.{key}"
-    return value
+def _no_field(field: str, known: Collection[str]) -> str:
+    return (
+        f"no field {field!r}{did_you_mean(field, known)}; there are: {', '.join(known)}. "
+        "prompts.problem_field and prompts.answer_field name the columns"
+    )
 
 
 def is_local_source(source: str) -> bool:
@@ -137,63 +116,40 @@ def is_local_source(source: str) -> bool:
     return local or source.endswith(DATA_SUFFIXES)
 
 
-def data_files(folder: Path) -> list[Path]:
-    """The data files in a folder and below, without hidden ones."""
-    found = (each for each in folder.rglob("*") if each.name.endswith(DATA_SUFFIXES))
-    return sorted(
-        each
-        for each in found
-        if each.name not in NOT_DATA
-        and not any(part.startswith((".", "__")) for part in each.relative_to(folder).parts)
-        and each.is_file()
-    )
-
-
-def data_kind(path: Path) -> str | None:
-    """The suffix of a data file, without that of its packing; of a folder, that of its first file.
-    None if it is not data."""
-    if path.is_dir():
-        return next(map(data_kind, data_files(path)), None)
-    suffixes = reversed(path.suffixes[-2:]) if path.name.endswith(DATA_SUFFIXES) else ()
-    return next((each for each in suffixes if each in BUILDERS), None)
-
-
 def read_local_rows(
-    source: str,
-    limit: int | None = None,
-    select: Select = None,
-    options: Options = NO_OPTIONS,
-    needs_one_split: str | None = None,
+    source: str, limit: int | None = None, options: Options = NO_OPTIONS
 ) -> ProblemRows:
-    """The first `limit` rows (all if None) of a file or folder, with only the columns that `select`
-    chooses (all if None).
+    """The first `limit` rows (all if None) of a file, or of a folder of `save_to_disk`.
 
-    JSON lines are read here, so that errors name the line, and so is Parquet, of which only these
-    columns are read. Everything else, and a split other than "train", is read by `datasets`.
-    `needs_one_split` names who refuses a folder with several splits. Raises DatasetError with the
-    place if something cannot be read.
+    JSON is read here: `datasets` makes numbers of `007` and dates of texts that look like them.
+    Raises DatasetError with the place if something cannot be read.
     """
     path, source = Path(source).expanduser(), short_path(source)
     if not path.exists():
-        raise DatasetError(f"{source} does not exist; name {NAMED}, or a hub dataset id")
-    if path.is_dir():
-        return _read_by_datasets(
-            source, lambda: _folder(path, options, needs_one_split), limit, select
+        there = os.listdir(path.parent) if path.parent.is_dir() else ()
+        raise DatasetError(f"{source} does not exist{did_you_mean(path.name, there)}; name {NAMED}")
+    if path.suffix in (".csv", ".tsv") and path.is_file():
+        given = _csv_options(path, source, options)
+        rows = _without_blank_end(_by_datasets(source, "csv", path, given))
+        return _first_rows(rows, limit, source)
+    if path.suffix == ".parquet" and path.is_file():
+        return _first_rows(_by_datasets(source, "parquet", path, options), limit, source)
+    if options != NO_OPTIONS:
+        raise DatasetError(
+            f"prompts.dataset_options {shown(dict(options))} with {source}: only a CSV or Parquet "
+            "file and a hub dataset have options; put a part of other rows into a file of its own"
         )
-    if not source.endswith(DATA_SUFFIXES):
-        raise DatasetError(f"{source}: unknown kind of file {path.suffix!r}; name {NAMED}")
-    if path.suffix == ".parquet" and options == NO_OPTIONS:
-        return _parquet_rows(path, source, limit, select)
-    if path.suffix == ".jsonl" and options == NO_OPTIONS:
-        return _jsonl_rows(path, source, limit, select)
-    return _read_by_datasets(source, lambda: _file(path, options), limit, select)
+    if path.is_dir():
+        return _first_rows(_saved_rows(path, source), limit, source)
+    if path.suffix not in (".jsonl", ".json"):
+        raise DatasetError(f"{source}: the kind of file {path.suffix!r} is not read; name {NAMED}")
+    rows, lines = _json_rows(path, source)
+    return ProblemRows(rows[:limit], source, lines)
 
 
-def read_hub_rows(
-    source: str, limit: int | None, select: Select = None, options: Options = NO_OPTIONS
-) -> ProblemRows:
-    """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub, with
-    only the columns that `select` chooses (all if None). The library memory-maps its files.
+def read_hub_rows(source: str, limit: int | None, options: Options = NO_OPTIONS) -> ProblemRows:
+    """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub. The
+    library memory-maps its files.
 
     Raises DatasetError, with the command to download it, if the dataset is not available.
     """
@@ -201,268 +157,118 @@ def read_hub_rows(
     import datasets
 
     try:
-        return _read_by_datasets(
-            f"{source}[{options['split']}]",
-            lambda: datasets.load_dataset(source, **options),
-            limit, select,
-        )  # fmt: skip
-    except DatasetError as error:
-        if error.__cause__ is None:
-            raise
+        rows = datasets.load_dataset(source, **options)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DatasetError(
             f"dataset {source!r} (config {options.get('name')}, split {options['split']!r}) is not "
-            f"in the local cache and cannot be fetched from the hub: {first_line(error.__cause__)}."
+            f"in the local cache and cannot be fetched from the hub: {first_line(error)}."
             f" On a machine with network access, run `hf download --repo-type dataset {source} "
             "--local-dir DIR` and set prompts.source to the .parquet or .jsonl file in DIR"
-        ) from error.__cause__
+        ) from error
+    return _first_rows(rows, limit, f"{source}[{options['split']}]")
 
 
-def _read_by_datasets(
-    place: str, load: Callable[[], Any], limit: int | None, select: Select
-) -> ProblemRows:
-    from datasets.exceptions import DataFilesNotFoundError, DatasetsError
-    from datasets.table import CastError
+def _first_rows(rows: Any, limit: int | None, source: str) -> ProblemRows:
+    """Those of a `datasets.Dataset`."""
+    return ProblemRows(rows if limit is None else rows.take(min(limit, len(rows))), source)
+
+
+def _by_datasets(source: str, kind: str, path: Path, options: Options) -> Any:
+    import datasets
 
     try:
-        dataset = load()
-    except DataFilesNotFoundError as error:
-        raise DatasetError(f"{place} is a folder without data files; name {NAMED}") from error
-    except (DatasetsError, OSError, EOFError, ValueError, RuntimeError, TypeError) as error:
-        if "corresponds to no data" in str(error):
-            raise DatasetError(f"{place} has no rows") from error
-        if isinstance(cast := error.__cause__, CastError):
-            columns = set(cast.table_column_names) ^ set(cast.requested_column_names)
-            raise DatasetError(
-                f"{place}: only some of its files have the columns {', '.join(sorted(columns))}: "
-                "name the files one by one, or give them the same columns"
-            ) from error
-        reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
-        raise DatasetError(f"{place}: cannot be read: {reason}") from error
-    if limit is not None:
-        dataset = dataset.select(range(min(limit, len(dataset))))
-    names = dataset.column_names
-    if select is not None:
-        wanted = select(names)
-        dataset = dataset.select_columns([name for name in names if name in wanted])
-    if any(map(_is_mixed, dataset.features.values())):
-        return MappingRows(list(dataset), place)
-    return TableRows(dataset.with_format("arrow")[:], place, names)
+        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), **options)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
+        reason = first_line(error.__cause__ or error)
+        raise DatasetError(f"{source}: cannot be read: {reason}") from error
 
 
-def _is_mixed(feature: Any) -> bool:
-    """True for values of several types, numbers and text for example, which Arrow has as JSON."""
-    if isinstance(feature, Mapping):
-        return any(map(_is_mixed, feature.values()))
-    if isinstance(feature, list):
-        return any(map(_is_mixed, feature))
-    inside = getattr(feature, "feature", None)
-    return type(feature).__name__ == "Json" if inside is None else _is_mixed(inside)
-
-
-def _folder(path: Path, options: Options, needs_one_split: str | None) -> Any:
-    """A folder of `save_to_disk`, or of files that `datasets` recognises."""
+def _saved_rows(path: Path, source: str) -> Any:
     import datasets
 
-    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        given = _folder_options(path, options)
-        splits = _split_files(path, given)
-        _refuse_left_out(path, splits)
-        _refuse_several(path, splits, needs_one_split)
-        return datasets.load_dataset(str(path.absolute()), **given)
-    found = datasets.load_from_disk(str(path))
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DatasetError(
+            f"{source}: a folder that is none of `save_to_disk`; name {NAMED}"
+        ) from error
     if isinstance(found, datasets.Dataset):
         return found
-    _refuse_several(path, found, needs_one_split)
-    if options["split"] not in found:
-        raise ValueError(f"no split {options['split']!r} in it; there are: {', '.join(found)}")
-    return found[options["split"]]
-
-
-def _folder_options(path: Path, options: Options) -> Options:
-    """The options with those of CSV files, if a folder has such files with the same columns.
-
-    Raises DatasetError for data files of two kinds, of which `datasets` would leave one out, and
-    for a path that it takes for a pattern.
-    """
-    if glob.escape(str(path)) != str(path):
-        raise DatasetError(
-            f"{short_path(str(path))}: a folder with [, * or ? in its path is read as a pattern, "
-            "which may match another: rename it, or name a file in it"
-        )
-    if _files_are_chosen(path, options):
-        return options
-    files = data_files(path)
-    kinds = {str(data_kind(each)).replace(".jsonl", ".json"): each for each in files}
-    if len(kinds) > 1:
-        one, other, *_ = (each.relative_to(path) for each in kinds.values())
-        raise DatasetError(
-            f"{short_path(str(path))} has files of two kinds, {one} and {other}, of which one would"
-            " be left out: move one kind to another folder; prompts.source can list several"
-        )
-    if not {".csv", ".tsv"} & set(kinds):
-        return options
-    read = [_csv_options(each, options) for each in files]
-    return read[0] if all(each == read[0] for each in read) else options
-
-
-def _refuse_left_out(path: Path, splits: Mapping[Any, Sequence[str]]) -> None:
-    """Refuse a folder with files that are in no split: beside one that is named after a split,
-    `datasets` leaves out those that are not."""
-    read = {Path(file).resolve(): split for split, files in splits.items() for file in files}
-    left = [each for each in data_files(path) if each.resolve() not in read]
-    if left and read:
-        named, split = next(iter(read.items()))
-        raise DatasetError(
-            f"{short_path(str(path))}: {left[0].relative_to(path)} would be left out, because "
-            f"{named.name} is named after the split {str(split)!r} and it is after none: rename "
-            "one of them, or name the files one by one: prompts.source can list several"
-        )
-
-
-def _refuse_several(path: Path, splits: Collection[Any], needs_one_split: str | None) -> None:
-    if needs_one_split is not None and len(splits) > 1:
-        raise DatasetError(
-            f"{needs_one_split}: {path} has the splits {', '.join(map(str, splits))}: name the "
-            "file or folder of the one to evaluate"
-        )
-
-
-def _split_files(path: Path, options: Options) -> Mapping[Any, Sequence[str]]:
-    """The files of each split by their names; none where they are chosen otherwise."""
-    import datasets
-
-    if _files_are_chosen(path, options):
-        return {}
-    others = {key: value for key, value in options.items() if key != "split"}
-    return datasets.load_dataset_builder(str(path.absolute()), **others).config.data_files or {}
-
-
-def _files_are_chosen(path: Path, options: Options) -> bool:
-    """Whether the options or the card of a dataset say which files of its folder are read."""
-    card = path / "README.md"
-    in_card = card.is_file() and "data_files" in card.read_text("utf-8", errors="replace")
-    return in_card or "data_files" in options or "data_dir" in options
-
-
-def _file(path: Path, options: Options) -> Any:
-    """A file, by its suffix."""
-    import datasets
-
-    kind = data_kind(path)
-    given = {k: v for k, v in options.items() if k not in ("name", "revision")}
-    if kind in (".csv", ".tsv"):
-        given = _csv_options(path, given)
-    data_files = glob.escape(str(path))  # not a pattern
-    return datasets.load_dataset(BUILDERS[str(kind)], data_files=data_files, **given)
-
-
-def _csv_options(path: Path, options: Options) -> dict[str, Any]:
-    """The options with those by which every value of a CSV file is text, as it is written: 1.50 and
-    007 are not the numbers 1.5 and 7. Raises DatasetError if its header does not fit its rows."""
-    import datasets
-    import pandas
-
-    given = {"keep_default_na": False, **options}
-    if "delimiter" not in given:
-        given.setdefault("sep", "\t" if data_kind(path) == ".tsv" else ",")
-    if given.get("header", 0) is None and not given.get("names"):
-        raise DatasetError(
-            f"{short_path(str(path))}: header: null needs the names of the columns: set "
-            "prompts.dataset_options to {header: null, names: [problem, answer]}"
-        )
-    if in_python := _is_for_python_engine(given):
-        given.setdefault("engine", "python")
-    known = set(inspect.signature(pandas.read_csv).parameters).difference(NOT_OF_A_HEADER)
-    of_header = {key: value for key, value in given.items() if key in known}
-    first = pandas.read_csv(path, **of_header | {"nrows": 1, "dtype": str})
-    if given.get("index_col") is None and not isinstance(first.index, pandas.RangeIndex):
-        _refuse_more_values(path, first)
-    if in_python:
-        given.setdefault("converters", dict.fromkeys(first, _as_written))
-    else:
-        given["features"] = datasets.Features(dict.fromkeys(first, datasets.Value("string")))
-    return given
-
-
-def _is_for_python_engine(options: Options) -> bool:
-    """Whether pandas reads with its engine in Python, which ignores the types of columns."""
-    separator = options.get("delimiter") or options.get("sep")
-    several = len(str(separator).encode()) > 1 and separator != r"\s+"  # so has None, to guess
-    return several or options.get("engine") == "python"
-
-
-def _as_written(value: Any) -> Any:
-    """A value of a CSV file as text: pandas converts it no further."""
-    return value
-
-
-def _refuse_more_values(path: Path, first: Any) -> None:
-    """Refuse a table whose first row has more values than columns: pandas makes an index of those
-    at its beginning."""
-    row, columns = first.reset_index().iloc[0].tolist(), list(first.columns)
+    first, *_ = found
     raise DatasetError(
-        f"{short_path(str(path))} row 0: {len(row)} values, {shown(row)}, for {len(columns)} "
-        f"columns, {shown(columns)}: put values that contain the separator in quotes, or name every"
-        " column in the header"
+        f"{source} has the splits {', '.join(found)}: name the folder of one, {source}/{first}"
     )
 
 
-def _parquet_rows(path: Path, source: str, limit: int | None, select: Select) -> TableRows:
-    """Rows of a Parquet file. Only what is selected is read: every column read takes memory."""
+def _csv_options(path: Path, source: str, options: Options) -> dict[str, Any]:
+    """The options by which every value of a CSV file is text as it is written: 1.50 and 007 are not
+    the numbers 1.5 and 7. The separator is that of which the header has most, unless it is named.
+    Raises DatasetError for a first row that is longer than the header: pandas makes an index of its
+    beginning."""
+    import datasets
+
+    given = {"keep_default_na": False, **options}
     try:
-        names = pq.read_schema(path, memory_map=True).names
-        wanted = names if select is None else select(names)
-        columns = [name for name in names if name in wanted]
-        table = pq.read_table(path, memory_map=True, columns=columns)
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{source}: not a readable Parquet file: {first_line(error)}") from error
-    return TableRows(table if limit is None else table.slice(0, limit), source, names)
+        with path.open(encoding=given.get("encoding", "utf-8-sig"), newline="") as file:
+            header = next((line for line in file if line.strip()), "")
+            given.setdefault("sep", max(SEPARATORS, key=header.count))
+            file.seek(0)
+            lines = filter(None, csv.reader(file, delimiter=given["sep"]))
+            names, first = next(lines, []), next(lines, [])
+    except (OSError, UnicodeDecodeError, LookupError, TypeError, csv.Error) as error:
+        raise DatasetError(
+            f"{source}: cannot be read: {error}; save it as UTF-8, or set prompts.dataset_options "
+            "to its {sep: …, encoding: …}"
+        ) from error
+    if len(first) > len(names) > 0:
+        raise DatasetError(
+            f"{source} row 0: {len(first)} values, {shown(first)}, for {len(names)} columns, "
+            f"{shown(names)}: put values that contain the separator in quotes, or name every "
+            "column in the header"
+        )
+    if not names:
+        raise DatasetError(f"{source} has no rows")
+    names = [name.strip() or f"column {number}" for number, name in enumerate(names, start=1)]
+    features = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+    return {**given, "names": names, "header": 0, "features": features}
 
 
-def _jsonl_rows(path: Path, source: str, limit: int | None, select: Select) -> MappingRows:
-    rows: list[Mapping[str, Any]] = []
-    lines: list[int] = []
-    wanted: Collection[str] | None = None
-    for number, text in _numbered_lines(path, source):
-        if limit is not None and len(rows) == limit:
-            break
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{source}:{number}: not valid JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise DatasetError(
-                f"{source}:{number}: a number of thousands of digits, or nesting without end"
-            ) from error
-        if not isinstance(row, dict):
-            raise DatasetError(
-                f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
-            )
-        if select is not None and wanted is None:
-            wanted = select(row)
-        if wanted is not None and all(column in row for column in wanted):
-            row = {column: row[column] for column in row if column in wanted}
-        rows.append(row)
-        lines.append(number)
-    return MappingRows(rows, source, lines)
+def _without_blank_end(rows: Any) -> Any:
+    """The rows without blank ones at the end, which spreadsheets write."""
+    size = len(rows)
+    while size and not any((value or "").strip() for value in rows[size - 1].values()):
+        size -= 1
+    return rows if size == len(rows) else rows.select(range(size))
 
 
-def _numbered_lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
-    """Non-blank lines with their 1-based numbers."""
-    number = 0
+def _json_rows(path: Path, source: str) -> tuple[list[Any], list[int] | None]:
+    """The objects of JSON lines and the line numbers, or those of one JSON array."""
+    rows, lines, number = list[Any](), list[int](), 0
     try:
         with path.open(encoding="utf-8-sig") as file:
+            is_array = path.suffix == ".json" and file.read(99).lstrip().startswith("[")
+            file.seek(0)
+            if is_array:
+                rows = json.load(file)
             for number, text in enumerate(file, start=1):
                 if text.strip():
-                    yield number, text
+                    rows.append(json.loads(text))
+                    lines.append(number)
     except UnicodeDecodeError as error:
         raise DatasetError(f"{source}: not UTF-8 after line {number}: {error.reason}") from error
     except OSError as error:
         raise DatasetError(f"{source}: cannot be read: {error.strerror}") from error
-
-
-def _among(field: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    return f"{did_you_mean(field, known)}; there are: {', '.join(known)}"
+    except (ValueError, RecursionError) as error:
+        place = f"{source}:{number}" if number else source
+        raise DatasetError(
+            f"{place}: not valid JSON: {getattr(error, 'msg', error)}; every line is one object, "
+            "or a .json file one array of them"
+        ) from error
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            place = f"{source}:{lines[index]}" if lines else f"{source} row {index}"
+            raise DatasetError(f"{place}: found a {type(row).__name__}, expected a JSON object")
+    return rows, lines or None
 
 
 ChatMessage = dict[str, Any]
@@ -479,7 +285,7 @@ LARGEST_WHOLE = 1e15
 _Value = TypeVar("_Value")
 
 
-def known_field(field: str, known: Sequence[str], names: Container[str]) -> str:
+def known_field(field: str, known: Sequence[str], names: Collection[str]) -> str:
     """`field`; if the columns `names` do not have it, the first of `known` that they have."""
     found = (each for each in (field, *known) if column_of(each, names) in names)
     return next(found, field)
@@ -500,23 +306,10 @@ def problems_and_answers(
     rows: ProblemRows, problem_field: str, answer_field: str, by_recipe: bool = True
 ) -> tuple[list[ProblemStatement], list[str]]:
     """The problems and the reference answers. If the fields are `by_recipe`, answers are what is
-    after the last `ANSWER_MARKER`, and the DatasetError for a column that is not there has the key
-    that names it."""
-    try:
-        problems = checked_column(rows, problem_field, problem_statement)
-        as_answer = marked_answer if by_recipe else answer_text
-        return problems, checked_column(rows, answer_field, as_answer)
-    except DatasetError as error:
-        fields = {"prompts.problem_field": problem_field, "prompts.answer_field": answer_field}
-        missing = [key for key, field in fields.items() if not _has_column(rows, field)]
-        if not (missing and by_recipe):
-            raise
-        advice = f"set {' and '.join(missing)} to the column with it"
-        raise DatasetError(f"{error}: {advice}") from None
-
-
-def _has_column(rows: ProblemRows, field: str) -> bool:
-    return column_of(field, rows.names) in rows.names
+    after the last `ANSWER_MARKER`."""
+    as_answer = marked_answer if by_recipe else answer_text
+    problems = checked_column(rows, problem_field, problem_statement)
+    return problems, checked_column(rows, answer_field, as_answer)
 
 
 def unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
@@ -595,18 +388,13 @@ def marked_answer(value: Any) -> str:
 
 def text(value: Any) -> str:
     """Text that is not blank and valid Unicode."""
-    if isinstance(value, datetime.date | datetime.time):
-        raise ValueError(
-            f"found the date {value}: what looks like one is read as one in this kind of file; "
-            "use a single .jsonl file, whose values stay as they are written"
-        )
     if not isinstance(value, str):
         raise ValueError(
             f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
             "number; as a problem, a list of messages): put it in quotes"
         )
     if not value.strip():
-        raise ValueError("is empty")
+        raise ValueError("is empty: fill it in, or remove the row")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -124,21 +124,22 @@ class PromptSource(Section):
 
 class PromptsSection(Section):
     source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
-    """Hugging Face dataset id; a local file: JSON lines, JSON array, CSV, TSV, Parquet, Arrow, also
-    compressed (`.jsonl.gz`); a folder of such files or of `save_to_disk`; one of `builtin:tiny`,
+    """Hugging Face dataset id; a local file: JSON lines, JSON array, CSV, TSV or Parquet; a folder
+    of `save_to_disk`; one of `builtin:tiny`,
     `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` and `builtin:word-problems`.
     Several: a list of them or of `{source: …, weight: 1.0}`, which may have `dataset_options`,
     `problem_field`, `answer_field` and `id_field` of their own. `weight` is how often an epoch
     visits each problem of the source: 0.5 visits half of them, the others next time."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
-    slice of one: `train[:-500]` is all but the last 500 rows. Others are arguments of
-    `datasets.load_dataset`, and of `pandas.read_csv` for a CSV file (`{sep: ";"}`)."""
+    slice of one: `train[:-500]` is all but the last 500 rows, of a CSV or Parquet file too. Others
+    are arguments of `datasets.load_dataset`, for a CSV file `sep` (found in its header if it is a
+    comma, a semicolon or a tab) and `encoding`."""
     problem_field: str = "problem"
     """Column with the problem: text, or a list of chat messages `{role, content}` (TRL, verl:
     `prompt`), which are rendered as they are, without `system_prompt` and `user_template`. For all
-    fields, dots lead into a nested value: `reward_model.ground_truth`. If there is no column
-    `problem`: `prompt`, `question` or `messages`."""
+    fields, dots lead into a nested value: `reward_model.ground_truth`, and capitals do not count.
+    If there is no column `problem`: `prompt`, `question` or `messages`."""
     answer_field: str = "answer"
     """Column with the reference answer: text or a number. Where it contains `####`, only the text
     after the last one is the answer (GSM8K: `… #### 18`). If there is no column `answer`:

@@ -321,11 +321,7 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-DATA_SUFFIXES = tuple(
-    kind + packed
-    for kind in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-    for packed in ("", ".gz", ".bz2", ".xz", ".zst")
-)
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Files of prompts and benchmarks."""
 
 
@@ -339,12 +335,10 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     """
 
     def absolute(path: str) -> str:
-        if path.startswith("~"):
-            return path
-        return os.path.abspath(folder / path)
+        return os.path.abspath(folder / os.path.expanduser(path))
 
     def of_data(path: str) -> str:
-        is_local = path.endswith(DATA_SUFFIXES) or path.startswith(".")
+        is_local = path.endswith(DATA_SUFFIXES) or path.startswith((".", "~"))
         is_folder = path != "" and os.path.isdir(folder / path)
         return absolute(path) if is_local or is_folder else path
 
@@ -352,7 +346,7 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
         return of_data(path) if "/" in path or path.endswith((".", *DATA_SUFFIXES)) else path
 
     def of_model(path: str) -> str:
-        return absolute(path) if path.startswith(".") else path
+        return absolute(path) if path.startswith((".", "~")) else path
 
     def of_function(function: str) -> str:
         place, separator, name = function.rpartition(":")

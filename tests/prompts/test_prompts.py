@@ -123,8 +123,7 @@ def test_message_lists_and_nested_answers_as_in_verl(jsonl, tokenizer, whole_row
     (prompt,) = prompts.take(0, 1)
     assert prompt.text == "user: What is 2 + 2? Answer after ####.\nassistant: "
     assert (prompt.answer, prompt.prompt_id) == ("4", "7")
-    assert prompt.row["reward_model"] == VERL_ROW["reward_model"]
-    assert ("ability" in prompt.row) == whole_rows
+    assert prompt.row == (VERL_ROW if whole_rows else {})
 
 
 def test_message_lists_as_in_trl_keep_their_system_message_and_need_the_chat_template(
