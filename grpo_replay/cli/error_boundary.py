@@ -29,16 +29,12 @@ def exit_code_of(error: Exception) -> int:
 
 
 def meant_by(option: str) -> str:
-    """What to write instead of an unknown option that other trainers have, or that is a key."""
-    from grpo_replay.recipe.retired import what_it_is_here
-
+    """What to write instead of an unknown option that is a key, or names a recipe."""
     name = option.lstrip("-").replace("-", "_")
     if name in ("config", "config_file", "recipe"):
         return ". The recipe is an argument without a name: grpo-replay train FILE.yaml"
     if "." in name:
         return f". A value of the recipe: --set {name}=VALUE"
-    if here := what_it_is_here(name, None):
-        return f". {here}: --set {here.split()[2]}=VALUE"
     return ""
 
 

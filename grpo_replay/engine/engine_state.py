@@ -62,11 +62,8 @@ def has_other_layout(layout: FileLayout, folder: Path) -> bool:
     """Whether a saved state is split into files otherwise than this run's would be. Raises
     CheckpointError if its adapters are others than the recipe's."""
     saved = read_json(folder / LAYOUT, "no layout of an engine state")
-    if "lora" in saved:  # with the keys of today
-        from grpo_replay.recipe.retired import modernised
-
-        lora = modernised({"model": {"lora": saved["lora"]}}, str(folder))["model"]["lora"]
-        saved["lora"] = LoraSection.model_validate(lora).model_dump()
+    if "lora" in saved:  # with its defaults
+        saved["lora"] = LoraSection.model_validate(saved["lora"]).model_dump()
     then, now = (each.get("lora", "null") for each in (saved, layout))
     if then != now:
         raise CheckpointError(

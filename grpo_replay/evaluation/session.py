@@ -228,7 +228,7 @@ def resolve_evaluation(
     if isinstance(recipe, Recipe):
         place, layer = f"recipe {recipe.name}", recipe.model_dump(mode="json")
     elif (path := recipe_path(source, recipe)) is not None:
-        place, layer = recipe_source(path), read_recipe_layer(path, saved=recipe is None)
+        place, layer = recipe_source(path), read_recipe_layer(path)
         layer.setdefault("name", path.stem)
         if recipe is None and isinstance(layer.get("model"), dict):
             layer["model"].pop("tokenizer", None)  # a checkpoint has its own

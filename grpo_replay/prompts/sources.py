@@ -106,7 +106,7 @@ def _plain(name: str) -> str:
 def _no_field(field: str, known: Collection[str]) -> str:
     return (
         f"no field {field!r}{did_you_mean(field, known)}; there are: {', '.join(known)}. "
-        "prompts.problem_field and prompts.answer_field name the columns"
+        "prompts.problem_field, answer_field and id_field (null: row numbers) name the columns"
     )
 
 

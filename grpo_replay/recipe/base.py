@@ -1,9 +1,17 @@
 """The base classes of recipe sections, and the field types they share."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from grpo_replay.recipe.open_lists import OpenList
 
@@ -46,6 +54,30 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("expected a number")
+        return value
+
+
+def is_number(annotation: Any) -> bool:
+    """Whether a setting of this type takes a number, and neither true nor false."""
+    parts = list(_parts(annotation))
+    if Any in parts or bool in parts:
+        return False
+    return any(part in (int, float) or type(part) is int for part in parts)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types and literal values that an annotation is made of."""
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation
+    for each in inner:
+        yield from _parts(each)
 
 
 class Passthrough(Section):

@@ -77,8 +77,8 @@ class RewardSection(Section):
     and `math_verify_boxed` are what paper A trained and evaluated with; or your own as
     `module:function` or `file.py:function`: `f(completion, answer, row) -> float`, for a batch, or
     in verl's or TRL's form (docs/rewards.md). Several: a list of names or of `{function: …, weight:
-    1.0, name: null}`; the reward is the weighted sum of their scores (TRL: reward_funcs,
-    reward_weights), and the first alone decides which rollouts count as correct."""
+    1.0, name: null}`; the reward is the weighted sum of their scores, and the first alone decides
+    which rollouts count as correct."""
     correct: Score = 1.0
     """Score of a correct answer. A score of your own function counts as correct from here on."""
     incorrect: Score = -1.0
@@ -89,7 +89,7 @@ class RewardSection(Section):
     to the reward. No penalty if null."""
     mask_truncated: bool = False
     """Neither train on nor store completions that were cut off at the length limit (DAPO's overlong
-    filtering; TRL: mask_truncated_completions). Their rewards still count in the mean and standard
+    filtering). Their rewards still count in the mean and standard
     deviation of their group."""
     max_failed_share: Fraction = 0.5
     """The run stops if a reward function crashes, runs out of time or memory, or returns None on a
@@ -160,8 +160,7 @@ class AdvantageSection(Section):
     std: Literal["population", "sample", "none"] = "population"
     """Standard deviation of a group, σ_g: `population` divides by G, `sample` by G - 1. The paper's
     closed forms need `population`; verl and TRL use `sample`. `none`: A = r - μ_g is not divided,
-    as in Dr. GRPO (arXiv 2503.20783), which also has `loss.aggregation: constant` (TRL:
-    scale_rewards)."""
+    as in Dr. GRPO (arXiv 2503.20783), which also has `loss.aggregation: constant`."""
     epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """ε_σ, added to σ_g in the denominator of the advantage."""
 
@@ -323,18 +322,17 @@ class AdamwOptions(Passthrough):
 
 class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """AdamW learning rate: the highest of the schedule (TRL: learning_rate)."""
+    """AdamW learning rate: the highest of the schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up, from step to step, down to 0 one step after
-    `run.steps` (TRL: lr_scheduler_type)."""
+    `run.steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Training steps in which the learning rate rises linearly: in step s it is s / `warmup_steps`
-    of `learning_rate` (TRL: warmup_steps)."""
+    of `learning_rate`."""
     adamw: AdamwOptions = Field(default_factory=AdamwOptions)
     """Arguments of torch's AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum global L2 norm of the gradient; larger gradients are scaled down (TRL:
-    max_grad_norm)."""
+    """Maximum global L2 norm of the gradient; larger gradients are scaled down."""
 
     def rate_of(self, step: int, steps: int) -> float:
         """The learning rate of all updates of training step `step` of `steps`, counted from 1.
@@ -358,18 +356,18 @@ class OptimizerSection(Section):
 class LossSection(Section):
     kind: one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
     """`clipped`: GRPO's clipped surrogate, a ratio per token. `gspo`: with one per rollout, the
-    geometric mean of its tokens' ratios (arXiv 2507.18071; TRL: importance_sampling_level); it
+    geometric mean of its tokens' ratios (arXiv 2507.18071); it
     needs `aggregation: sequence_mean`, and the paper clips at `epsilon: 3e-4`,
     `epsilon_high: 4e-4`. `asymre`: asymmetric REINFORCE (paper B); or your own function of tensors
     (docs/extend.md)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """ε_low: the ratio is clipped below at 1 - ε_low (TRL: epsilon)."""
+    """ε_low: the ratio is clipped below at 1 - ε_low."""
     epsilon_high: Annotated[float, Field(gt=0)] = 0.28
-    """ε_high: the ratio is clipped above at 1 + ε_high (TRL: epsilon_high)."""
+    """ε_high: the ratio is clipped above at 1 + ε_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 10.0
     """c of the dual clip: for A < 0 the surrogate is bounded below by c·A. No bound if null."""
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL term to the frozen initial policy (TRL: beta)."""
+    """Weight of the KL term to the frozen initial policy."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses of a mini-batch are combined. `token_mean`: mean over all trained tokens.
     `sequence_mean`: mean over rollouts of each rollout's mean. `constant`: sum, divided by rollouts
@@ -381,7 +379,7 @@ class LossSection(Section):
     """C of truncated importance sampling (Ionides 2008; between sampler and trainer: Yao et al.
     2025, C = 2): the loss of each token is multiplied by min(π_b / π_sampler, C), where π_b is the
     trainer's at birth. Off if null. With `behavior_logprobs: sampler` the ratio of the loss is that
-    to the sampler already, and this is refused (TRL: vllm_importance_sampling_cap)."""
+    to the sampler already, and this is refused."""
 
     @property
     def ratio_per_rollout(self) -> bool:

@@ -74,7 +74,7 @@ class ModelSection(Section):
     """Attention implementation of the trainer, by its name in transformers. The last three need a
     GPU."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory (TRL: gradient_checkpointing)."""
+    """Recompute activations in the backward pass to save memory."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each decoder layer and the output head's log-probs with `torch.compile`, which fuses
     norms, rotary embeddings and activations. `auto`: on a GPU at ZeRO 0 to 2, unless a trial when
@@ -156,8 +156,7 @@ class PromptsSection(Section):
     user_template: str = PAPER_USER_TEMPLATE
     """Python format string with the placeholder `{problem}`."""
     max_prompt_length: Positive = 1024
-    """Maximum prompt length in tokens. Longer prompts are skipped and counted (TRL:
-    max_prompt_length)."""
+    """Maximum prompt length in tokens. Longer prompts are skipped and counted."""
 
     @field_validator("template")
     @classmethod
@@ -346,7 +345,7 @@ def _is_url(text: str) -> bool:
 
 class CollectionSection(Section):
     max_ahead_steps: Annotated[int, Field(ge=0)] = 1
-    """Steps of prompts that may be sampled ahead of the trainer (AReaL: max_head_offpolicyness). 0
+    """Steps of prompts that may be sampled ahead of the trainer. 0
     samples a step's prompts only when the step before is done. Not used with `buffer_only`, which
     is never gated."""
     order: Literal["oldest_first", "newest_first"] = "oldest_first"
@@ -367,7 +366,7 @@ class SamplingSection(Section):
     prompts_per_step: Positive = 32
     """Prompts sampled per training step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Completions per prompt, G (TRL: num_generations)."""
+    """Completions per prompt, G."""
     max_refills: Annotated[int, Field(ge=0)] = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): while a step has fewer than `prompts_per_step`
     groups that are not dropped, it samples as many further prompts as are missing, at most this
@@ -376,7 +375,7 @@ class SamplingSection(Section):
     """Sampling temperature, applied to both log-probs of the importance ratio. Training samples
     from the full distribution, without top-p or top-k."""
     max_completion_length: Positive = 8192
-    """Maximum completion length in tokens (TRL: max_completion_length)."""
+    """Maximum completion length in tokens."""
     stop_tokens: Annotated[list[str], Field(min_length=1)] | None = None
     """Tokens that end a completion, written as text, in training and evaluation: for example
     `[<|endoftext|>]`, or `["\\n"]` where a newline is one token. If null: the tokenizer's EOS, the

@@ -5,11 +5,8 @@ Relative paths in a recipe file start at the folder of the file, those of `--set
 directory. So a recipe works from every working directory. Both become absolute, so that the recipe
 that a run saves, in a folder of its own, names the same files.
 
-YAML is PyYAML's, with these differences:
-
-- `1e3` is a number, as in YAML 1.2.
-- After `--set`, the value of a text setting stays as it is written: `revision=1e3`.
-- A key written twice is refused, and so is an alias inside what it stands for.
+YAML is that of `yaml_text`; after `--set`, the value of a text setting stays as it is written:
+`revision=1e3`.
 """
 
 import contextlib
@@ -17,17 +14,17 @@ import copy
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final, get_args
 
 import yaml
-from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from grpo_replay.errors import RecipeError, did_you_mean
-from grpo_replay.recipe.base import Passthrough, Section
 from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS, ReplaySection
 from grpo_replay.recipe.recipe import Recipe, replay_contradictions
+from grpo_replay.recipe.yaml_text import parse_yaml, problem_of, to_yaml
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 
@@ -68,10 +65,9 @@ def recipe_source(path: Path) -> str:
     return f"recipe {path.stem}" if path.parent == shipped_recipes_folder() else str(path)
 
 
-def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
+def read_recipe_layer(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file. Relative paths of data and reward functions become absolute
-    (`anchor_paths`). If a run `saved` it, keys of earlier versions are read. Raises RecipeError
-    with file and line."""
+    (`anchor_paths`). Raises RecipeError with file and line."""
     if path.name.endswith(DATA_SUFFIXES) and path.suffix != ".json":  # which is YAML
         raise RecipeError(
             f"{path}: this is data: a recipe is YAML with prompts.source: {path.name} "
@@ -81,11 +77,7 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
     if layer is None:
         return {}
     if not isinstance(layer, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {_kind(layer)}")
-    if saved:
-        from grpo_replay.recipe.retired import modernised
-
-        layer = modernised(layer, str(path))
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, found {shown(layer)}")
     anchor_paths(layer, path.parent)
     return layer
 
@@ -112,36 +104,28 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not separator or not key.strip():
             raise RecipeError(f"--set {shown(word)}: expected key=value, such as replay.ratio=0.25")
         *parents, leaf = key.strip().split(".")
-        if len(parents) >= DEEPEST:
-            raise RecipeError(f"--set {shown(word)}: no key of a recipe is so deep")
         node = layer
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise RecipeError(f"--set {shown(word)}: {parent} was already set to a value")
-        node[leaf] = _override_value(word, key.strip(), text)
+        try:
+            kind = _annotation_of(key.strip().split("."))
+            node[leaf] = parse_text(text) if is_text(kind, text) else parse_yaml(text)
+        except yaml.YAMLError as error:
+            raise RecipeError(
+                f"--set {shown(word)}: not valid YAML: {problem_of(error)}"
+            ) from error
     anchor_paths(layer, Path.cwd())
     return layer
 
 
-def _override_value(word: str, key: str, text: str) -> Any:
-    """The value of `key=text`: text as it stands for a text setting, else YAML."""
-    if is_text(_annotation_of(key), text):
-        return parse_text(text)
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {shown(word)}: not valid YAML: {problem_of(error)}") from error
-
-
-def _annotation_of(key: str) -> Any:
-    """The type of a dotted key; None if there is no such key."""
+def _annotation_of(place: Sequence[int | str]) -> Any:
+    """The type of a key by its parts; None if there is no such key."""
     section: Any = Recipe
-    for part in key.split("."):
-        if not (isinstance(section, type) and issubclass(section, Section)):
-            return None
-        field = section.model_fields.get(part)
-        section = field.annotation if field else None
+    for part in place:
+        fields = getattr(section, "model_fields", {})
+        section = fields[part].annotation if part in fields else None
     return section
 
 
@@ -153,9 +137,9 @@ def resolve_recipe(
     sources = [source] * len(layers) if isinstance(source, str) else source
     merged: dict[str, Any] = {}
     of_preset: set[str] = set()
-    for layer, origin in zip(layers, sources, strict=True):
-        _check_keys(layer, Recipe, (), origin)
-        replay = layer.get("replay", {})
+    for layer in layers:
+        replay = layer.get("replay")
+        replay = replay if isinstance(replay, Mapping) else {}
         preset = replay.get("preset")
         if isinstance(preset, str) and preset in REPLAY_PRESETS:
             of_preset = _apply_preset(merged.setdefault("replay", {}), preset, of_preset)
@@ -185,11 +169,6 @@ def recipe_to_yaml(recipe: Recipe) -> str:
     return to_yaml(recipe.model_dump(mode="json"))
 
 
-def to_yaml(tree: Mapping[str, Any]) -> str:
-    """YAML with the keys in their order, of which `parse_yaml` reads the same values."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
 def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
     for key, value in source.items():
         if isinstance(value, Mapping) and isinstance(target.get(key), dict):
@@ -198,83 +177,20 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
             target[key] = copy.deepcopy(value)
 
 
-def _check_keys(
-    layer: Mapping[str, Any], section: type[BaseModel], at: tuple[str, ...], source: str
-) -> None:
-    """Raises RecipeError for an unknown key in a section `at` these keys, and for true or false in
-    place of a number."""
-    fields = section.model_fields
-    for key, value in layer.items():
-        place = ".".join((*at, str(key)))
-        if key not in fields:
-            _check_unknown(str(key), value, section, at, source)
-            continue
-        inner = fields[key].annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            if not isinstance(value, Mapping):
-                raise RecipeError(
-                    f"{source}: {place} is a section and needs keys, found {shown(value)}"
-                )
-            _check_keys(value, inner, (*at, str(key)), source)
-        elif isinstance(value, bool) and is_number(inner):
-            raise RecipeError(
-                f"{source}: {place}: expected a number, found {str(value).lower()} (YAML reads "
-                "yes, no, on and off as true and false)"
-            )
-
-
-def _check_unknown(
-    key: str, value: Any, section: type[BaseModel], at: tuple[str, ...], source: str
-) -> None:
-    """Raises RecipeError for a key that is no field, unless it is another library's setting."""
-    from grpo_replay.recipe.retired import is_retired, what_became_of, what_it_is_here
-
-    place, fields = ".".join((*at, key)), section.model_fields
-    if is_retired(place):
-        raise RecipeError(f"{source}: {what_became_of(place)}")
-    if issubclass(section, Passthrough):
-        return
-    theirs = what_it_is_here(place, value)
-    hint = f" ({theirs})" if theirs else did_you_mean(key, fields)
-    where = f"section {'.'.join(at)}" if at else "the recipe"
-    raise RecipeError(
-        f"{source}: unknown key {shown(place)}{hint}; {where} has: {', '.join(fields)}"
-    )
-
-
 def plain_problems(error: ValidationError, given: Any) -> list[Any]:
-    """What pydantic found in `given`, with places as they are written there. Of a value that may
-    have several types only the problems of the type that it comes closest to."""
-    groups: dict[tuple[int | str, ...], dict[int | str | None, list[Any]]] = {}
-    for item in error.errors():
-        place, type_at = _place_in(given, item["loc"], item["type"] == "missing")
-        value = place if type_at is None else item["loc"][:type_at]
-        kind = None if type_at is None else item["loc"][type_at]
-        groups.setdefault(value, {}).setdefault(kind, []).append({**item, "loc": place})
-    return [item for kinds in groups.values() for item in max(kinds.values(), key=_closeness)]
+    """What pydantic found in `given`, with places as they are written there: without the names of
+    types that a value may have."""
+    return [{**item, "loc": _place_in(given, item["loc"])} for item in error.errors()]
 
 
-def _place_in(
-    given: Any, loc: Sequence[int | str], is_missing: bool
-) -> tuple[tuple[int | str, ...], int | None]:
-    """The parts of a place that lead into `given`, and the index of the first that is pydantic's
-    name of a type instead, if there is one. The last part may be a key that is missing."""
+def _place_in(given: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
     place: list[int | str] = []
-    type_at = None
     for index, part in enumerate(loc):
-        if (isinstance(given, Mapping) and part in given) or isinstance(part, int):
+        is_there = part in given if isinstance(given, Mapping) else isinstance(part, int)
+        if is_there or part == "[key]" or (index == len(loc) - 1 and isinstance(given, Mapping)):
             place.append(part)
-            given = given[part] if isinstance(given, Mapping | list) else None  # type: ignore[index]
-        elif (is_missing and index == len(loc) - 1) or part == "[key]":
-            place.append(part)
-        elif type_at is None:
-            type_at = index
-    return tuple(place), type_at
-
-
-def _closeness(problems: Sequence[Any]) -> tuple[int, bool]:
-    """How close a value is to a type: how deep inside its problems are, and if it has that type."""
-    return max((len(each["loc"]), not each["type"].endswith("_type")) for each in problems)
+            given = given[part] if is_there and isinstance(given, Mapping | list) else None  # type: ignore[index]
+    return tuple(place)
 
 
 def _explain(
@@ -284,19 +200,23 @@ def _explain(
     is the section that was validated; without it, it is a whole recipe."""
     lines = []
     for item in problems:
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "string_type" and callable(item["input"]):
-            message += ": name a function as module:function or file.py:function"
-        elif item["type"] == "string_type" and not isinstance(item["input"], (Mapping, list)):
-            message += ": put it in quotes"
-        if item["loc"]:
-            loc = (*at, *item["loc"])
-            source = _source_of(loc, origins)
-            place = ".".join(str(part) for part in loc)
-            lines.append(f"{source}: {place}: {message}, found {shown(item['input'])}")
-        else:
+        message, loc = item["msg"].removeprefix("Value error, "), (*at, *item["loc"])
+        source, place = _source_of(loc, origins), ".".join(map(str, loc))
+        if not item["loc"]:
             sources = " with ".join(dict.fromkeys(source for layer, source in origins if layer))
             lines.append(f"{sources or 'recipe'}: contradiction: {message}")
+        elif item["type"] == "extra_forbidden":
+            section = Recipe if len(loc) == 1 else _annotation_of(loc[:-1])
+            fields = getattr(section, "model_fields", {})
+            where = f"section {'.'.join(map(str, loc[:-1]))}" if loc[:-1] else "the recipe"
+            hint = did_you_mean(str(loc[-1]), fields)
+            has = f"; {where} has: {', '.join(fields)}" if fields else ""
+            lines.append(f"{source}: unknown key {shown(place)}{hint}{has}")
+        else:
+            if item["type"] == "string_type" and not isinstance(item["input"], Mapping | list):
+                is_code = callable(item["input"])
+                message += f": {'name it module:function' if is_code else 'put it in quotes'}"
+            lines.append(f"{source}: {place}: {message}, found {shown(item['input'])}")
     return "\n".join(lines)
 
 
@@ -313,12 +233,6 @@ def _source_of(loc: Sequence[int | str], origins: Sequence[tuple[Mapping[str, An
         if depth >= best:
             best, source = depth, origin
     return source
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, str):
-        return "text"
-    return type(value).__name__
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -395,75 +309,20 @@ def is_on_hub(source: str) -> bool:
     return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
 
 
-DEEPEST = 20
-"""Parts of a key after `--set`; a recipe needs four."""
-
-_TAG = "tag:yaml.org,2002:"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads one document. `yaml.YAMLError` names the line of what it refuses."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.deep_construct = True  # else PyYAML takes an alias inside what it stands for
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        first_line: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
-                continue
-            if key.value in first_line:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{shown(key.value)} is written twice, first in line "
-                    f"{first_line[key.value]}: keep one",
-                    problem_mark=key.start_mark,
-                )
-            first_line[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: text such as `1e3` in quotes."""
-
-
-for _each in (_Loader, _Dumper):
-    _each.add_implicit_resolver(
-        f"{_TAG}float",
-        re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
-        list("-+.0123456789"),
-    )
-
-
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML document; None if it is empty. Raises yaml.YAMLError."""
-    try:
-        return yaml.load(text, _Loader)
-    except (ValueError, IndexError) as error:  # a date such as 2026-99-99, an empty `!!int`
-        raise yaml.YAMLError(str(error)) from error
-    except RecursionError as error:
-        raise yaml.YAMLError("it is nested too deep") from error
-
-
 def parse_text(text: str) -> str | None:
     """The value of a text setting after `--set`: `text` without the space around it. None if it is
-    empty, `~` or `null`; what is in quotes if it is one quoted YAML text."""
+    empty, `~` or `null`; what is in quotes if all of it is."""
     word = text.strip()
-    if word in ("", "~", "null", "Null", "NULL"):
+    if word in ("", "~", "null"):
         return None
     if word[0] in "'\"":
         with contextlib.suppress(yaml.YAMLError):
-            node = yaml.compose(word, Loader=_Loader)
-            if isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(word):
-                return str(node.value)
+            return str(parse_yaml(word))
     return word
-
-
-def problem_of(error: yaml.YAMLError) -> str:
-    """What is wrong, in one line."""
-    return getattr(error, "problem", None) or str(error).partition("\n")[0]
 
 
 def is_text(annotation: Any, value: str = "") -> bool:
@@ -472,23 +331,6 @@ def is_text(annotation: Any, value: str = "") -> bool:
     if annotation in (str, str | None):
         return True
     return str in get_args(annotation) and not value.lstrip().startswith(("[", "{"))
-
-
-def is_number(annotation: Any) -> bool:
-    """Whether a setting of this type takes a number, and neither true nor false."""
-    parts = list(_parts(annotation))
-    if Any in parts or bool in parts:
-        return False
-    return any(part in (int, float) or type(part) is int for part in parts)
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    """The types and literal values that an annotation is made of."""
-    inner = get_args(annotation)
-    if not inner:
-        yield annotation
-    for each in inner:
-        yield from _parts(each)
 
 
 def shown(value: Any) -> str:
@@ -525,8 +367,6 @@ class ReplayConfig(ReplaySection):
     def _refuse_as_a_recipe_does(
         cls, given: Any, validated: ModelWrapValidatorHandler["ReplayConfig"]
     ) -> "ReplayConfig":
-        if isinstance(given, Mapping):
-            _check_keys(given, cls, ("replay",), _OF_CONFIG)
         try:
             return validated(given)
         except ValidationError as error:

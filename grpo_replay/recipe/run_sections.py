@@ -78,7 +78,7 @@ class CheckpointSection(Section):
     every_steps: Positive = 50
     """Training steps between checkpoints. The last step always writes one."""
     keep: Annotated[int, Field(ge=2)] = 3
-    """Number of newest checkpoints to keep (TRL: save_total_limit)."""
+    """Number of newest checkpoints to keep."""
     restore_buffer: bool = True
     """Restore the replay buffer on resume. If false, it starts empty."""
 
@@ -130,7 +130,6 @@ class EvalSection(Section):
 
 class TrackingSection(Section):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
-    """Trackers to report to, in addition to metrics.jsonl, which is always written (TRL:
-    report_to). At W&B and trackio the project is grpo-replay and the run has the name of its output
-    directory, unless the environment has WANDB_PROJECT and WANDB_NAME, or TRACKIO_PROJECT and
-    TRACKIO_NAME."""
+    """Trackers to report to, in addition to metrics.jsonl, which is always written. At W&B and
+    trackio the project is grpo-replay and the run has the name of its output directory, unless the
+    environment has WANDB_PROJECT and WANDB_NAME, or TRACKIO_PROJECT and TRACKIO_NAME."""

@@ -193,9 +193,6 @@ def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
         raise SnapshotError(
             f"{path}: its metadata lacks {', '.join(sorted(missing))}; restore the file from a copy"
         )
-    from grpo_replay.recipe.retired import modernised
-
-    facts["settings"] = modernised({"replay": facts["settings"]}, str(path))["replay"]
     return facts
 
 

@@ -75,7 +75,7 @@ def recipe_file(run_dir: Path, step: int | None = None) -> Path:
 def read_recipe_file(path: Path) -> Recipe:
     """A recipe that a run wrote. Raises RecipeError, also for one that was cut off: what is missing
     would be read as the defaults."""
-    return _resolved(read_recipe_layer(path, saved=True), path)
+    return _resolved(read_recipe_layer(path), path)
 
 
 def _resolved(stored: dict[str, Any], path: Path) -> Recipe:
@@ -102,7 +102,7 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
     """
     path = recipe_file(run_dir)
     try:
-        stored = read_recipe_layer(path, saved=True)
+        stored = read_recipe_layer(path)
         _resolved(stored, path)
     except RecipeError as error:
         raise OutputDirectoryError(
