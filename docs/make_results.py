@@ -19,7 +19,7 @@ import yaml
 
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
 from grpo_replay.lab.dry_run.estimates import expected_of
-from grpo_replay.lab.planning.design import PlanInputs, make_plan
+from grpo_replay.lab.planning.design import PlanInputs, design_of
 from grpo_replay.lab.planning.theory import (
     Growth,
     PowerGrowth,
@@ -290,14 +290,12 @@ def judged_recipe(
     expected = expected_of(recipe)
     inputs = PlanInputs(
         mu=mu, rho=DEFAULT_RHO, growth=growth, survival=expected.survival,
-        rollouts_per_step=recipe.rollouts_per_step, completion_tokens=expected.completion_tokens,
-        prompt_tokens=expected.prompt_tokens, sources={},
+        rollouts_per_step=recipe.rollouts_per_step, sources={},
     )  # fmt: skip
-    plan = make_plan(inputs, recipe.replay)
-    assert plan.current is not None and plan.current_verdict is not None
+    design = design_of(inputs, recipe.replay)
     terms = inputs.effective_mu, inputs.rho, growth
-    drawn_alike = objective(plan.current.x, plan.current.y, *terms) / objective(1.0, 1.0, *terms)
-    return plan.current_verdict, drawn_alike
+    drawn_alike = objective(design.x, design.y, *terms) / objective(1.0, 1.0, *terms)
+    return design.verdict, drawn_alike
 
 
 def verdicts() -> str:

@@ -48,8 +48,9 @@ class RunEstimates:
         return len(self.growth_points) >= FEWEST_AGES and self.growth_draws >= FEWEST_DRAWS
 
 
-def estimate_from_run(source: Source) -> RunEstimates:
-    """Estimates over all steps of a run. Raises SnapshotError if it logged no rollouts."""
+def estimate_from_run(source: Source, mu_needed: bool = False) -> RunEstimates:
+    """Estimates over all steps of a run. Raises SnapshotError if it logged no rollouts, or, with
+    `mu_needed`, no seconds."""
     if not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: no rollouts/ to estimate from (this is a snapshot without its "
@@ -68,10 +69,16 @@ def estimate_from_run(source: Source) -> RunEstimates:
             f"{source.path}: {generated} rollouts generated, {kept} of them kept: nothing to "
             "estimate a survival share from"
         )
+    mu = measured_mu(source.metrics, generated / len(source.rollout_files))
+    if mu is None and mu_needed:
+        raise SnapshotError(
+            f"{source.path}: metrics.jsonl has no seconds of generation and training, which μ is "
+            "measured from: give μ with --mu"
+        )
     outcomes = outcomes_by_age(source)
     points = growth_points(outcomes)
     return RunEstimates(
-        mu=measured_mu(source.metrics, generated / len(source.rollout_files)),
+        mu=mu,
         survival=kept / generated,
         rollouts_per_step=round(generated / len(source.rollout_files)),
         completion_tokens=completion_tokens / generated,
@@ -116,16 +123,6 @@ def _ranks(source: Source) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))["world_size"])
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{path}: no world_size in it; restore it from a copy") from error
-
-
-def refuse_unknown_mu(estimates: RunEstimates | None, given: float | None) -> None:
-    """Raises SnapshotError if there is a run that does not determine μ, and μ is not given."""
-    if estimates is not None and estimates.mu is None and given is None:
-        raise SnapshotError(
-            "plan --from-run: no step of the run's metrics.jsonl has the seconds of generation and "
-            "training that μ is measured from (cost/generation_seconds, cost/training_seconds, "
-            "cost/trained_rollouts): restore the file, or give μ with --mu"
-        )
 
 
 def _total(column: Any) -> int:

@@ -94,21 +94,6 @@ class RatioGrowth:
 Growth = PowerGrowth | RatioGrowth
 """How the variance of one sample's gradient grows with its age."""
 
-Kind = Literal["interior", "store_everything", "fresh_only"]
-
-
-@dataclass(frozen=True, slots=True)
-class Optimum:
-    """The minimum of J.
-
-    `interior`: at finite x and y. `store_everything`: J decreases for all x (x is inf).
-    `fresh_only`: J decreases towards x = 0 (x and y are 0), so storing rollouts does not pay.
-    """
-
-    x: float
-    y: float
-    kind: Kind
-
 
 def check_inputs(mu: float, rho: float) -> None:
     """Raises UsageError for a μ that is not above 0 and at most 1e9, or a ρ outside [0, 1]."""
@@ -199,45 +184,43 @@ def best_objective(x: Values, mu: float, rho: float, growth: Growth) -> Values:
     return growth.mean_variance(x) * (math.sqrt(1 / mu) + (rho + 1 / x) ** 0.5) ** 2
 
 
-def power_law_optimum(mu: float, rho: float, exponent: float) -> Optimum:
-    """The closed form for σ(s) = (s/τ)^a (paper B).
+def power_law_optimum(mu: float, rho: float, exponent: float) -> tuple[float, float]:
+    """(x*, y*) for σ(s) = (s/τ)^a (paper B): y* = (-a + √(a² + μρ(1-2a)))/ρ, rewritten so that it
+    also holds for ρ = 0, and x* = y*²/(2a(μ + y*)).
 
-    y* = (-a + √(a² + μρ(1-2a)))/ρ, rewritten so that it also holds for ρ = 0, and
-    x* = y*²/(2a(μ + y*)). For a = 0 rollouts never age and x* is inf. For a ≥ 1/2, σ² grows faster
-    than 1/x decreases and the infimum is at 0. Raises UsageError for values out of range.
+    For a = 0 rollouts never age and x* is inf. For a ≥ 1/2, σ² grows faster than 1/x decreases: the
+    infimum is at 0. Raises UsageError for values out of range.
     """
     check_inputs(mu, rho)
     check_growth(exponent)
     if exponent >= 0.5:
-        return Optimum(0.0, 0.0, "fresh_only")
+        return 0.0, 0.0
     if exponent == 0:
-        return Optimum(math.inf, best_replay_ratio(math.inf, mu, rho), "store_everything")
+        return math.inf, best_replay_ratio(math.inf, mu, rho)
     shrink = 1 - 2 * exponent
     y = mu * shrink / (exponent + math.sqrt(exponent**2 + mu * rho * shrink))
-    return Optimum(y * y / (2 * exponent * (mu + y)), y, "interior")
+    return y * y / (2 * exponent * (mu + y)), y
 
 
-def numeric_optimum(mu: float, rho: float, growth: Growth) -> Optimum:
-    """The optimum for any growth, by repeated refinement of a grid over log x.
-
-    A minimum at an end of the grid (1e-9 or 1e12 steps) means `fresh_only` or `store_everything`.
-    """
+def numeric_optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
+    """(x*, y*) for any growth, by repeated refinement of a grid over log x. A minimum at an end of
+    the grid (1e-9 or 1e12 steps) means 0 or inf."""
     check_inputs(mu, rho)
     low, high = _LOG_X_RANGE
     for _ in range(_REFINEMENTS):
         grid = np.linspace(low, high, _GRID_POINTS)
         best = int(np.argmin(best_objective(10.0**grid, mu, rho, growth)))
         if best == 0:
-            return Optimum(0.0, 0.0, "fresh_only")
+            return 0.0, 0.0
         if best == _GRID_POINTS - 1:
-            return Optimum(math.inf, best_replay_ratio(math.inf, mu, rho), "store_everything")
+            return math.inf, best_replay_ratio(math.inf, mu, rho)
         low, high = grid[best - 1], grid[best + 1]
     x = float(10.0 ** grid[best])
-    return Optimum(x, best_replay_ratio(x, mu, rho), "interior")
+    return x, best_replay_ratio(x, mu, rho)
 
 
-def optimum(mu: float, rho: float, growth: Growth) -> Optimum:
-    """The closed form where there is one, else the numerical optimum."""
+def optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
+    """(x*, y*) in closed form where there is one, else numerically."""
     if isinstance(growth, PowerGrowth):
         return power_law_optimum(mu, rho, growth.exponent)
     return numeric_optimum(mu, rho, growth)
@@ -247,26 +230,18 @@ def recommended_design(mu: float, rho: float, growth: Growth) -> tuple[float, fl
     """A finite (x, y) to run with: the optimum, limited to what a buffer can do.
 
     x is at least 1, because all rollouts of a step are present when it trains. Where J decreases
-    for all x, x is the smallest horizon whose J is within 5 % of the limit.
+    for all x, x is the smallest horizon whose J, (√(1/μ) + √(ρ + 1/x))² for variance that does not
+    grow, is within 5 % of the limit.
     """
-    best = optimum(mu, rho, growth)
-    x = max(best.x, 1.0)
+    x, _ = optimum(mu, rho, growth)
     if math.isinf(x):
-        x = max(_nearly_unbounded(mu, rho), 1.0)
-    return x, best_replay_ratio(x, mu, rho)
-
-
-def _nearly_unbounded(mu: float, rho: float) -> float:
-    """x at which (√(1/μ) + √(ρ + 1/x))² is 5 % above its limit, for variance that does not grow."""
-    limit = math.sqrt(1 + FLAT_TOLERANCE) * (math.sqrt(1 / mu) + math.sqrt(rho))
-    return 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
+        limit = math.sqrt(1 + FLAT_TOLERANCE) * (math.sqrt(1 / mu) + math.sqrt(rho))
+        x = 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
+    return max(x, 1.0), best_replay_ratio(max(x, 1.0), mu, rho)
 
 
 Cost = Callable[[float, float, Growth], float]
 """J of a design for a given μ (per survivor), ρ and growth."""
-
-STEEPEST = 2.0
-"""The largest exponent a that `break_even_growth` tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,22 +257,6 @@ class Verdict:
     low: float
     high: float
     answer: Literal["cheaper", "dearer", "undecided"]
-
-    def describe(self) -> str:
-        """The verdict as the end of a sentence about a design."""
-        if math.isinf(self.ratio):
-            return "has no finite cost: its oldest rollouts are all noise"
-        words = {
-            "cheaper": "replay is cheaper than none",
-            "dearer": "replay is dearer than none",
-            "undecided": "the theory cannot decide, one changed assumption turns it round",
-        }
-        if self.answer == "undecided" and not self.low <= 1 <= self.high:
-            words["undecided"] = "the theory cannot decide, the growth is not known"
-        return (
-            f"costs {self.ratio:.2f} times the compute of no replay ({self.low:.2f} to "
-            f"{self.high:.2f}): {words[self.answer]}"
-        )
 
 
 def judge(
@@ -326,16 +285,13 @@ def relative_cost(cost: Cost, mu: float, rho: float, growth: Growth) -> float:
     return cost(mu, rho, growth) / no_replay_objective(mu, growth)
 
 
-def break_even_growth(cost: Cost, mu: float, rho: float) -> float | None:
-    """The exponent a of σ(s) ∝ s^a below which the design is cheaper than no replay.
+def break_even_mu(cost: Cost, y: float, rho: float, growth: Growth) -> float:
+    """The μ (per survivor) above which a design that uses each rollout y > 1 times costs less than
+    no replay: 0 if it always does, inf if it never does.
 
-    None if it is dearer even for rollouts that never lose value (a = 0).
+    The ratio of both is K·(μ + y)/(μ + 1), with the noise K of its batches relative to fresh ones.
     """
-    low, high = 0.0, STEEPEST
-    if relative_cost(cost, mu, rho, PowerGrowth(low)) > 1:
-        return None
-    for _ in range(50):
-        middle = (low + high) / 2
-        dearer = relative_cost(cost, mu, rho, PowerGrowth(middle)) > 1
-        low, high = (low, middle) if dearer else (middle, high)
-    return low
+    noise = relative_cost(cost, 1.0, rho, growth) * 2 / (1 + y)
+    if noise * y <= 1:
+        return 0.0
+    return math.inf if noise >= 1 else (noise * y - 1) / (1 - noise)

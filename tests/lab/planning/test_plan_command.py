@@ -1,46 +1,38 @@
 """`plan`: assumptions given, taken from a recipe, or measured in a run."""
 
-import io
 import json
 import math
 import shutil
-import tracemalloc
 from dataclasses import replace
 from functools import partial
 
 import by_hand
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from commands import run_plan as run
-from rich.console import Console
 from small_runs.synthetic import (
     VARIANCE_AT_AGE_ONE,
     VARIANCE_EXPONENT,
-    SyntheticRun,
     synthetic_recipe,
 )
 
+from grpo_replay.cli.plan_command import plan_document
 from grpo_replay.errors import SnapshotError, UsageError
-from grpo_replay.lab.dry_run.estimates import expected_of
-from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.design import (
-    PlanInputs,
-    design_at,
-    make_plan,
-    replay_settings,
+from grpo_replay.lab.dry_run.estimates import (
+    assumed_cost_ratio,
+    assumed_survival,
+    expected_of,
 )
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.design import PlanInputs, best_fifo, design_of, replay_settings
 from grpo_replay.lab.planning.estimate import (
     estimate_from_run,
     fit_growth,
     measured_mu,
     other_growths,
 )
-from grpo_replay.lab.planning.plan_panels import plan_document, print_plan
 from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth, judge, objective
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
-from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.checkpoint import stored_bytes
 
 
 def plan_json(capsys, **options) -> dict:
@@ -49,38 +41,126 @@ def plan_json(capsys, **options) -> dict:
 
 
 def inputs(**changes) -> PlanInputs:
-    values = dict(
-        mu=5.28,
-        rho=0.1,
-        growth=PowerGrowth(0.2),
-        survival=1.0,
-        rollouts_per_step=256,
-        completion_tokens=1000.0,
-        prompt_tokens=100.0,
-        sources={},
-    )
-    return PlanInputs(**{**values, **changes})
+    values = dict(mu=5.28, rho=0.1, growth=PowerGrowth(0.2), survival=1.0, rollouts_per_step=256)
+    return PlanInputs(**{**values, "sources": {}, **changes})
 
 
 @pytest.mark.parametrize("growth", [RatioGrowth(1e-4, 4.0), PowerGrowth(300.0)])
 def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
     """x = 4,608/80 = 57.6, and exp(1e-4·57.6⁴) is beyond float64."""
     replay = load_recipe("fifo-tiny", ["replay.capacity_rollouts=4608"]).replay
-    plan = make_plan(inputs(growth=growth, rollouts_per_step=80), replay)
-    document = json.loads(json.dumps(plan_document(plan), allow_nan=False))
-    assert document["current"]["x"] == 57.6 and document["current"]["objective"] is None
-    assert document["recommended"]["objective"] == document["verdict"]["ratio"] < 2
-    print_plan(plan, Console(width=100, file=io.StringIO()))
+    assumed = inputs(growth=growth, rollouts_per_step=80)
+    designs = {"best FIFO": best_fifo(assumed), "this recipe": design_of(assumed, replay)}
+    document = json.loads(json.dumps(plan_document(assumed, designs), allow_nan=False))
+    assert document["designs"]["this_recipe"]["x"] == 57.6
+    assert document["designs"]["this_recipe"]["verdict"]["ratio"] is None
+    assert document["designs"]["best_FIFO"]["verdict"]["ratio"] < 2
+    assert "pays at no μ" in document["verdict"]
 
 
-def test_json_says_null_where_there_is_no_finite_optimum(capsys):
-    never_ages = plan_json(capsys, mu=5.28, rho=0.1, growth=0.0)
-    assert never_ages["x"] is None and never_ages["y"] == pytest.approx(math.sqrt(52.8))
-    assert never_ages["kind"] == "store_everything"
-    too_fast = plan_json(capsys, mu=5.28, rho=0.1, growth=0.6)
-    assert too_fast["x"] is None and too_fast["y"] is None
-    assert too_fast["kind"] == "fresh_only"
-    assert too_fast["recommended"]["x"] == 1.0
+def test_recipes_become_x_and_y():
+    """Fresh once and r replayed, at ages 0 (fresh) to 6; without replacement at most once a step.
+    FIFO holds N and draws B."""
+    half = inputs(rollouts_per_step=32, survival=0.5)
+    for ratio, uses in ((0.5, 1.5), (20.0, 7.0)):
+        ours = synthetic_recipe("ours", 50, max_age_steps=6, ratio=ratio).replay
+        design = design_of(half, ours)
+        assert (design.x, design.y) == (7.0, uses)
+        assert design.stored_rollouts == 6 * 16
+        assert design.trained_rollouts_per_step == 16 * uses
+    fifo = design_of(inputs(rollouts_per_step=32),
+                     synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay)  # fmt: skip
+    assert (fifo.x, fifo.y) == (3.0, 1.5)
+    grpo = design_of(inputs(), synthetic_recipe("grpo").replay)
+    assert (grpo.gamma, grpo.verdict.ratio, grpo.pays_above) == (1.0, 1.0, None)
+
+
+def test_recommended_settings_give_back_x_and_y():
+    assumed = inputs(survival=0.4)
+    best = best_fifo(assumed)
+    fifo = replay_settings(assumed, best.x, best.y)
+    survivors = 0.4 * 256
+    assert fifo["capacity_rollouts"] == pytest.approx(best.x * survivors, abs=1)
+    assert fifo["ratio"] * 256 == pytest.approx(best.y * survivors)  # B, trained on per step
+
+
+def test_a_fresh_anchored_batch_has_its_own_ages(capsys):
+    """r = 0.5: two thirds are fresh."""
+    document = plan_json(capsys, recipe="qwen3-1.7b")
+    mu = document["assumptions"]["mu"] / document["assumptions"]["survival"]
+    # Cells of s^0.4: age s has (s + 1)^1.4 - s^1.4 times the variance of age 0.
+    stored = sum((s + 1) ** 1.4 - s**1.4 for s in range(1, 11)) / 10
+    one_step = (1 + 0.25 / 10) / 1.5**2
+    bracket = (1 + 0.5 * stored) / 1.5**2 + 0.1 * (1 - one_step) * (1 + 0.5 * stored) / 1.5
+    ratio = document["designs"]["this_recipe"]["verdict"]["ratio"]
+    assert ratio == pytest.approx(bracket * (1 + 1.5 / mu) / (1 + 1 / mu))
+    assert document["designs"]["this_recipe"]["stored_rollouts"] == pytest.approx(1127)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "old", "true"),
+    [(None, 1.36, 0.65), ("fifo-qwen3-0.6b", 1.46, 0.70), ("qwen3-1.7b", 1.79, 0.85)],
+)
+def test_no_replay_is_each_rollout_once_not_drawn_with_replacement(capsys, recipe, old, true):
+    """J without replay over J of the best buffer; `old` is with J(1, 1), 2 + ρ times as much."""
+    given = {"mu": None if recipe else 5.28, "growth": 0.2}
+    found = plan_json(capsys, recipe=recipe, **given)["designs"]
+    relative = 1 / found["best_FIFO"]["verdict"]["ratio"]
+    assert relative == pytest.approx(true, abs=0.006)
+    assert 2.1 * relative == pytest.approx(old, abs=0.006)
+    answer = found["best_FIFO"]["verdict"]["answer"]
+    assert answer == ("undecided" if recipe == "qwen3-1.7b" else "dearer")
+
+
+def test_plan_and_dry_run_assume_the_same(capsys):
+    for name in ("qwen3-0.6b", "qwen3-4b", "fifo-qwen3-0.6b", "tiny"):
+        expected = expected_of(load_recipe(name))
+        assumed = plan_json(capsys, recipe=name)["assumptions"]
+        for key in ("mu", "survival"):
+            assert assumed[key] == getattr(expected, key), (name, key)
+            assert assumed["sources"][key] == f"assumed: {expected.sources[key]}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "survival", "mu"),
+    [
+        ("qwen3-0.6b", [], 86.5 / 256, 6.84),
+        ("qwen3-4b", ["model.path=/weights/Qwen3-4B-Base"], 124.9 / 256, 5.6744),
+        ("fifo-qwen3-0.6b", [], 1.0, 6.84),
+        ("fifo-qwen3-0.6b", ["replay.drop_zero_variance=true"], 86.5 / 256, 6.84),
+        ("qwen3-0.6b", ["model.path=Qwen/Qwen2.5-7B"], 112.7 / 256, 5.28),
+        ("qwen3-0.6b", ["model.path=someone/else"], 112.7 / 256, 5.28),
+    ],
+)
+def test_assumptions_by_model_name(recipe, overrides, survival, mu):
+    resolved = load_recipe(recipe, overrides)
+    assert assumed_survival(resolved.model.path, resolved.replay.drop_zero_variance)[
+        0
+    ] == pytest.approx(survival)
+    assert assumed_cost_ratio(resolved.model.path)[0] == pytest.approx(mu, abs=1e-4)
+    assert ("another model" in assumed_cost_ratio(resolved.model.path)[1]) == (
+        "else" in resolved.model.path
+    )
+
+
+def test_the_screen_has_the_verdict_first_and_the_settings(capsys):
+    run(mu=5.28, rho=0.1, growth=0.2)
+    text = capsys.readouterr().out
+    assert text.startswith("replay does not pay: the best FIFO buffer needs 1.54 times the compute")
+    assert "--set replay.capacity_rollouts=1092 --set replay.ratio=3.97" in text
+
+
+def test_a_growth_of_few_ages_or_of_none_decides_nothing(runs, capsys):
+    measured = estimate_from_run(open_source(runs["ours"]))
+    rows = by_hand.rows_of(runs["ours"] / "draws")
+    drawn = sum(row["age_steps"] > 0 and bool(row["tokens"]) for row in rows)
+    assert measured.growth_known and measured.growth_draws == drawn >= 200
+    assert not replace(measured, growth_draws=199).growth_known
+    assert not replace(measured, growth_points=measured.growth_points[:2]).growth_known
+    document = plan_json(capsys, recipe="fifo-qwen3-0.6b")
+    verdict = document["designs"]["best_FIFO"]["verdict"]
+    assert verdict["low"] > 1 and verdict["answer"] == "undecided"
+    assert document["verdict"].startswith("undecided, because the growth")
 
 
 def test_estimates_recover_the_parameters_of_a_synthetic_run(runs, capsys):
@@ -96,7 +176,6 @@ def test_estimates_recover_the_parameters_of_a_synthetic_run(runs, capsys):
     growth = assumptions["growth_parameters"]
     assert growth["scale"] == pytest.approx(VARIANCE_AT_AGE_ONE, rel=1e-6)
     assert growth["exponent"] == pytest.approx(VARIANCE_EXPONENT, rel=1e-6)
-    assert assumptions["mu_per_survivor"] == pytest.approx(4.0 * generated / kept)
     sources = assumptions["sources"]
     assert sources["mu"] == sources["survival"] == "measured in the run"
     assert sources["rho"].startswith("assumed")
@@ -140,89 +219,6 @@ def test_the_fit_of_the_growth_weighs_each_age_by_its_tokens():
     assert fit.exponent == pytest.approx(5 / 11)
 
 
-def test_the_design_of_the_recipe_is_shown_with_the_recommended_one(tmp_path, capsys):
-    path = tmp_path / "small.yaml"
-    path.write_text(recipe_to_yaml(synthetic_recipe("ours", 50, max_age_steps=6, ratio=0.5)))
-    document = plan_json(capsys, recipe=str(path), survival=0.5)
-    current = document["current"]
-    # Fresh once and r replayed; ages 0 (fresh) to 6; 32 rollouts a step, half of them kept.
-    assert (current["x"], current["y"]) == (7.0, 1.5)
-    assert current["stored_rollouts"] == 6 * 16
-    assert current["trained_rollouts_per_step"] == 24
-    assert document["assumptions"]["rollouts_per_step"] == 32
-    assert current["objective"] > 1
-
-
-def test_fifo_and_grpo_recipes_become_x_and_y():
-    fifo = synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay
-    plan = make_plan(inputs(rollouts_per_step=32), fifo)
-    assert (plan.current.x, plan.current.y) == (3.0, 1.5)
-    grpo = synthetic_recipe("grpo").replay
-    assert make_plan(inputs(), grpo).current.objective == pytest.approx(
-        make_plan(inputs(), None).no_replay.objective
-    )
-
-
-def test_a_rollout_is_used_no_more_often_than_steps_store_it():
-    """Anchored without replacement: fresh once, and at most once in each of six further steps."""
-    for ratio, uses in ((0.5, 1.5), (20.0, 7.0)):
-        ours = synthetic_recipe("ours", 50, max_age_steps=6, ratio=ratio).replay
-        plan = make_plan(inputs(rollouts_per_step=32), ours)
-        assert (plan.current.x, plan.current.y) == (7.0, uses)
-        assert plan.current.trained_rollouts_per_step == 32 * uses
-
-
-def test_recommended_settings_give_back_x_and_y():
-    assumed = inputs(survival=0.4)
-    plan = make_plan(assumed, None)
-    x, y = plan.recommended.x, plan.recommended.y
-    fifo = replay_settings(assumed, x, y)
-    survivors = 0.4 * 256
-    assert fifo["capacity_rollouts"] == pytest.approx(x * survivors, abs=1)
-    assert fifo["ratio"] * 256 == pytest.approx(y * survivors)  # B, trained on per step
-
-
-def test_costs_of_a_design_follow_by_hand():
-    plan = make_plan(inputs(), None)
-    design = design_at(plan.inputs, 1.0, 1.0)
-    assert plan.no_replay.memory_bytes == plan.no_replay.stored_rollouts == 0
-    assert design.gamma == plan.no_replay.gamma == 1.0
-    # Drawn with replacement at N = R = B: the bracket is 2 + ρ; without a buffer it is 1.
-    assert plan.no_replay.objective == 1.0 and design.objective == pytest.approx(2.1)
-    assert design.inference_per_trainer == pytest.approx(5.28)
-    assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
-    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes of objects each.
-    assert design.memory_bytes == 256 * (12_000 + 400 + 1_000)
-
-
-def test_a_fresh_anchored_batch_has_its_own_ages(capsys):
-    """r = 0.5: two thirds are fresh."""
-    document = plan_json(capsys, recipe="qwen3-1.7b")
-    current, mu = document["current"], document["assumptions"]["mu_per_survivor"]
-    assert current["age_zero_share"] == pytest.approx(2 / 3)
-    # Cells of s^0.4: age s has (s + 1)^1.4 - s^1.4 times the variance of age 0.
-    stored = sum((s + 1) ** 1.4 - s**1.4 for s in range(1, 11)) / 10
-    one_step = (1 + 0.25 / 10) / 1.5**2
-    bracket = (1 + 0.5 * stored) / 1.5**2 + 0.1 * (1 - one_step) * (1 + 0.5 * stored) / 1.5
-    assert current["objective"] == pytest.approx(bracket * (1 + 1.5 / mu) / (1 + 1 / mu))
-    assert document["replay_settings"].keys() == {"fifo"}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "old", "true"),
-    [(None, 1.36, 0.65), ("fifo-qwen3-0.6b", 1.46, 0.70), ("qwen3-1.7b", 1.79, 0.85)],
-)
-def test_no_replay_is_each_rollout_once_not_drawn_with_replacement(capsys, recipe, old, true):
-    """J without replay over J of the best buffer; `old` is with J(1, 1), 2 + ρ times as much."""
-    given = {"mu": None if recipe else 5.28, "growth": 0.2}
-    document = plan_json(capsys, recipe=recipe, **given)
-    relative = 1 / document["recommended"]["objective"]
-    assert relative == pytest.approx(true, abs=0.006)
-    assert 2.1 * relative == pytest.approx(old, abs=0.006)
-    assert document["no_replay"]["objective"] == 1
-    assert document["verdict"]["answer"] == ("undecided" if recipe == "qwen3-1.7b" else "dearer")
-
-
 def test_what_a_measurement_of_the_growth_leaves_open(capsys):
     points = [(age, 0.01 * age**1.5, 100.0) for age in (1, 2, 3)]
     fits = other_growths(points)
@@ -239,16 +235,6 @@ def test_what_a_measurement_of_the_growth_leaves_open(capsys):
     assert (wide.ratio, wide.low) == (plain.ratio, plain.low) and wide.high > 1.5 * plain.high
 
 
-def test_plan_and_dry_run_assume_the_same(capsys):
-    for name in ("qwen3-0.6b", "qwen3-4b", "fifo-qwen3-0.6b", "tiny"):
-        recipe = load_recipe(name)
-        expected = expected_of(recipe)
-        assumed = plan_json(capsys, recipe=name)["assumptions"]
-        for key in ("mu", "survival", "completion_tokens", "prompt_tokens"):
-            assert assumed[key] == getattr(expected, key), (name, key)
-            assert assumed["sources"][key] == f"assumed: {expected.sources[key]}"
-
-
 def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, tmp_path, capsys):
     # 8 prompts of 4 in the log; its recipe.yaml was edited afterwards.
     copy = shutil.copytree(runs["ours"], tmp_path / "run")
@@ -256,44 +242,6 @@ def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, t
     edited["sampling"]["prompts_per_step"] = 16
     (copy / "recipe.yaml").write_text(recipe_to_yaml(resolve_recipe([edited])))
     assert plan_json(capsys, from_run=str(copy))["assumptions"]["rollouts_per_step"] == 32
-
-
-@pytest.mark.slow
-def test_the_estimated_buffer_memory_matches_the_allocated_memory():
-    made = SyntheticRun.__new__(SyntheticRun)
-    made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
-    made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)
-    made.steps_without_survivors = ()
-    warm = [rollout for rollout in made.generate(1) if rollout.kept]
-    ReplayBuffer(made.recipe.replay, 4).insert(warm, 1)  # imports are not to be counted
-    tracemalloc.start()
-    buffer = ReplayBuffer(made.recipe.replay, 4)
-    for step in range(1, 300):
-        buffer.insert([rollout for rollout in made.generate(1) if rollout.kept], step)
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    stored = buffer.rollouts()
-    tokens = float(np.mean([len(rollout.completion_token_ids) for rollout in stored]))
-    assert len(stored) > 3500
-    assert taken == pytest.approx(stored_bytes(len(stored), 5, tokens), rel=0.2)
-
-
-def test_the_screen_has_the_design_and_its_settings(capsys):
-    run(mu=5.28, rho=0.1, growth=0.2)
-    text = capsys.readouterr().out
-    assert "x = 4.27 steps" in text and "y = 3.97 times" in text
-    assert "--set replay.capacity_rollouts=1092 --set replay.ratio=3.97" in text
-
-
-def test_a_growth_of_few_ages_or_of_none_decides_nothing(runs, capsys):
-    measured = estimate_from_run(open_source(runs["ours"]))
-    rows = by_hand.rows_of(runs["ours"] / "draws")
-    drawn = sum(row["age_steps"] > 0 and bool(row["tokens"]) for row in rows)
-    assert measured.growth_known and measured.growth_draws == drawn >= 200
-    assert not replace(measured, growth_draws=199).growth_known
-    assert not replace(measured, growth_points=measured.growth_points[:2]).growth_known
-    verdict = plan_json(capsys, recipe="fifo-qwen3-0.6b")["verdict"]
-    assert verdict["low"] > 1 and verdict["answer"] == "undecided"
 
 
 def test_contradictory_and_missing_options_are_refused(tmp_path, runs):

@@ -16,6 +16,7 @@ from grpo_replay.lab.planning.theory import (
     power_law_optimum,
     recommended_design,
 )
+from grpo_replay.recipe import Machines
 from grpo_replay.replay.compose import relative_compute
 
 MUS = (0.3, 1.0, 2.5, 5.28, 6.84, 20.0, 100.0)
@@ -25,9 +26,7 @@ EXPONENTS = (0.02, 0.1, 0.2, 0.3, 0.4, 0.48)
 
 def test_the_check_value_of_the_paper_comes_out():
     best = power_law_optimum(5.28, 0.1, 0.2)
-    assert best.x == pytest.approx(4.265, abs=5e-4)
-    assert best.y == pytest.approx(3.973, abs=5e-4)
-    assert best.kind == "interior"
+    assert best == pytest.approx((4.265, 3.973), abs=5e-4)
 
 
 def test_closed_form_and_numerical_optimum_agree_over_a_grid():
@@ -37,9 +36,7 @@ def test_closed_form_and_numerical_optimum_agree_over_a_grid():
             for exponent in EXPONENTS:
                 closed = power_law_optimum(mu, rho, exponent)
                 numeric = numeric_optimum(mu, rho, PowerGrowth(exponent))
-                assert numeric.kind == "interior"
-                assert numeric.x == pytest.approx(closed.x, rel=1e-5), (mu, rho, exponent)
-                assert numeric.y == pytest.approx(closed.y, rel=1e-5), (mu, rho, exponent)
+                assert numeric == pytest.approx(closed, rel=1e-5), (mu, rho, exponent)
                 checked += 1
     assert checked == len(MUS) * len(RHOS) * len(EXPONENTS) == 252
 
@@ -56,8 +53,7 @@ def test_a_joint_optimiser_of_both_variables_finds_the_same_optimum(mu, rho, exp
         log_j, [0.5, 0.5], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-14}
     )
     best = power_law_optimum(mu, rho, exponent)
-    assert math.exp(found.x[0]) == pytest.approx(best.x, rel=1e-4)
-    assert math.exp(found.x[1]) == pytest.approx(best.y, rel=1e-4)
+    assert tuple(map(math.exp, found.x)) == pytest.approx(best, rel=1e-4)
 
 
 def test_best_y_for_a_horizon_beats_its_neighbours():
@@ -69,15 +65,12 @@ def test_best_y_for_a_horizon_beats_its_neighbours():
 
 
 def test_rollouts_that_never_age_are_never_evicted():
-    best = power_law_optimum(5.28, 0.1, 0.0)
-    assert best.kind == "store_everything"
-    assert math.isinf(best.x)
-    assert best.y == pytest.approx(math.sqrt(5.28 / 0.1))
-    assert numeric_optimum(5.28, 0.1, PowerGrowth(0.0)).kind == "store_everything"
+    x, y = power_law_optimum(5.28, 0.1, 0.0)
+    assert math.isinf(x) and y == pytest.approx(math.sqrt(5.28 / 0.1))
+    assert math.isinf(numeric_optimum(5.28, 0.1, PowerGrowth(0.0))[0])
     # a → 0 gets there without a jump in y, and x grows without bound.
     small = power_law_optimum(5.28, 0.1, 1e-9)
-    assert small.y == pytest.approx(best.y, rel=1e-6)
-    assert small.x > 1e8
+    assert small[1] == pytest.approx(y, rel=1e-6) and small[0] > 1e8
 
 
 def test_the_recommendation_for_rollouts_that_never_age_is_within_five_percent_of_the_limit():
@@ -89,11 +82,11 @@ def test_the_recommendation_for_rollouts_that_never_age_is_within_five_percent_o
 
 @pytest.mark.parametrize("exponent", [0.5, 0.7, 2.0])
 def test_variance_that_grows_too_fast_has_no_optimum(exponent):
-    assert power_law_optimum(5.28, 0.1, exponent).kind == "fresh_only"
+    assert power_law_optimum(5.28, 0.1, exponent) == (0.0, 0.0)
     growth = PowerGrowth(exponent)
     values = [best_objective(x, 5.28, 0.1, growth) for x in (1e-3, 1e-2, 1e-1, 1.0, 10.0)]
     if exponent > 0.5:
-        assert numeric_optimum(5.28, 0.1, growth).kind == "fresh_only"
+        assert numeric_optimum(5.28, 0.1, growth) == (0.0, 0.0)
         assert values == sorted(values)  # J rises with x everywhere
     assert recommended_design(5.28, 0.1, growth) == (1.0, pytest.approx(math.sqrt(5.28 / 1.1)))
 
@@ -111,6 +104,20 @@ def test_ratio_growth_has_the_mean_that_quadrature_gives():
         exact, _ = integrate.quad(lambda s: math.exp(0.02 * s**1.4), 0, x)
         assert growth.mean_variance(x) == pytest.approx(exact / x, rel=1e-4)
     assert math.isinf(growth.mean_variance(1e9))
+
+
+BY_HAND = {  # (1 + W/T)/(1 + μ)
+    (7.0, 7, 1): 1.0, (7.0, 6, 2): 0.5, (7.0, 4, 4): 0.25, (3.0, 5, 3): 2 / 3,
+    (5.28, 5, 3): 0.42463, (6.84, 6, 2): 0.51020,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mu", "workers", "trainers"), BY_HAND)
+def test_gamma_and_replay_ratio_by_hand(mu, workers, trainers):
+    machines = Machines(workers=workers, trainers=trainers, mu=mu)
+    assert machines.gamma == pytest.approx(BY_HAND[mu, workers, trainers], abs=1e-5)
+    assert machines.ratio == pytest.approx(mu * trainers / workers)
+    assert relative_compute(machines.ratio, mu) == pytest.approx(machines.gamma)
 
 
 def test_relative_compute_is_the_same_in_both_of_the_papers_forms():

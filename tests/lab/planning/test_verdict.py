@@ -10,12 +10,13 @@ from buffer_makers import make_rollout
 from grpo_replay.lab.planning.theory import (
     PowerGrowth,
     RatioGrowth,
-    break_even_growth,
+    break_even_mu,
     fresh_anchored_objective,
     judge,
     no_replay_objective,
     objective,
     power_law_optimum,
+    relative_cost,
     without_replacement_objective,
 )
 from grpo_replay.recipe import ReplaySection
@@ -118,7 +119,7 @@ def test_every_way_to_draw_ends_at_no_replay():
 
 def test_the_best_buffer_at_the_papers_check_value_is_dearer_than_none():
     best = power_law_optimum(5.28, 0.1, 0.2)
-    verdict = judge(partial(objective, best.x, best.y), 5.28, 0.1, PowerGrowth(0.2))
+    verdict = judge(partial(objective, *best), 5.28, 0.1, PowerGrowth(0.2))
     assert 1 / verdict.ratio == pytest.approx(0.65, abs=0.005)
     assert verdict.answer == "dearer" and 1 < verdict.low < verdict.ratio < verdict.high
 
@@ -136,11 +137,14 @@ def test_a_verdict_that_one_changed_assumption_turns_round_is_undecided():
     assert cheap(growth_known=False).answer == "undecided"
 
 
-def test_the_growth_at_which_a_design_breaks_even():
-    cost = partial(fresh_anchored_objective, 0.5, 10.0)
-    limit = break_even_growth(cost, 10.0, 0.1)
-    for growth, dearer in ((limit - 0.01, False), (limit + 0.01, True)):
-        terms = (10.0, 0.1, PowerGrowth(growth))
-        assert (cost(*terms) > no_replay_objective(10.0, terms[2])) == dearer
-    assert break_even_growth(partial(objective, 1.0, 1.0), 5.0, 0.1) is None
-    assert math.isfinite(limit)
+def test_the_mu_at_which_a_design_breaks_even():
+    """x = 4, y = 2, ρ = 0.1, no aging: 0.85·(μ + 2)/(μ + 1) = 1 at μ = 0.7/0.15."""
+    cost = partial(objective, 4.0, 2.0)
+    even = break_even_mu(cost, 2.0, 0.1, FLAT)
+    assert even == pytest.approx(0.7 / 0.15)
+    for mu in (even - 0.01, even + 0.01):
+        assert (relative_cost(cost, mu, 0.1, FLAT) < 1) == (mu > even)
+    assert break_even_mu(partial(objective, 1.0, 2.0), 2.0, 0.1, FLAT) == math.inf
+    assert break_even_mu(partial(objective, 100.0, 2.0), 2.0, 0.0, PowerGrowth(0.0)) > 0
+    always = partial(fresh_anchored_objective, 1.0, 100.0)
+    assert break_even_mu(always, 2.0, 0.0, FLAT) == pytest.approx(0.0, abs=0.05)
