@@ -40,10 +40,6 @@ def read_run(folder: Path) -> dict:
         "lines": [json.loads(line) for line in lines],
         "summary": json.loads((folder / "summary.json").read_text()),
         "evaluations": {step: read_rows(steps[step]) for step in sorted(steps)},
-        "intervals": {
-            step: json.loads(file.with_suffix(".json").read_text())["mean"]["avg_at_k_interval"]
-            for step, file in sorted(steps.items())
-        },
     }
 
 
@@ -58,8 +54,6 @@ def read_rows(file: Path) -> dict:
         "avg": {name: problems["correct"].mean()[name].tolist() for name in names},
         "pass": {name: problems["correct"].max()[name].astype(float).tolist() for name in names},
         "tokens": float(problems["tokens"].mean().groupby("benchmark").mean().mean()),
-        "tokens_correct": mean_or_none(rows["tokens"][rows["correct"]]),
-        "tokens_incorrect": mean_or_none(rows["tokens"][~rows["correct"]]),
         "truncation_rate": float(cut.mean().mean()),
     }
 
@@ -80,12 +74,6 @@ def means(values: dict[str, list[float]]) -> dict[str, float]:
 
 def accuracy(evaluation: dict) -> float:
     return means(evaluation["avg"])["mean"]
-
-
-def has_gained(run: dict, curve: list[float]) -> bool:
-    """Whether the interval of the best evaluation lies above that of the first."""
-    intervals = list(run["intervals"].values())
-    return intervals[curve.index(max(curve))][0] > intervals[0][1]
 
 
 def last_step(run: dict) -> int:
@@ -169,19 +157,6 @@ def sign_flip(differences: list[float]) -> float | None:
     return large / len(flips)
 
 
-def median_interval(values: list[float]) -> list[float] | None:
-    n, tail, rank = len(values), 0.0, 0
-    while tail + math.comb(n, rank) / 2**n <= (1 - CONFIDENCE) / 2:
-        tail, rank = tail + math.comb(n, rank) / 2**n, rank + 1
-    return [sorted(values)[rank - 1], sorted(values)[n - rank]] if rank else None
-
-
-SCORES = {
-    "final": ("difference", "avg", last_step),
-    "final_pass_at_k": ("difference_pass_at_k", "pass", last_step),
-}
-
-
 def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
     """The document of these runs; the choice of baseline, μ and targets is the report's."""
     baseline = report["baseline"]
@@ -193,17 +168,18 @@ def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
         shared = [seed for seed in own if seed in runs[baseline]]
         pairs = [(own[seed], runs[baseline][seed]) for seed in shared]
         arm: dict = {"name": name, "seeds": list(own)}
-        for score, (difference, kind, step) in SCORES.items():
-            tables = [run["evaluations"][step(run)] for run in own.values()]
-            arm[score] = estimates([each[kind] for each in tables])
-            arm[difference] = None
-            if name != baseline and pairs:
-                arm[difference] = differences(pairs, kind, step, shared)
+        arm["final"] = estimates([final(run)["avg"] for run in own.values()])
+        arm["difference"] = None
+        if name != baseline and pairs:
+            parts = [mixed(1, final(a)["avg"], -1, final(b)["avg"]) for a, b in pairs]
+            arm["difference"] = paired(parts, shared)
         others = [] if name == baseline else pairs
-        arm["quantities"] = quantities(list(own.values()), others, mu, report["mu"]["given"])
+        arm["quantities"] = quantities(list(own.values()), mu, report["mu"]["given"])
         costs = costs_of(mu, report["mu"]["given"])
         arm["equal_cost"] = equal_cost(others, shared, {k: costs[k] for k in costs if k != "steps"})
-        arm["reach"] = [reach(t, own, pairs, costs) for t in targets]
+        arm["reach"] = [
+            {**reach(t, own, pairs, costs), "break_even": break_even(t, others)} for t in targets
+        ]
         arms.append(arm)
     return {"mu": {"measured": mu, "given": report["mu"]["given"]}, "arms": arms}
 
@@ -220,11 +196,6 @@ def estimates(parts: list[dict], bounds_of=of_accuracy) -> dict:
     return found
 
 
-def differences(pairs: list, kind: str, step, shared: list[int]) -> dict:
-    evaluations = [[run["evaluations"][step(run)][kind] for run in pair] for pair in pairs]
-    return paired([mixed(1, ours, -1, theirs) for ours, theirs in evaluations], shared)
-
-
 def mixed(weight: float, ours: dict, other_weight: float, theirs: dict) -> dict:
     """The weighted sum on every problem of every benchmark."""
     return {
@@ -235,15 +206,36 @@ def mixed(weight: float, ours: dict, other_weight: float, theirs: dict) -> dict:
 
 def paired(parts: list[dict], shared: list[int]) -> dict:
     found = estimates(parts, of_difference)
-    for each in found.values():
+    for name, each in found.items():
         of_seeds = each["values"]
         each |= {
             "seeds": shared,
             "seeds_better": sum(value > 1e-9 for value in of_seeds),
             "p_value": sign_flip(of_seeds),
-            "smallest_p_value": 2 / 2 ** len(of_seeds),
+            "seeds_to_tell": seeds_to_tell(parts, list(parts[0]) if name == "mean" else [name]),
         }
     return found
+
+
+def seeds_to_tell(parts: list[dict], names: list[str]) -> int | None:
+    """The first number of seeds whose t interval leaves out 0: the variance between seeds, and that
+    of problems without the rest."""
+    if len(parts) < 2:
+        return None
+    tables = [np.array([values[name] for values in parts]) for name in names]
+    means_S = np.mean([table.mean(axis=1) for table in tables], axis=0)
+    staying = 0.0
+    for table in tables if all(table.shape[1] > 1 for table in tables) else []:
+        seeds, problems = table.shape
+        own = table - table.mean(axis=1, keepdims=True)
+        between = problems / (problems - 1) * own.mean(axis=0).var()
+        within = ((own - own.mean(axis=0)) ** 2).sum() / (seeds - 1) / (problems - 1) / seeds
+        staying += (between - within) / problems / len(tables) ** 2
+    for count in range(3, 1001):
+        error = math.sqrt(means_S.var(ddof=1) / count + max(0.0, staying))
+        if t_quantile(count - 1) * error < abs(means_S.mean()):
+            return count
+    return None  # more than 1,000
 
 
 def equal_cost(pairs: list, shared: list[int], costs: dict) -> dict:
@@ -272,23 +264,16 @@ def at_cost(run: dict, cost, budget: float) -> dict:
     return mixed(1 - share, before, share, after)
 
 
-def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> dict:
+def quantities(runs: list[dict], mu: float, given: list[float]) -> dict:
     found: dict[str, list] = {}
-    for name in ("tokens", "tokens_correct", "tokens_incorrect", "truncation_rate"):
+    for name in ("tokens", "truncation_rate"):
         found[name] = [final(run)[name] for run in runs]
-        if name != "truncation_rate":
-            found[f"{name}_change"] = [
-                (final(a)[name] - final(b)[name]) / final(b)[name]
-                if final(a)[name] is not None and final(b)[name] else None
-                for a, b in pairs
-            ]  # fmt: skip
     for name, metric in {
         "clip_fraction_fresh": "fresh/clip_fraction",
         "clip_fraction_replayed": "replay/clip_fraction",
         "replay_ratio": "replay/ratio",
     }.items():
         found[name] = [mean_or_none(metric_of(run, metric)) for run in runs]
-    found["age_mean"] = [mean_age(run) for run in runs]
     for name, metric in {
         "generated_tokens": "cost/generated_tokens",
         "trained_tokens": "cost/trained_tokens",
@@ -305,29 +290,13 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
         crossing(run, 0.98 * max(curve), lambda run, step: compute(run, step, mu))
         for run, curve in zip(runs, curves)
     ]
-    found["collapsed"] = [
-        float(curve[-1] < (max(curve) + curve[0]) / 2 and has_gained(run, curve))
-        for run, curve in zip(runs, curves)
-    ]
     found["peak_of_median"] = [max(median(values) for values in zip(*curves))] * len(runs)
-    found["aes_base"] = [aes(final(run), run["evaluations"][0]) for run in runs]
-    found["aes_baseline"] = [aes(final(a), final(b)) for a, b in pairs]
     known = {name: [v for v in values if v is not None] for name, values in found.items()}
     return {n: {**spread(values), "runs": len(values)} for n, values in known.items() if values}
 
 
 def final(run: dict) -> dict:
     return run["evaluations"][last_step(run)]
-
-
-def mean_age(run: dict) -> float | None:
-    """In training steps, from the log of the draws; the mean over steps. A run of metrics alone has
-    none, and counts as one draw a step."""
-    files = sorted((run["folder"] / "draws").glob("step_*.parquet"))
-    if not files:
-        return mean_or_none(metric_of(run, "replay/age_mean"))
-    ages = [pq.read_table(file, columns=["age_steps"])["age_steps"].to_pylist() for file in files]
-    return mean_or_none([fmean(each) for each in ages if each])
 
 
 def measured_mu(run: dict) -> float:
@@ -345,14 +314,6 @@ def compute(run: dict, step: int, mu: float) -> float:
     return sum(
         line["cost/trained_rollouts"] + mu * line["cost/generated_rollouts"] for line in lines
     )
-
-
-def aes(ours: dict, reference: dict) -> float | None:
-    if not accuracy(reference):
-        return None
-    gain = (accuracy(ours) - accuracy(reference)) / accuracy(reference)
-    shorter = (reference["tokens"] - ours["tokens"]) / reference["tokens"]
-    return shorter + (3 if gain >= 0 else 5) * gain
 
 
 def costs_of(mu: float, given: list[float]) -> dict:
@@ -374,16 +335,44 @@ def reach(target: float, own: dict, pairs: list, costs: dict) -> dict:
         values = [crossing(run, target, cost) for run in own.values()]
         both = [(crossing(a, target, cost), crossing(b, target, cost)) for a, b in pairs]
         ratios = [a / b for a, b in both if math.isfinite(a) and math.isfinite(b) and b > 0]
-        bounds = median_interval(values)
         found[name] = {
             "median": finite(median(values)),
-            "interval": bounds and [finite(bound) for bound in bounds],
             "ratio": median(ratios) if ratios else None,
             "ratio_seeds": len(ratios),
         }
     reached = sum(any(accuracy(e) >= target for e in run["evaluations"].values())
                   for run in own.values())  # fmt: skip
     return {"accuracy": target, "reached": reached, "runs": len(own), "costs": found}
+
+
+def break_even(target: float, pairs: list) -> dict | None:
+    """Where T + μG of the arm is below that of the baseline, from their costs at three μ: the
+    difference is a line, and the bound of its t interval squared a parabola."""
+    costs = [lambda run, step, mu=mu: compute(run, step, mu) for mu in (0, 1, 2)]
+    found = [[[crossing(run, target, cost) for cost in costs] for run in pair] for pair in pairs]
+    known = [each for each in found if np.isfinite(each).all()]
+    if not known:
+        return None
+    ours, theirs = np.array(known).transpose(1, 0, 2)
+    dearer = ours - theirs  # by seed, at μ = 0, 1, 2
+    mean, seeds = dearer.mean(axis=0), len(dearer)
+    slope = mean[1] - mean[0]
+    zero = -mean[0] / slope if slope else math.inf
+    pays = ["always", "never"][int(slope > 0 or (slope == 0 and mean[0] >= 0))]
+    inside = 0 < zero < math.inf
+    if inside:
+        pays = "above" if slope < 0 else "below"
+    interval = None
+    if seeds > 2:
+        squares = mean**2 - t_quantile(seeds - 1) ** 2 * dearer.var(axis=0, ddof=1) / seeds
+        parabola = np.polyfit([0, 1, 2], squares, 2)
+        if parabola[0] <= 0:
+            interval = [0.0, None]
+        else:
+            low, high = sorted(np.roots(parabola).real)
+            interval = None if high < 0 else [max(0.0, low), high]
+    mu = float(zero) if inside else None
+    return {"pays": pays, "mu": mu, "interval": interval, "seeds": seeds}
 
 
 def total(run: dict, step: int, metric: str) -> float:
@@ -405,20 +394,6 @@ def crossing(run: dict, target: float, cost) -> float:
 
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def settings_of(run: dict, keys: list[str]) -> dict:
-    """The recipe's values, without replay keys (but the preset) where nothing is replayed."""
-    replay = run["recipe"]["replay"]
-    plain = replay["preset"] == "grpo" or replay["ratio"] == 0
-    found = {}
-    for key in keys:
-        value = run["recipe"]
-        for part in key.split("."):
-            value = value[part]
-        if not (plain and key.startswith("replay.") and key != "replay.preset"):
-            found[key] = value
-    return found
 
 
 def compare(place: str, found, expected, problems: list[str]) -> int:
@@ -478,12 +453,8 @@ def main() -> None:
     numbers = compare("mu", report["mu"], expected["mu"], problems)
     shown = [arm for arm in report["arms"] if arm["seeds"]]
     for arm, own in zip(shown, expected["arms"], strict=True):
-        settings = arm.pop("settings")
-        arm.pop("missing")
+        del arm["missing"], arm["tuned"]
         numbers += compare(arm["name"], arm, own, problems)
-        for run in runs[arm["name"]].values():
-            values = settings_of(run, list(settings))
-            numbers += compare(f"{arm['name']}.settings", settings, values, problems)
     for problem in problems:
         print(problem)
     count = sum(len(own) for own in runs.values())

@@ -144,21 +144,20 @@ def sweep(
     """Run the cells of a sweep file or of a shipped sweep, each as a process of its own, `jobs` at
     a time; the same call continues it. Returns a row for each cell: `cell`, `status`, `accuracy`,
     and `message` if it failed. `on_change` gets the row of a cell whose status changes."""
-    from grpo_replay.lab.sweep.grid import choose_arms, expand, refuse_other_sweep
+    from grpo_replay.lab.sweep.cells import expand
     from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
-    from grpo_replay.lab.sweep.sweep_run import Observer, StopRequests, run_sweep
+    from grpo_replay.lab.sweep.sweep_run import SweepRun, open_folder
 
     path = find_sweep(str(name))
     file = read_sweep_file(path)
     folder = Path(output_dir) if output_dir is not None else Path("runs") / file.name
-    comparisons = expand(file, path, folder)
-    chosen = choose_arms(comparisons, only)
-    refuse_other_sweep(folder, file)
-    observer: Any = Observer()
+    attempt = SweepRun(expand(file, path, folder, only), jobs)
     if on_change is not None:
-        observer.on_change = on_change
-    entries, _ = run_sweep(file, comparisons, chosen, folder, jobs, observer, StopRequests())
-    return entries
+        attempt.on_change = on_change
+    open_folder(folder, file)
+    attempt.prepare()
+    attempt.run()
+    return attempt.entries
 
 
 def report(
@@ -170,7 +169,7 @@ def report(
     (docs/report.md). With `output`, also write pages, tables and figures to that folder."""
     from grpo_replay.lab.report.collect import collect
     from grpo_replay.lab.report.measure import measure
-    from grpo_replay.lab.report.report_files import document, refuse_other_files, write_report
+    from grpo_replay.lab.report.report_files import as_json, refuse_other_files, write_report
     from grpo_replay.terminal.console import no_progress
 
     given = [paths] if isinstance(paths, str | Path) else paths
@@ -178,10 +177,10 @@ def report(
         refuse_other_files(Path(output))
     with no_progress():
         experiment = collect([str(path) for path in given], baseline)
-        findings = measure(experiment, [], ())
+        found = measure(experiment)
     if output is not None:
-        write_report(experiment, findings, Path(output))
-    return document(findings)
+        write_report(experiment, found, Path(output))
+    return as_json(found)
 
 
 def _words(overrides: Overrides) -> list[str]:

@@ -209,10 +209,12 @@ class AesOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """Compare many runs: accuracy, paired differences, AES, lengths, clipping and costs."""
+    """Compare many runs: accuracy, paired differences, costs, and above which μ replay pays."""
 
     paths: tuple[str, ...] = argument(
-        "Runs, sweeps, folders of runs, or evaluation files.", default=MISSING, metavar="PATH..."
+        "Runs, sweeps, folders of runs, or evaluation files; NAME=PATH names their arm.",
+        default=MISSING,
+        metavar="[NAME=]PATH...",
     )
     baseline: str | None = option(
         "Arm that the others are compared with. Default: grpo, the only arm without replay, or the "
@@ -220,7 +222,7 @@ class ReportOptions:
         metavar="ARM",
     )
     output: str | None = option(
-        "Also write the report there: HTML, Markdown, LaTeX, CSV, PDF and SVG.",
+        "Also write the report there: HTML, Markdown, JSON, and figures as PDF and SVG.",
         metavar="DIR",
     )
     reach: tuple[float, ...] = many(
@@ -234,13 +236,13 @@ class ReportOptions:
         metavar="MU",
     )
     benchmark: str = option(
-        "Benchmark of the tables of one number, curves and targets, or mean. Default: the mean, "
-        "or the first benchmark if they differ in samples or temperature (paper_b).",
+        "Benchmark that the table and curves are about, or mean. Default: the mean, or the first "
+        "benchmark if they differ in samples or temperature (paper_b).",
         default="",
         metavar="NAME",
     )
     metric: str = option(
-        "Metric of curves and targets.",
+        "Metric that the table and curves are about.",
         default="avg@k",
         metavar="avg@k|pass@k",
     )
@@ -249,7 +251,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Choose the buffer size and the replay ratio from paper B's theory."""
+    """Would replay pay? The buffer size and the replay ratio of paper B's theory."""
 
     recipe: str | None = argument("Recipe to plan for.", autocompletion=_complete_recipe)
     from_run: str | None = option("Estimate the parameters from a finished run.", metavar="DIR")
@@ -257,10 +259,6 @@ class PlanOptions:
     rho: float | None = option("ρ: coupling of the samples, 0 to 1.")
     growth: float | None = option("a: exponent of the staleness law σ = (age/τ)^a.")
     survival: float | None = option("Fraction of rollouts that pass the zero-variance filter.")
-    workers: int | None = option("W: machines that generate. Requires --trainers.", min=1, max=2048)
-    trainers: int | None = option(
-        "T: machines that train. Prints γ for every split of W + T.", min=1, max=2048
-    )
     overrides: tuple[str, ...] = recipe_changes()
     as_json: bool = json_wanted()
 
@@ -274,8 +272,12 @@ class SweepOptions:
         default=MISSING,
         autocompletion=_complete_sweep,
     )
-    jobs: int = option("Cells that run at the same time.", default=1, min=1)
-    only: str | None = option("Only this arm: ARM, RECIPE or RECIPE/ARM.", metavar="NAME")
+    jobs: int = option(
+        "Cells that run at the same time, each with a share of the cores; GPUs by turns.",
+        default=1,
+        min=1,
+    )
+    only: str | None = option("Only this arm.", metavar="ARM")
     output_dir: str | None = option("Folder of the sweep. Default: runs/NAME.")
     dry_run: bool = flag("Estimate cells, tokens and memory without starting any.", "--dry-run")
     print_commands: bool = flag("Print one shell command per unfinished cell.", "--print")

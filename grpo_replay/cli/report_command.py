@@ -9,10 +9,9 @@ from grpo_replay.cli.options import ReportOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.finished_run import Outcome
-from grpo_replay.lab.report.measure import default_outcome, measure
-from grpo_replay.lab.report.report_files import document, refuse_other_files, write_report
-from grpo_replay.lab.report.report_findings import Findings
-from grpo_replay.lab.report.report_tables import facts_of, report_tables, warnings_of
+from grpo_replay.lab.report.measure import Document, default_outcome, measure
+from grpo_replay.lab.report.report_files import as_json, refuse_other_files, write_report
+from grpo_replay.lab.report.report_tables import facts_of, report_table, verdict, warnings_of
 from grpo_replay.recipe.base import MOST_COST_RATIO
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
@@ -29,14 +28,14 @@ def run(options: ReportOptions) -> int:
     experiment = collect(options.paths, options.baseline)
     targets = [each / 100 for each in options.reach]
     outcome = _outcome(options, default_outcome(experiment))
-    findings = measure(experiment, targets, options.mu, outcome)
+    found = measure(experiment, targets, options.mu, outcome)
     if output is not None:
-        write_report(experiment, findings, output)
+        write_report(experiment, found, output)
         open_console(stderr=True, soft_wrap=True).print(f"wrote {output}/report.html")
     if options.as_json:
-        print_json(document(findings))
+        print_json(as_json(found))
     else:
-        print_report(findings, open_console())
+        print_report(found, open_console())
     return 0
 
 
@@ -59,13 +58,13 @@ def _check_numbers(targets: Sequence[float], given_mu: Sequence[float]) -> None:
             raise UsageError(f"--mu {mu:g}: expected a number from 0 to {MOST_COST_RATIO:,.0f}")
 
 
-def print_report(findings: Findings, console: Console) -> None:
-    """Print what is compared, warnings, and the tables with their legends."""
-    console.print(findings.name, style="bold", soft_wrap=True)
-    console.print(" · ".join(facts_of(findings)), style="dim")
-    for warning in warnings_of(findings):
+def print_report(found: Document, console: Console) -> None:
+    """Print the verdict, what is compared, warnings, and the table with its legend."""
+    console.print(verdict(found), style="bold", soft_wrap=True)
+    console.print(" · ".join([found["name"], *facts_of(found)]), style="dim")
+    for warning in warnings_of(found):
         console.print(f"! {warning}", style="yellow")
-    for table in report_tables(findings):
-        console.print()
-        print_table(console, plain_table(table.title, table.header, table.rows))
-        console.print(table.legend, style="dim")
+    console.print()
+    table = report_table(found)
+    print_table(console, plain_table("", table.header, table.rows))
+    console.print(table.legend, style="dim")

@@ -154,9 +154,8 @@ def test_a_sweep_runs_its_cells_and_says_what_changes(tmp_path, monkeypatch):
     from grpo_replay.lab.sweep import sweep_run
 
     def run(self):
-        self.observer.on_notice("ignored")
         for entry in self.entries:
-            self.observer.on_change(entry)
+            self.on_change(entry)
         return 0
 
     monkeypatch.setattr(sweep_run.SweepRun, "run", run)

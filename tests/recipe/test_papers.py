@@ -10,7 +10,7 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.evaluation.aes import accuracy_efficiency_score
 from grpo_replay.lab.planning.theory import PowerGrowth, optimum
 from grpo_replay.lab.report.costs import OWN_BEST
-from grpo_replay.lab.sweep.grid import expand
+from grpo_replay.lab.sweep.cells import expand
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 from grpo_replay.recipe import Machines, Recipe, load_recipe
 from grpo_replay.replay.batch import ASYMRE_DELTA
@@ -25,8 +25,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reproduce.md").read_text
 def recipes_of(name: str) -> dict[str, Recipe]:
     """The recipe of every arm of a shipped sweep."""
     path = shipped_sweeps()[name]
-    first, *_ = expand(read_sweep_file(path), path, Path("out"))
-    return {arm.name: arm.comparison[0].resolved_recipe() for arm in first.arms}
+    cells = expand(read_sweep_file(path), path, Path("out"))
+    return {cell.arm: cell.resolved_recipe() for cell in reversed(cells)}
 
 
 def split(words: str) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def test_a_null_ratio_is_that_of_the_machines_and_needs_them():
 def test_theory_and_report_have_the_papers_constants():
     paper = B["optimum"]
     best = optimum(paper["mu"], paper["rho"], PowerGrowth(paper["a"]))
-    assert (best.x, best.y) == pytest.approx((paper["x"], paper["y"]), abs=0.0005)
+    assert best == pytest.approx((paper["x"], paper["y"]), abs=0.0005)
     assert B["own_best"] == OWN_BEST
 
 

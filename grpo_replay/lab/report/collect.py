@@ -3,21 +3,13 @@
 An arm is a set of runs that differ only in their seed. All arms of a report are comparable.
 """
 
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import (
-    CheckpointError,
-    DataError,
-    EvaluationFileError,
-    UsageError,
-    did_you_mean,
-)
+from grpo_replay.errors import DataError, EvaluationFileError, UsageError, did_you_mean
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import refuse_incomparable
 from grpo_replay.lab.report.finished_run import (
@@ -26,14 +18,11 @@ from grpo_replay.lab.report.finished_run import (
     read_evaluation,
     read_finished_run,
 )
-from grpo_replay.lab.sweep.cells import error_line
-from grpo_replay.lab.sweep.grid import log_of
+from grpo_replay.lab.sweep.cells import error_line, log_of
 from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
-from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
+from grpo_replay.recipe import Recipe
 from grpo_replay.recipe.layers import short_path
-from grpo_replay.storage.checkpoint import newest_state
 from grpo_replay.storage.recipe_history import flatten, shareable
-from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
 
 MANY_PATHS = 4
@@ -56,7 +45,6 @@ OF_THE_MACHINE = (
 """Keys, and sections of keys, that change where and how a run is computed, not its method. How it
 is evaluated is compared by `evaluation.comparison`."""
 
-
 _FOLDERS = re.compile(r"(?<![\w./])[/~](?:[^\s/]*/)+")
 """The folders of a path in an error, which a report that others read does not name."""
 
@@ -65,12 +53,13 @@ _FOLDERS = re.compile(r"(?<![\w./])[/~](?:[^\s/]*/)+")
 class Arm:
     """The finished runs of one arm by seed, and why others are missing.
 
-    The seed of an evaluation file is None.
+    The seed of an evaluation file is None. `tuned` are the overrides that a tuning stage chose.
     """
 
     name: str
     runs: dict[int | None, FinishedRun]
     missing: dict[int, str] = field(default_factory=dict)
+    tuned: str = ""
 
     @property
     def seeds(self) -> list[int]:
@@ -84,17 +73,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experiment:
-    """The arms of a report, all comparable with each other.
-
-    `notes` are sentences on differences that were let pass. `tuned` has, by arm, the overrides
-    that a tuning stage chose.
-    """
+    """The arms of a report, all comparable with each other. `notes` are sentences on differences
+    that were let pass."""
 
     name: str
     arms: tuple[Arm, ...]
     baseline: Arm
     notes: tuple[str, ...]
-    tuned: dict[str, str]
 
     @property
     def runs(self) -> list[FinishedRun]:
@@ -102,36 +87,60 @@ class Experiment:
 
 
 def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
-    """The experiment in these files and folders.
+    """The experiment in these files and folders, each PATH or NAME=PATH.
 
     Raises DataError for a run that is unfinished, damaged or of a newer version, and if two runs
     cannot be compared; UsageError for an unknown baseline, or an arm with one seed twice. In a
     sweep, unfinished cells are listed as missing instead.
     """
-    found = _Found([], [], [], {})
-    for path in dict.fromkeys(map(Path, paths)):
-        _add_path(path, found)
-    arms = [*_merged(found.arms), *group_by_recipe(found.runs), *evaluation_arms(found.files)]
+    named: dict[str, list[Path]] = {}
+    for word in dict.fromkeys(paths):
+        name, path = _named(word)
+        named.setdefault(name, []).append(path)
+    arms = [arm for name, own in named.items() for arm in _arms_in(own, name)]
     _refuse_same_names(arms)
     runs = [(_name(arm, run), run) for arm in arms for run in arm.runs.values()]
     if not runs:
         cells = [f"{arm.name} seed {s}: {why}" for arm in arms for s, why in arm.missing.items()]
         raise DataError(f"{' '.join(paths)}: no finished run yet: {'; '.join(cells)}")
     refuse_other_experiments(runs)
+    chosen = choose_baseline(arms, baseline)
     return Experiment(
-        name=_name_of(paths),
+        name=_name_of([name or path.resolve().name for name, own in named.items() for path in own]),
         arms=tuple(arms),
-        baseline=next(arm for arm in arms if arm.name == choose_baseline(arms, baseline)),
-        notes=(*_notes(arms), *_same_names(arms)),
-        tuned=found.tuned,
+        baseline=next(arm for arm in arms if arm.name == chosen),
+        notes=tuple(_notes(arms)),
     )
 
 
-def _name_of(paths: Sequence[str]) -> str:
-    """The names of the files and folders; their number if there are many."""
-    if len(paths) > MANY_PATHS:
-        return f"{len(paths)} runs"
-    return ", ".join(path.resolve().name for path in map(Path, paths))
+def _named(word: str) -> tuple[str, Path]:
+    """The name ("" without one) and the path of PATH or NAME=PATH. What exists is a path, also with
+    an equals sign, as the folders of tuned values have."""
+    name, equals, path = word.partition("=")
+    if equals and name and path and "/" not in name and not Path(word).exists():
+        return name, Path(path)
+    return "", Path(word)
+
+
+def _arms_in(paths: Sequence[Path], name: str) -> list[Arm]:
+    """The arms in these paths. With a name, a single arm is called so, and of several each
+    NAME/ARM."""
+    found = _Found([], [], [])
+    for path in paths:
+        _add_path(path, found)
+    arms = [*_merged(found.arms), *group_by_recipe(found.runs), *evaluation_arms(found.files)]
+    if name:
+        names = [name] if len(arms) == 1 else [f"{name}/{arm.name}" for arm in arms]
+        arms = [
+            Arm(each, arm.runs, arm.missing, arm.tuned)
+            for each, arm in zip(names, arms, strict=True)
+        ]
+    return arms
+
+
+def _name_of(names: Sequence[str]) -> str:
+    """The names of what is compared; their number if there are many."""
+    return f"{len(names)} runs" if len(names) > MANY_PATHS else ", ".join(names)
 
 
 def refuse_other_experiments(runs: Sequence[tuple[str, FinishedRun]]) -> None:
@@ -151,7 +160,6 @@ class _Found:
     arms: list[Arm]  # of sweeps
     runs: list[FinishedRun]  # outside sweeps
     files: list[FinishedRun]  # evaluation files
-    tuned: dict[str, str]
 
 
 def _add_path(path: Path, found: _Found) -> None:
@@ -164,28 +172,18 @@ def _add_path(path: Path, found: _Found) -> None:
             f"{path}: no such file or folder; give runs, sweeps, folders of runs, or evaluations"
         )
     sweep = read_folder(folder)
-    if sweep is not None and isinstance(sweep.recipe, str):
+    if sweep is not None:
         _add_sweep(folder, sweep, found)
     elif (folder / "recipe.yaml").exists():
         _add_run(folder, found)
     else:
-        _add_folder(folder, found)
-
-
-def _add_folder(folder: Path, found: _Found) -> None:
-    inner = sorted(child for child in folder.iterdir() if child.is_dir())
-    if sweeps := [child for child in inner if (child / SWEEP).exists()]:
-        raise UsageError(
-            f"{folder} holds {len(sweeps)} comparisons: report one of them at a time: "
-            + ", ".join(short_path(str(child)) for child in sweeps)
-        )
-    runs = [child for child in inner if (child / "recipe.yaml").exists()]
-    if not runs:
-        raise DataError(
-            f"{folder}: neither a run (recipe.yaml), a sweep ({SWEEP}) nor a folder of runs"
-        )
-    for child in runs:
-        _add_run(child, found)
+        runs = sorted(child.parent for child in folder.glob("*/recipe.yaml"))
+        if not runs:
+            raise DataError(
+                f"{folder}: neither a run (recipe.yaml), a sweep ({SWEEP}) nor a folder of runs"
+            )
+        for child in runs:
+            _add_run(child, found)
 
 
 def _add_run(path: Path, found: _Found) -> None:
@@ -199,31 +197,26 @@ def _add_run(path: Path, found: _Found) -> None:
 
 
 def _add_sweep(folder: Path, sweep: SweepFile, found: _Found) -> None:
+    choices = read_choices(folder)
     for arm in sweep.arms:
         runs: dict[int | None, FinishedRun] = {}
         missing = {}
         for seed in tracked(sweep.seeds, f"reading {arm}"):
             place = f"{arm}/seed-{seed}"
             try:
-                add_run(runs, _cell(folder / place, seed), arm)
+                run = read_finished_run(folder / place)
+                if run.seed != seed:
+                    raise DataError(
+                        f"{folder / place}: its recipe has run.seed {run.seed}: the folder was "
+                        "renamed or belongs to another sweep"
+                    )
+                add_run(runs, run, arm)
             except UnfinishedRun as error:
                 failure = error_line(log_of(folder, place))
                 why = f": {_FOLDERS.sub('', failure)}" if failure else ""
                 missing[seed] = f"{error.reason}{why}"
-        found.arms.append(Arm(arm, runs, missing))
-    choices = read_choices(folder)
-    if choices is not None:
-        found.tuned |= {arm: ", ".join(each["set"]) for arm, each in choices["arms"].items()}
-
-
-def _cell(path: Path, seed: int) -> FinishedRun:
-    run = read_finished_run(path)
-    if run.seed != seed:
-        raise DataError(
-            f"{path}: its recipe has run.seed {run.seed}: the folder was renamed or belongs to "
-            "another sweep"
-        )
-    return run
+        tuned = ", ".join(choices[arm]["set"]) if arm in choices else ""
+        found.arms.append(Arm(arm, runs, missing, tuned))
 
 
 def _merged(arms: Sequence[Arm]) -> list[Arm]:
@@ -231,7 +224,7 @@ def _merged(arms: Sequence[Arm]) -> list[Arm]:
     in one of them is not missing."""
     merged: dict[str, Arm] = {}
     for arm in arms:
-        known = merged.setdefault(arm.name, Arm(arm.name, {}, {}))
+        known = merged.setdefault(arm.name, Arm(arm.name, {}, {}, arm.tuned))
         for run in arm.runs.values():
             add_run(known.runs, run, arm.name)
         known.missing.update(arm.missing)
@@ -244,10 +237,7 @@ def _merged(arms: Sequence[Arm]) -> list[Arm]:
 def _refuse_same_names(arms: Sequence[Arm]) -> None:
     names = [arm.name for arm in arms]
     if double := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(
-            f"two arms would be called {double}: one of the sweep, and one of runs or files given "
-            "beside it; report them separately"
-        )
+        raise UsageError(f"two arms would be called {double}: name one of them, as NAME=PATH")
 
 
 def _name(arm: Arm, run: FinishedRun) -> str:
@@ -267,7 +257,6 @@ def _refuse_other_samples(name_a: str, a: FinishedRun, name_b: str, b: FinishedR
 
 
 def _refuse_other_base(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun) -> None:
-    assert a.recipe is not None and b.recipe is not None
     for key in BASE_MODEL_KEYS:
         ours, theirs = (getattr(run.recipe.model, key, None) for run in (a, b) if run.recipe)
         if ours != theirs:
@@ -278,8 +267,8 @@ def _refuse_other_base(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun)
 
 
 def _notes(arms: Sequence[Arm]) -> list[str]:
-    """Files that are not what their run wrote, recipes that changed at a resume, and other
-    differences from the first run, each once. Names are without paths, for others to read."""
+    """Recipes that changed at a resume, steps without a time, and other differences from the first
+    run, each once. Names are without paths, for others to read."""
     runs = [
         (arm.name if seed is None else f"{arm.name} seed {seed}", run)
         for arm in arms
@@ -300,55 +289,7 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
     for other_name, other in runs[1:]:
         for sentence in differences(first.final, other.final):
             found.setdefault(sentence, f"A = {name}, B = {other_name}: {sentence}")
-    altered = [
-        f"{each}: {problem}" for each, run in runs if run.log for problem in changed_files(run.path)
-    ]
-    return [*altered, *found.values(), *_other_steps(runs), *_other_prompts(runs)]
-
-
-def _other_steps(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
-    """That some runs trained for more steps than others, with one of each."""
-    one_of = {len(run.log): name for name, run in runs if run.log}
-    if len(one_of) < 2:
-        return []
-    listed = ", ".join(f"{steps} by {name}" for steps, name in sorted(one_of.items()))
-    return [f"the runs trained for different numbers of steps: {listed}"]
-
-
-def _other_prompts(runs: Sequence[tuple[str, FinishedRun]]) -> Iterator[str]:
-    """Sources of prompts whose problems, answers or order were others in one run than in another,
-    or before a resume than after, though their recipes read them alike; as far as checkpoints
-    tell. The builtin ones depend on the seed."""
-    seen: dict[str, dict[str, str]] = {}
-    for name, run in runs:
-        if run.recipe is None or "builtin:" in str(run.recipe.prompts.source):
-            continue
-        section = shareable(run.recipe.prompts.model_dump(mode="json"))
-        places = seen.setdefault(repr(section), {})
-        with suppress(CheckpointError):
-            prompts = newest_state(run.path / "checkpoints").prompts
-            for first, digest in prompts.items():
-                places.setdefault(digest, f"{name} from step {first}" if len(prompts) > 1 else name)
-    for places in seen.values():
-        if len(places) > 1:
-            listed = " than in ".join(places.values())
-            yield f"prompts.source has other problems or answers, or another order, in {listed}"
-
-
-def _same_names(arms: Sequence[Arm]) -> Iterator[str]:
-    """What is taken for one file, because the runs of an arm name it alike, though in folders of
-    their own."""
-    for arm in arms:
-        runs = list(arm.runs.values())
-        for run in runs[1:]:
-            a, b = settings_of(runs[0].recipe), settings_of(run.recipe)
-            for key in differing_keys([a, b]):
-                alike = shareable(a.get(key)) == shareable(b.get(key))
-                if alike and not key.startswith(OF_THE_MACHINE):
-                    yield (
-                        f"arm {arm.name}: {key} {shareable(a[key])!r} is in other folders in "
-                        f"{runs[0].path.name} and in {run.path.name}: taken for the same"
-                    )
+    return list(found.values())
 
 
 def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> None:
@@ -406,14 +347,8 @@ def group_by_recipe(runs: Sequence[FinishedRun]) -> list[Arm]:
 
 
 def evaluation_arms(files: Sequence[FinishedRun]) -> list[Arm]:
-    """One arm for each evaluation file, named by its stem, or its path from their common folder if
-    stems are equal."""
-    stems = [run.path.stem for run in files]
-    unique = len(set(stems)) == len(stems)
-    paths = [run.path.absolute() for run in files]
-    top = os.path.commonpath([path.parent for path in paths]) if paths else ""
-    names = stems if unique else [os.path.relpath(path, top) for path in paths]
-    return [Arm(name, {None: run}) for name, run in zip(names, files, strict=True)]
+    """One arm for each evaluation file, named by its stem."""
+    return [Arm(run.path.stem, {None: run}) for run in files]
 
 
 def settings_of(recipe: Recipe | None) -> dict[str, Any]:
@@ -433,34 +368,13 @@ def name_recipes(recipes: Sequence[Recipe | None]) -> list[str]:
         own = settings_of(recipe)
         words = [f"{key.split('.')[-1]}={shareable(own[key])}" for key in differing_keys(peers)]
         names.append(" ".join([preset, *words]))
-    return [  # files of one name may lie in two folders
-        name if names.count(name) == 1 else f"{name} ({names[: place + 1].count(name)})"
-        for place, name in enumerate(names)
-    ]
+    return names
 
 
 def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values are not the same in all recipes."""
     keys: Iterable[str] = dict.fromkeys(key for each in settings for key in each)
     return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
-
-
-def chosen_keys(arms: Sequence[Arm]) -> list[str]:
-    """The keys in which arms differ by choice: not those that only follow from the preset."""
-    recipes = [arm.recipe for arm in arms if arm.recipe is not None]
-    keys = differing_keys([settings_of(recipe) for recipe in recipes])
-    return [key for key in keys if not all(_follows(recipe.replay, key) for recipe in recipes)]
-
-
-def _follows(replay: ReplaySection, key: str) -> bool:
-    """True if the value of a replay key is that of the preset, or if it has no effect."""
-    section, _, name = key.partition(".")
-    if section != "replay" or name == "preset":
-        return False
-    preset = REPLAY_PRESETS[replay.preset]
-    if name in preset:
-        return bool(getattr(replay, name) == preset[name])
-    return not replay.replays
 
 
 def choose_baseline(arms: Sequence[Arm], wanted: str | None) -> str:

@@ -15,10 +15,8 @@ from grpo_replay.evaluation.evaluation_report import (
     are_comparable,
     read_report,
 )
-from grpo_replay.evaluation.statistics import Numbers
-from grpo_replay.lab.inspection.source import read_recipes
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.recipe_history import RecipeHistory, differences
+from grpo_replay.storage.recipe_history import RecipeHistory, differences, read_history
 from grpo_replay.storage.rollout_log import read_metrics
 from grpo_replay.storage.run_directory import (
     LOCK,
@@ -27,9 +25,6 @@ from grpo_replay.storage.run_directory import (
     read_summary,
     refuse_newer,
 )
-
-AGE_STEPS = "replay/age_mean in steps"
-"""The mean age of a step's replayed rollouts in training steps, whatever the run counts ages in."""
 
 _EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
 
@@ -55,24 +50,16 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The accuracy that curves and targets are about: `avg_at_k` or
-    `pass_at_k` of one benchmark, or of the `mean` over all."""
+    """The accuracy that tables, curves and targets are about: `avg_at_k` or `pass_at_k` of one
+    benchmark, or of the `mean` over all."""
 
     benchmark: str = "mean"
     metric: str = "avg_at_k"
 
     def of(self, report: EvaluationReport) -> float:
         """The outcome of an evaluation, a fraction."""
-        return float(getattr(self._result(report), self.metric))
-
-    def bounds(self, report: EvaluationReport) -> tuple[float, float]:
-        """Its 95 % interval over problems; the outcome itself where there is none (one problem)."""
-        found = getattr(self._result(report), f"{self.metric}_interval")
-        return (self.of(report),) * 2 if found is None else tuple(found)
-
-    def _result(self, report: EvaluationReport) -> Numbers:
-        sampled = report.sampled
-        return sampled.mean if self.benchmark == "mean" else sampled.benchmarks[self.benchmark]
+        numbers = {"mean": report.sampled.mean, **report.sampled.benchmarks}
+        return float(getattr(numbers[self.benchmark], self.metric))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,25 +122,24 @@ def read_finished_run(path: Path) -> FinishedRun:
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
     refuse_newer(path)
-    history = read_recipes(path)
-    assert history is not None
-    draws = history.first.draws_per_step
-    lines = (_in_steps(line, draws) for line in read_metrics(path / "metrics.jsonl"))
-    log = StepLog(tuple(map(_timed, lines)))
+    history = read_history(path)
+    log = StepLog(tuple(map(_timed, read_metrics(path / "metrics.jsonl"))))
     summary = _summary(path, f"step {len(log)} of {history.latest.run.steps}")
     if len(log) != summary["steps"]:
         raise DataError(
             f"{path}: metrics.jsonl has {len(log)} lines, but summary.json {summary['steps']} "
             "steps: restore the two files together"
         )
-    return _with_evaluations(path, history, log, summary["wall_seconds"])
-
-
-def _in_steps(line: Mapping[str, Any], draws: int) -> Mapping[str, Any]:
-    """The metrics of a step, with `AGE_STEPS`. With several draws a step an age counts them: it is
-    draws · steps + the index of the draw in its step, on average (draws - 1)/2."""
-    age = line.get("replay/age_mean")
-    return {**line, AGE_STEPS: None if age is None else (age - (draws - 1) / 2) / draws}
+    final = _final(path, len(log))
+    samples = _samples(final)  # a resume may change them, and pass@k with them
+    evaluations = {
+        step: report
+        for step, report in _read_curve(path / "eval").items()
+        if step <= len(log) and are_comparable(report, final) and _samples(report) == samples
+    }
+    method, changes = _method(history), _recipe_changes(history)
+    seed, seconds = method.run.seed, summary["wall_seconds"]
+    return FinishedRun(path, seed, method, final, evaluations, log, seconds, changes)
 
 
 def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,28 +161,6 @@ def _summary(path: Path, done: str) -> dict[str, Any]:
         remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
         raise UnfinishedRun(path, f"stopped after {done}", remedy)
     return summary
-
-
-def _with_evaluations(
-    path: Path, history: RecipeHistory, log: StepLog, wall_seconds: float
-) -> FinishedRun:
-    final = _final(path, len(log))
-    samples = _samples(final)  # a resume may change them, and pass@k with them
-    evaluations = {
-        step: report
-        for step, report in _read_curve(path / "eval").items()
-        if step <= len(log) and are_comparable(report, final) and _samples(report) == samples
-    }
-    return FinishedRun(
-        path=path,
-        seed=history.first.run.seed,
-        recipe=_method(history),
-        final=final,
-        evaluations=evaluations,
-        log=log,
-        wall_seconds=wall_seconds,
-        recipe_changes=_recipe_changes(history),
-    )
 
 
 def _samples(report: EvaluationReport) -> dict[str, int]:
@@ -237,10 +201,8 @@ def _final(path: Path, steps: int) -> EvaluationReport:
     file = _evaluation_file(path, steps)
     if not file.exists():
         raise EvaluationFileError(
-            f"{path}: no evaluation of its last step ({file.name} is not there): a report compares "
-            "accuracies. Name held-out problems in eval.benchmarks before training, or evaluate "
-            "it and give that file: "
-            f"grpo-replay eval --ckpt {path} --benchmark NAME_OR_FILE"
+            f"{path}: no evaluation of its last step ({file.name}): name held-out problems in "
+            f"eval.benchmarks before training, or report the file of grpo-replay eval --ckpt {path}"
         )
     return _without_texts(file)
 

@@ -1,5 +1,5 @@
 """Figures of a report: one colour per arm; medians over seeds, with quartile bands, or with every
-seed as points if there are fewer than five."""
+seed as a thin line if there are fewer than five."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.lab.report.collect import Arm, Experiment
-from grpo_replay.lab.report.costs import Axis
-from grpo_replay.lab.report.finished_run import AGE_STEPS, Outcome
-from grpo_replay.lab.report.report_findings import Findings
+from grpo_replay.lab.report.costs import Axis, rollouts_to_reach
+from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
+from grpo_replay.lab.report.measure import Document
+from grpo_replay.lab.report.report_tables import shown_title
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
@@ -28,14 +29,16 @@ COLOURS = (STORED, REPLAYED, FRESH, "#CC79A7", WARN, "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 
 WINDOWS = 40
-"""Metrics of single steps are averaged over at most this many windows of consecutive steps."""
-
+"""The entropy of single steps is averaged over at most this many windows of consecutive steps."""
 
 FEWEST_FOR_BANDS = 5
-"""With fewer seeds, each is shown as points instead of quartiles."""
+"""With fewer seeds, each is shown as a line instead of quartiles."""
 
 LEGEND_LETTERS = 60
 """Letters that fit into one line of a legend."""
+
+COST_RATIOS = np.geomspace(0.1, 100, 200)
+"""The μ of the figure of costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,54 +52,26 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlay:
-    """A figure of a metric of single steps over training."""
-
-    name: str
-    title: str
-    caption: str
-    label: str
-    metric: str
-    unit: float = 1.0
-    from_zero: bool = True
-
-
-OVERLAYS = (
-    Overlay("reward", "Reward", "Mean reward of the generated completions.", "reward",
-            "reward", from_zero=False),
-    Overlay("entropy", "Entropy", "Mean entropy of the policy's tokens.", "nats a token",
-            "entropy"),
-    Overlay("clip_fraction_replayed", "Clip fraction of replayed tokens",
-            "Share of replayed tokens whose gradient was clipped.", "clipped tokens, %",
-            "replay/clip_fraction", unit=100),
-    Overlay("clip_fraction_fresh", "Clip fraction of fresh tokens",
-            "Share of fresh tokens whose gradient was clipped.", "clipped tokens, %",
-            "fresh/clip_fraction", unit=100),
-    Overlay("staleness", "Staleness", "Mean age of the replayed rollouts.",
-            "age at use, steps", AGE_STEPS),
-    Overlay("length", "Length", "Mean length of the completions generated in training.", "tokens",
-            "completions/mean_length", from_zero=False),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class _Look:
     colour: str
     line: str
 
 
-def report_figures(
-    experiment: Experiment, findings: Findings, axes: Sequence[Axis]
-) -> list[Figure]:
-    """The figures that have data, in reading order."""
+def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]) -> list[Figure]:
+    """The figures that have data: accuracy over steps, compute and seconds, the cost ratio over μ,
+    and entropy over training."""
     looks = _looks(experiment)
     trained = [arm for arm in experiment.arms if arm.recipe is not None]
     figures: list[Figure] = []
     if any(len(run.evaluations) > 1 for arm in trained for run in arm.runs.values()):
-        outcome = Outcome(findings.shown, findings.metric)
-        shown = findings.outcome_title
-        figures += [_accuracy_figure(trained, looks, axis, outcome, shown) for axis in axes]
-    return figures + [each for one in OVERLAYS if (each := _overlay(one, trained, looks))]
+        figures += [
+            _accuracy_figure(trained, looks, axis, found)
+            for axis in axes
+            if axis.key != "generated_tokens"
+        ]
+    figures += _cost_figure(experiment, found, looks)
+    shown = [arm for arm in trained if all(_has_entropy(run) for run in arm.runs.values())]
+    return [*figures, *([_entropy_figure(shown, looks)] if shown else [])]
 
 
 def _looks(experiment: Experiment) -> dict[str, _Look]:
@@ -120,92 +95,104 @@ def drawn(figure: Figure) -> Iterator[Any]:
 
 
 def _accuracy_figure(
-    arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis, outcome: Outcome, shown: str
+    arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis, found: Document
 ) -> Figure:
-    return Figure(
-        f"accuracy_by_{axis.key}",
-        f"Accuracy over {axis.label.split(',')[0]}",
-        f"{shown}, at every evaluation, at the median cost. {_over_seeds(arms)}",
-        lambda axes: _draw_accuracy(axes, arms, looks, axis, outcome),
-    )
+    outcome = Outcome(**found["shown"])
+
+    def draw(axes: Any) -> None:
+        for arm in arms:
+            runs = list(arm.runs.values())
+            # the steps that every run of the arm evaluated
+            steps = [s for s in runs[0].evaluations if all(s in run.evaluations for run in runs)]
+            costs = np.median([axis.total(run)[steps] for run in runs], axis=0)
+            values_ST = np.array([[outcome.of(run.evaluations[s]) for s in steps] for run in runs])
+            _draw_seeds(axes, costs, 100 * values_ST, arm.name, looks[arm.name], marker="o")
+        axes.set(xlabel=axis.label, ylabel="held-out accuracy, %")
+        _compact_numbers(axes.xaxis)
+        _legend(axes)
+
+    caption = f"{shown_title(found)}, at every evaluation, at the median cost. {_over_seeds(arms)}"
+    title = f"Accuracy over {axis.label.split(',')[0]}"
+    return Figure(f"accuracy_by_{axis.key}", title, caption, draw)
 
 
 def _over_seeds(arms: Sequence[Arm]) -> str:
-    """What lines, bands and points are."""
+    """What thick lines, bands and thin lines are."""
     seeds = [len(arm.runs) for arm in arms]
     words = ["quartiles"] if max(seeds) >= FEWEST_FOR_BANDS else []
-    words += ["every seed as points"] if 1 < min(seeds) < FEWEST_FOR_BANDS else []
+    words += ["every seed as a thin line"] if 1 < min(seeds) < FEWEST_FOR_BANDS else []
     return f"Median over seeds{''.join(f', {word}' for word in words)}."
 
 
-def _draw_accuracy(
-    axes: Any, arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis, outcome: Outcome
-) -> None:
-    for arm in arms:
-        runs = list(arm.runs.values())
-        # the steps that every run of the arm evaluated
-        steps = [step for step in runs[0].evaluations if all(step in r.evaluations for r in runs)]
-        costs = np.median([axis.total(run)[steps] for run in runs], axis=0)
-        values_ST = 100 * np.array(
-            [[outcome.of(run.evaluations[step]) for step in steps] for run in runs]
-        )
-        _draw_band(axes, costs, values_ST, arm.name, looks[arm.name], marker="o")
-    axes.set(xlabel=axis.label, ylabel="held-out accuracy, %")
-    _compact_numbers(axes.xaxis)
-    _legend(axes)
-
-
-def _draw_band(
+def _draw_seeds(
     axes: Any, places: np.ndarray, values_ST: np.ndarray, label: str, look: _Look, marker: str = ""
 ) -> None:
-    """The median over seeds, with the quartiles as a band, or with every seed as points."""
+    """The median over seeds, with the quartiles as a band, or with every seed as a thin line."""
     low, middle, high = np.nanquantile(values_ST, [0.25, 0.5, 0.75], axis=0)
     if 1 < len(values_ST) < FEWEST_FOR_BANDS:
         for each_T in values_ST:
-            axes.plot(places, each_T, ".", color=look.colour, markersize=1.8, alpha=0.6)
+            axes.plot(places, each_T, look.line, color=look.colour, linewidth=0.4, alpha=0.6)
     elif len(values_ST) > 1:
         axes.fill_between(places, low, high, color=look.colour, alpha=0.18, linewidth=0)
     axes.plot(places, middle, look.line, marker=marker, color=look.colour, label=label)
 
 
-def _overlay(what: Overlay, arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
-    """A metric of single steps over training; None if no run has it."""
-    shown = [arm for arm in arms if _has(arm, what.metric)]
-    if not shown:
-        return None
+def _cost_figure(experiment: Experiment, found: Document, looks: dict[str, _Look]) -> list[Figure]:
+    """The cost to the highest target over that of the baseline, by μ, of arms that reached it."""
+    targets = [arm["reach"][-1]["accuracy"] for arm in found["arms"] if arm["reach"]]
+    if not targets:
+        return []
+    target, mu = targets[0], found["mu"]["measured"]
+    outcome, baseline = Outcome(**found["shown"]), experiment.baseline
+    lines = {}
+    for arm in experiment.arms:
+        pairs = [(run, baseline.runs[s]) for s, run in arm.runs.items() if s in baseline.runs]
+        spent_S22 = rollouts_to_reach(pairs, target, outcome)
+        if arm is not baseline and len(spent_S22):
+            (trained, generated), (of_base, of_base_generated) = spent_S22.mean(axis=0)
+            lines[arm.name] = (trained + COST_RATIOS * generated) / (
+                of_base + COST_RATIOS * of_base_generated
+            )
 
     def draw(axes: Any) -> None:
-        for arm in shown:
-            _draw_metric(axes, arm, what, looks[arm.name])
-        axes.set(xlabel="training step", ylabel=what.label)
-        if what.from_zero:
-            axes.set_ylim(bottom=0)
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        for name, ratio in lines.items():
+            axes.plot(COST_RATIOS, ratio, looks[name].line, color=looks[name].colour, label=name)
+        if mu is not None:
+            axes.axvline(mu, color=GREY, linewidth=0.8, linestyle=":")
+        axes.set(xscale="log", xlabel="μ: cost of generating a rollout / training on it")
+        axes.set_ylabel(f"cost relative to {found['baseline']}")
         _legend(axes)
 
-    return Figure(what.name, what.title, f"{what.caption} {_over_seeds(shown)}", draw)
+    caption = (
+        f"Cost to {100 * target:.1f} %, means over the seeds that reached it. Below 1 an arm is "
+        "cheaper than the baseline."
+    )
+    if mu is not None:
+        caption += f" Dotted: the measured μ, {mu:.3g}."
+    return [Figure("cost_by_mu", "Cost to an accuracy by μ", caption, draw)] if lines else []
 
 
-def _has(arm: Arm, metric: str) -> bool:
-    return any(np.isfinite(run.log.column(metric)).any() for run in arm.runs.values())
+def _entropy_figure(arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure:
+    def draw(axes: Any) -> None:
+        for arm in arms:
+            runs = list(arm.runs.values())
+            steps = min(len(run.log) for run in runs)
+            windows = np.array_split(np.arange(steps), min(WINDOWS, steps))
+            columns = [run.log.column("entropy") for run in runs]
+            values_SW = np.array([[np.nanmean(each[w]) for w in windows] for each in columns])
+            centres = np.array([window.mean() + 1 for window in windows])
+            _draw_seeds(axes, centres, values_SW, arm.name, looks[arm.name])
+        axes.set(xlabel="training step", ylabel="nats a token")
+        axes.set_ylim(bottom=0)
+        _legend(axes)
+
+    caption = f"Mean entropy of the policy's tokens. {_over_seeds(arms)}"
+    return Figure("entropy", "Entropy", caption, draw)
 
 
-def _draw_metric(axes: Any, arm: Arm, what: Overlay, look: _Look) -> None:
-    runs = list(arm.runs.values())
-    steps = min(len(run.log) for run in runs)
-    edges = np.unique(np.linspace(0, steps, min(WINDOWS, steps) + 1).astype(int))
-    columns = [run.log.column(what.metric)[:steps] for run in runs]
-    values_SW = np.array([_window_means(column, edges) for column in columns])
-    known = np.isfinite(values_SW).any(axis=0)
-    centres = (edges[:-1] + edges[1:] + 1) / 2
-    _draw_band(axes, centres[known], what.unit * values_SW[:, known], arm.name, look)
-
-
-def _window_means(values_T: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The mean of the defined values between consecutive edges; NaN where there are none."""
-    known = np.isfinite(values_T)
-    sums = np.add.reduceat(np.where(known, values_T, 0.0), edges[:-1])
-    counts = np.add.reduceat(known.astype(float), edges[:-1])
-    return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+def _has_entropy(run: FinishedRun) -> bool:
+    return bool(np.isfinite(run.log.column("entropy")).any())
 
 
 def _compact_numbers(axis: Any) -> None:
@@ -217,22 +204,12 @@ def _compact_numbers(axis: Any) -> None:
 
 
 def _legend(axes: Any) -> None:
-    """A legend above the data, as many arms to a line as fit, at most three. A long name is folded;
-    of one that is longer than two lines the middle is left out."""
+    """A legend above the data, as many arms to a line as fit, at most three."""
     handles, names = axes.get_legend_handles_labels()
-    labels = [_folded(name) for name in names]
-    longest = max(len(line) for label in labels for line in label.split("\n"))
-    columns = max(1, min(3, LEGEND_LETTERS // (longest + 5)))
+    columns = max(1, min(3, LEGEND_LETTERS // (max(map(len, names)) + 5)))
     legend = axes.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
+        handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
         columnspacing=1.0,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)  # a dollar sign in a name is no formula
-
-
-def _folded(name: str) -> str:
-    """The name in at most two lines of a legend."""
-    if len(name) > 2 * LEGEND_LETTERS:
-        name = f"{name[:LEGEND_LETTERS]}…{name[1 - LEGEND_LETTERS :]}"
-    return "\n".join(name[at : at + LEGEND_LETTERS] for at in range(0, len(name), LEGEND_LETTERS))

@@ -1,6 +1,6 @@
-"""Intervals over seeds and problems, and the paired test over seeds.
+"""Intervals over seeds and problems, the paired test over seeds, and how many seeds would tell.
 
-    S  seeds     N  problems of a benchmark     B  benchmarks
+    S  seeds     N  problems of a benchmark
 
 A result is a mean over benchmarks of means over problems and seeds. Both are samples: another seed
 trains another model, and another set of problems asks other questions. Seeds and problems are
@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import stdtrit
 
 from grpo_replay.evaluation.statistics import (
     CONFIDENCE,
@@ -34,7 +35,10 @@ from grpo_replay.evaluation.statistics import (
 )
 
 FEWEST_SEEDS = 3
-"""With fewer, the seeds are shown instead of an interval."""
+"""With fewer there is no interval over seeds."""
+
+MOST_SEEDS = 1000
+"""More are not asked for."""
 
 FLIPS = 20_000
 """Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
@@ -84,6 +88,24 @@ def difference_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval 
     return bounds, None if bounds is None else "problems"
 
 
+def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
+    """The number of seeds from which on the interval of the mean of these differences would not
+    hold 0, if mean and variances stayed as they are: seeds and the rest shrink with their number,
+    problems do not. Infinite if more than `MOST_SEEDS`; None for a single seed."""
+    seeds = len(values_SN[0])
+    if seeds < 2:
+        return None
+    shrinking = seeds * _over_seeds(values_SN).variance
+    staying = 0.0
+    if all(each.shape[1] > 1 for each in values_SN):
+        staying = max(0.0, _over_problems(values_SN).variance - _rest(values_SN).variance)
+    for count in range(FEWEST_SEEDS, MOST_SEEDS + 1):
+        quantile = stdtrit(count - 1, (1 + CONFIDENCE) / 2)
+        if quantile * math.sqrt(shrinking / count + staying) < abs(_mean(values_SN)):
+            return count
+    return math.inf
+
+
 def _mean(values_SN: Sequence[np.ndarray]) -> float:
     return float(np.mean([each.mean() for each in values_SN]))
 
@@ -114,23 +136,6 @@ def sign_flip_over_seeds(difference_S: np.ndarray) -> float | None:
     if len(difference_S) < 2:
         return None
     return sign_flip_p_value([difference_S], FLIPS, np.random.default_rng(len(difference_S)))
-
-
-def smallest_p_value(seeds: int) -> float:
-    """The smallest p-value that the test over seeds can give: 2/2^S."""
-    return 2.0 ** (1 - seeds)
-
-
-def median_interval(ordered: Sequence[float]) -> Interval | None:
-    """The interval between two order statistics that covers the median with at least 95 %.
-
-    Values may be infinite. None for fewer than six values, whose extremes cover it less often.
-    """
-    count, tail, rank = len(ordered), 0.0, 0
-    while tail + math.comb(count, rank) / 2**count <= (1 - CONFIDENCE) / 2:
-        tail += math.comb(count, rank) / 2**count
-        rank += 1
-    return (ordered[rank - 1], ordered[count - rank]) if rank else None
 
 
 def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:

@@ -6,7 +6,6 @@ cell: `grpo-replay ARGUMENTS`, told to stop after its step if the sweep dies, al
 
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,21 +13,13 @@ from pathlib import Path
 
 from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores, stop_with_parent
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.sweep.cells import (
-    CellState,
-    locked_log,
-    note_start,
-    train_arguments,
-)
-from grpo_replay.lab.sweep.grid import Cell
+from grpo_replay.lab.sweep.cells import STARTED, Cell, CellState, shell_command, train_arguments
 
 ENTRY = "grpo_replay.lab.sweep.cell_processes"
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-"""What a cell gets at the first, second and third request to stop: finish the step and checkpoint;
-stop at once; die."""
+Process = subprocess.Popen[bytes]
 
 
 class Launcher:
@@ -36,36 +27,39 @@ class Launcher:
     GPUs. Call it from the main thread: the cells stop when the thread that started them dies."""
 
     def __init__(self, jobs: int) -> None:
-        self.jobs = jobs
         self._environment = share_of_cores(jobs)
         self._gpus = shares_of_gpus(jobs)
-        self._in_share: dict[int, subprocess.Popen[bytes]] = {}
+        self._places: list[Process | None] = [None] * jobs
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
-        gpus, jobs = len(visible_gpus()), self.jobs
-        for cell in cells if gpus and jobs > 1 else []:
+        size = min((len(share.split(",")) for share in self._gpus), default=0)
+        for cell in cells if self._gpus else ():
             engine = cell.resolved_recipe().engine
-            if engine.device != "cpu" and engine.num_processes > gpus // jobs:
+            if engine.device != "cpu" and engine.num_processes > size:
                 raise UsageError(
-                    f"--jobs {jobs}: {gpus} GPUs are {gpus // jobs} for each of {jobs} cells, and "
-                    f"{cell.name} has engine.num_processes {engine.num_processes}: lower --jobs to "
-                    f"{max(1, gpus // engine.num_processes)}"
+                    f"--jobs {len(self._places)}: each cell has {size} of {len(visible_gpus())} "
+                    f"GPUs, and {cell.name} has engine.num_processes {engine.num_processes}: lower "
+                    "--jobs"
                 )
 
-    def start(self, cell: Cell, state: CellState) -> subprocess.Popen[bytes]:
-        """Start a new cell, or resume a started one. It holds the lock of the cell.
+    def free_place(self) -> int | None:
+        """The number of a place without a running cell; None if all have one."""
+        ended = (
+            i for i, each in enumerate(self._places) if each is None or each.poll() is not None
+        )
+        return next(ended, None)
 
-        Raises OutputDirectoryError if a process of the cell is alive.
-        """
+    def start(self, cell: Cell, state: CellState, place: int) -> Process:
+        """Start a new cell, or resume a started one, in a free place."""
         # For trackers that keep all runs in one place, where `seed-42` says nothing.
-        name = f"{cell.root.name}/{cell.place}"
+        name = f"{cell.root.name}/{cell.name}"
         environment = {**self._environment, "WANDB_NAME": name, "TRACKIO_NAME": name}
-        share = self._free_share()
-        if share is not None:
-            environment = environment | {GPUS_VARIABLE: self._gpus[share]}
+        if self._gpus:
+            environment[GPUS_VARIABLE] = self._gpus[place]
         words = [sys.executable, "-m", ENTRY, str(os.getpid()), *train_arguments(cell, state)]
-        with locked_log(cell) as log:
+        cell.log.parent.mkdir(parents=True, exist_ok=True)
+        with cell.log.open("ab", buffering=0) as log:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -74,17 +68,15 @@ class Launcher:
                 start_new_session=True,  # signals reach it once, through this process
                 env={**os.environ, **environment},
             )
-            note_start(log, process.pid, cell, state)
-        if share is not None:
-            self._in_share[share] = process
+            log.write(f"{STARTED}{process.pid}: {shell_command(cell, state)}\n".encode())
+        self._places[place] = process
         return process
 
-    def _free_share(self) -> int | None:
-        """The number of a share of the GPUs that no cell has; None if there are no shares."""
-        for share in range(len(self._gpus)):
-            if share not in self._in_share or self._in_share[share].poll() is not None:
-                return share
-        return None
+
+def share_of_cores(jobs: int) -> dict[str, str]:
+    """Variables that limit the threads of one of `jobs` cells, and of its children."""
+    cores = str(max(1, available_cores() // jobs))
+    return {CORES_VARIABLE: cores, "OMP_NUM_THREADS": cores}
 
 
 def visible_gpus() -> list[str]:
@@ -96,18 +88,14 @@ def visible_gpus() -> list[str]:
 
 
 def shares_of_gpus(jobs: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each of `jobs` cells, in equal parts; empty for one job or no GPU."""
+    """CUDA_VISIBLE_DEVICES of each of `jobs` cells: equal parts, or one GPU each by turns if there
+    are more cells than GPUs. Empty for one job or no GPU."""
     gpus = visible_gpus()
-    size = len(gpus) // jobs
     if jobs == 1 or not gpus:
         return []
-    return [",".join(gpus[size * job : size * (job + 1)]) for job in range(jobs)]
-
-
-def share_of_cores(jobs: int) -> dict[str, str]:
-    """Variables that limit the threads of one of `jobs` cells, and of its children."""
-    cores = str(max(1, available_cores() // jobs))
-    return {CORES_VARIABLE: cores, "OMP_NUM_THREADS": cores}
+    size = max(1, len(gpus) // jobs)
+    turns = [gpus[(size * job) % len(gpus) :][:size] for job in range(jobs)]
+    return [",".join(share) for share in turns]
 
 
 def main() -> None:

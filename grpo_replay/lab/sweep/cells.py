@@ -1,80 +1,164 @@
-"""The state of a cell on disk, and the command that starts or continues it."""
+"""The cells of a sweep: which runs there are, where they lie, the recipe and the state of each, and
+the command that starts or continues it.
 
-import contextlib
+OUTPUT_DIR/ARM/seed-N/                      the comparison
+OUTPUT_DIR/tune/ARM/VALUE-NAME/seed-N/      the tuning stage
+"""
+
 import enum
-import fcntl
-import json
-import os
+import functools
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_replay.errors import OutputDirectoryError, RecipeError
-from grpo_replay.lab.sweep.grid import Cell
+from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
+from grpo_replay.lab.sweep.sweep_file import SweepFile, value_name
+from grpo_replay.recipe import Recipe, find_recipe, load_recipe
 from grpo_replay.storage.recipe_history import differences, read_history
-from grpo_replay.storage.run_directory import (
-    LOCK,
-    RunDirectory,
-    is_locked,
-    read_summary,
-    refuse_newer,
-)
+from grpo_replay.storage.run_directory import RunDirectory, read_summary, refuse_newer
+
+_load = functools.lru_cache(maxsize=None)(load_recipe)
+
+
+def log_of(root: Path, place: Path | str) -> Path:
+    """The log of the cell in `place`, a folder relative to `root`."""
+    return root / "log" / f"{place}.log"
 
 
 class CellState(enum.Enum):
-    """What a cell's folder holds."""
+    """What a cell's folder holds: no run, one that is to be resumed, or a finished one."""
 
     NEW = "new"
-    """No run was started."""
     STARTED = "started"
-    """A run that did not finish: it is resumed."""
     DONE = "done"
-    """A run with its last step and its summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep in `root`.
+
+    `candidate` are the values that a tuning run tries; it is None in the comparison. The overrides
+    of a comparison cell lack the tuned values until they are chosen.
+    """
+
+    root: Path
+    arm: str
+    seed: int
+    recipe: str
+    overrides: tuple[str, ...]
+    candidate: tuple[str, ...] | None = None
+    awaits_choice: bool = False
+
+    @property
+    def name(self) -> str:
+        """The folder relative to the sweep's, which is how messages name the cell."""
+        if self.candidate is None:
+            return f"{self.arm}/seed-{self.seed}"
+        return f"tune/{self.arm}/{value_name(self.candidate)}/seed-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self.root / self.name
+
+    @property
+    def log(self) -> Path:
+        """What the cell's processes print."""
+        return log_of(self.root, self.name)
+
+    def all_overrides(self) -> tuple[str, ...]:
+        return (*self.overrides, *(self.candidate or ()), f"run.seed={self.seed}")
+
+    def resolved_recipe(self) -> Recipe:
+        """The recipe of the run. Raises SweepFileError that names the arm."""
+        try:
+            return _load(self.recipe, self.all_overrides())
+        except RecipeError as error:
+            raise SweepFileError(f"arm {self.arm}: {str(error).removeprefix('--set: ')}") from error
+
+    def with_choice(self, chosen: Sequence[str]) -> "Cell":
+        """The comparison cell with the values that tuning chose."""
+        return replace(self, overrides=(*self.overrides, *chosen), awaits_choice=False)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean held-out accuracy at the end of the run; None before, or if it evaluated nothing."""
+        return ((read_summary(self.folder) or {}).get("final") or {}).get("mean")
+
+
+def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) -> list[Cell]:
+    """The cells in `root` of a sweep read from `source`, of all arms or of the arm `only`, fully
+    checked: tuning first, then seed by seed, so that arms stay level with each other.
+
+    Raises SweepFileError for an arm or an override that there is not, values that contradict each
+    other, or a recipe that is not found.
+    """
+    if only is not None and only not in sweep.arms:
+        hint = did_you_mean(only, sweep.arms)
+        raise SweepFileError(
+            f"--only {only}: no such arm{hint}; the sweep has: {', '.join(sweep.arms)}"
+        )
+    recipe = _recipe_name(sweep.recipe, source)
+    arms = {
+        name: (*sweep.set, *overrides)
+        for name, overrides in sweep.arms.items()
+        if only in (None, name)
+    }
+    candidates = sweep.tune.candidates() if sweep.tune else []
+    tuning = [
+        Cell(root, name, seed, recipe, overrides, candidate)
+        for name, overrides in arms.items()
+        for candidate in candidates
+        for seed in (sweep.tune.seeds if sweep.tune else ())
+    ]
+    comparison = [
+        Cell(root, name, seed, recipe, overrides, awaits_choice=bool(candidates))
+        for seed in sweep.seeds
+        for name, overrides in arms.items()
+    ]
+    for cell in tuning or comparison:
+        if not cell.resolved_recipe().eval.benchmarks and tuning:
+            raise SweepFileError(
+                f"{source}: tune: the recipe evaluates nothing after the last step; set "
+                "eval.benchmarks"
+            )
+    return [*tuning, *comparison]
+
+
+def _recipe_name(word: str, source: Path) -> str:
+    """What `train` is given: an absolute path, or the name of a shipped recipe."""
+    beside = source.parent / word
+    try:
+        found = beside if beside.is_file() else find_recipe(word)
+    except RecipeError as error:
+        raise SweepFileError(f"{source}: recipe: {error}") from error
+    return word if found.name.removesuffix(".yaml") == word else str(found.resolve())
 
 
 def state_of(cell: Cell) -> CellState:
-    """The state of a cell whose processes have ended.
-
-    Raises OutputDirectoryError for a folder that holds something other than this cell's run: other
-    files, a run of another recipe, or a run written by a newer version.
-    """
+    """The state of a cell. Raises OutputDirectoryError for a folder that holds something other than
+    this cell's run: other files, a run of another recipe, or one written by a newer version."""
     run = RunDirectory(cell.folder)
     if not run.recipe_path.exists():
-        _refuse_other_files(cell)
+        if cell.folder.exists() and not run.is_unborn:
+            raise OutputDirectoryError(
+                f"{cell.folder} holds files but no run: the sweep would start a run there; move "
+                "it, or choose another --output-dir"
+            )
         return CellState.NEW
     refuse_newer(cell.folder)
-    recipe = cell.resolved_recipe()
-    if not cell.awaits_choice:
-        _refuse_other_recipe(cell)
-    summary = read_summary(cell.folder)
-    return CellState.DONE if summary and summary["steps"] >= recipe.run.steps else CellState.STARTED
-
-
-def _refuse_other_files(cell: Cell) -> None:
-    if cell.folder.exists() and not RunDirectory(cell.folder).is_unborn:
-        raise OutputDirectoryError(
-            f"{cell.folder} holds files but no run: the sweep would start a run there; move it, or "
-            "choose another --output-dir"
-        )
-
-
-def _refuse_other_recipe(cell: Cell) -> None:
-    try:
-        history = read_history(cell.folder)
-    except RecipeError as error:
-        raise OutputDirectoryError(
-            f"{cell.folder} has a recipe that is not one of this version: {error}"
-        ) from error
     ours = cell.resolved_recipe()
-    for recipe in history.recipes:
+    for recipe in () if cell.awaits_choice else read_history(cell.folder).recipes:
         if found := differences(recipe, ours):
             shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in found[:3])
             raise OutputDirectoryError(
                 f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, "
                 "or restore the recipe or the sweep file"
             )
+    summary = read_summary(cell.folder)
+    return CellState.DONE if summary and summary["steps"] >= ours.run.steps else CellState.STARTED
 
 
 def train_arguments(cell: Cell, state: CellState) -> list[str]:
@@ -91,95 +175,21 @@ def shell_command(cell: Cell, state: CellState) -> str:
     return shlex.join(["grpo-replay", *train_arguments(cell, state)])
 
 
-@contextlib.contextmanager
-def locked_log(cell: Cell) -> Iterator[int]:
-    """Yields a descriptor of the cell's log, which holds the lock of the cell.
-
-    A process that inherits it as its output keeps the lock until it ends, in whatever way. Raises
-    OutputDirectoryError if such a process is alive.
-    """
-    cell.log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(cell.log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputDirectoryError(
-                f"{cell.name} is running: {describe_holder(cell)}"
-            ) from error
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def is_running(cell: Cell) -> bool:
-    """True if a process that a sweep started in this cell is alive."""
-    return is_locked(cell.log)
-
-
-def process_in(cell: Cell) -> str | None:
-    """`process 1234` if one that no sweep started is in the run directory, as a queue's job."""
-    lock = cell.folder / LOCK
-    return f"process {lock.read_text(encoding='utf-8').strip()}" if is_locked(lock) else None
-
-
-_STARTED = "# process "
-_TAIL_BYTES = 65_536
-
-
-def note_start(descriptor: int, pid: int, cell: Cell, state: CellState) -> None:
-    """Write to the log which process runs which command."""
-    os.write(descriptor, f"{_STARTED}{pid}: {shell_command(cell, state)}\n".encode())
-
-
-def describe_holder(cell: Cell) -> str:
-    """`process 1234`, from the log."""
-    pid = last_attempt(cell.log)[0].removeprefix(_STARTED).partition(":")[0]
-    return f"process {pid}"
-
-
-def last_attempt(log: Path) -> list[str]:
-    """The lines of a cell's log since the last start; the first names the process."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return [f"{_STARTED}unknown"]
-    starts = [i for i, line in enumerate(lines) if line.startswith(_STARTED)]
-    return lines[starts[-1] :] if starts else [f"{_STARTED}unknown", *lines]
-
+STARTED = "# process "
+"""How the line begins that an attempt at a cell writes first into its log."""
 
 _RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 
 
 def error_line(log: Path) -> str | None:
-    """The first line of the error with which a cell's last attempt ended, or the end of its
+    """The first line of the error with which a cell's last attempt ended, or else the end of its
     traceback; None if it printed none."""
-    lines = last_attempt(log)[1:]
+    if not log.exists():
+        return None
+    lines: list[str] = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        lines = [] if line.startswith(STARTED) else [*lines[-1000:], line]
     errors = [line for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1].removeprefix("error: ")
     return next((line for line in reversed(lines) if _RAISED.match(line)), None)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Step and held-out accuracy of a run, from the last lines of its metrics.jsonl."""
-
-    path: Path
-    step: int = 0
-    accuracy: float | None = None
-
-    def refresh(self) -> None:
-        """Read the end of the file. The accuracy stays that of the last evaluation seen."""
-        try:
-            with self.path.open("rb") as file:
-                start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-                file.seek(start)
-                lines = file.read().split(b"\n")
-        except FileNotFoundError:
-            return
-        rows = [json.loads(line) for line in lines[int(start > 0) : -1]]
-        if rows:
-            self.step = rows[-1]["step"]
-        for row in rows:
-            self.accuracy = row.get("eval/mean", self.accuracy)

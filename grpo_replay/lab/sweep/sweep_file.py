@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    StrictInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, StrictInt, ValidationError, model_validator
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.recipe import Section
@@ -29,37 +22,39 @@ RESERVED = ("tune", "log")
 
 
 def _folder_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,99}", text):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,99}", text) or text in RESERVED:
         raise ValueError(
             f"{shown(text)} is to name a folder: use up to 100 letters, digits and . _ = + , -, "
-            "and begin with a letter or digit"
+            f"begin with a letter or digit, and leave out {' and '.join(RESERVED)}"
         )
     return text
 
 
-def _not_empty(values: Any) -> Any:
+def _some_different(values: Any) -> Any:
     if not values:
         raise ValueError("is empty")
+    for value in values:
+        if sum(each is value or repr(each) == repr(value) for each in values) > 1:
+            raise ValueError(f"{value} is there twice")
     return values
 
 
 T = TypeVar("T")
-Some = Annotated[T, AfterValidator(_not_empty)]
+Some = Annotated[T, AfterValidator(_some_different)]
 Name = Annotated[str, AfterValidator(_folder_name)]
-Seed = Annotated[StrictInt, Field(ge=0)]
-Seeds = Some[list[Seed]]
+Seeds = Some[list[Annotated[StrictInt, Field(ge=0)]]]
 Scalar = str | bool | int | float
+Grid = dict[str, Some[list[Scalar]]]
 
 
 class TuneSection(Section):
-    """The tuning stage: every arm is run with every value of the grid on the tuning seeds."""
+    """The tuning stage: every arm is run with every value of the grid on the tuning seeds, and gets
+    the values with the best mean of `final.mean` in summary.json."""
 
     seeds: Seeds
     """Seeds of the tuning runs. None of them may be a seed of the comparison."""
-    grid: Some[dict[str, Some[list[Scalar]]]]
+    grid: Some[Grid]
     """Recipe key to the values to try. Several keys form every combination."""
-    metric: Literal["final.mean"] = "final.mean"
-    """Entry of summary.json whose mean over the tuning seeds is maximised."""
 
     def candidates(self) -> list[tuple[str, ...]]:
         """The combinations of the grid, each as `key=value` overrides."""
@@ -73,14 +68,13 @@ class SweepFile(Section):
     """Version of this file's format."""
     name: Name
     """Name of the sweep. Its folder is `runs/NAME` unless `--output-dir` says otherwise."""
-    recipe: str | Some[list[str]]
-    """Recipe file or shipped recipe. A list makes one comparison per recipe, each in a folder of
-    its own."""
+    recipe: str
+    """Recipe file or shipped recipe."""
     set: list[str] = Field(default_factory=list)
     """Overrides of every run, as `key=value`."""
     arms: Some[dict[Name, list[str]]]
     """The methods that are compared: a name, and its overrides as `key=value`."""
-    grid: dict[str, Some[list[Scalar]]] = Field(default_factory=dict)
+    grid: Grid = Field(default_factory=dict)
     """Recipe key to values: every arm is run with every combination of those keys that it does not
     set itself, as the arm `NAME,KEY=VALUE`."""
     seeds: Seeds
@@ -88,74 +82,49 @@ class SweepFile(Section):
     tune: TuneSection | None = None
     """Values to choose per arm on other seeds before the comparison."""
 
-    @field_validator("arms")
-    @classmethod
-    def _has_allowed_names(cls, arms: dict[str, list[str]]) -> dict[str, list[str]]:
-        for name in arms:
-            if name in RESERVED:
-                raise ValueError(f"an arm cannot be called {name!r}: a folder of the sweep is")
-        _refuse_doubles((name.lower() for name in arms), "arms: names that differ only in case:")
-        return arms
-
     @model_validator(mode="after")
     def _is_consistent(self) -> "SweepFile":
-        _refuse_doubles(self.seeds, "seeds:")
+        varied = {"grid": self.grid, "tune.grid": self.tune.grid if self.tune else {}}
         for place, overrides in (("set", self.set), *self.arms.items()):
-            _check_overrides(place, overrides)
-        for key, values in self.grid.items():
-            # 1.0 is 1, but true is not
-            _refuse_doubles(
-                (_text(v) if v is True or v is False else v for v in values), f"grid.{key}:"
-            )
-            if key in map(_key_of, self.set):
-                raise ValueError(f"set sets {key}, which grid varies: remove it from one of them")
-        if self.tune is not None:
-            self._check_tuning(self.tune)
-        return self
-
-    def _check_tuning(self, tune: TuneSection) -> None:
-        _refuse_doubles(tune.seeds, "tune.seeds:")
-        if common := sorted({*tune.seeds} & {*self.seeds}):
+            keys = [_key_of(place, word) for word in overrides]
+            if double := [key for key in keys if keys.count(key) > 1]:
+                raise ValueError(f"{place}: {double[0]} is there twice")
+            for where, grid in varied.items():
+                both = [key for key in keys if key in grid]
+                if both and (place == "set" or where == "tune.grid"):
+                    raise ValueError(
+                        f"{place} sets {both[0]}, which {where} varies: remove it from one of them"
+                    )
+        if self.tune and (common := sorted({*self.tune.seeds} & {*self.seeds})):
             raise ValueError(
                 f"tune.seeds and seeds share {', '.join(map(str, common))}: values that were "
                 "chosen on a seed look better on it; use other seeds"
             )
-        for key, values in tune.grid.items():
-            _check_overrides("tune.grid", [f"{key}=0"])
-            _refuse_doubles((_text(value) for value in values), f"tune.grid.{key}:")
-            for place, overrides in (("set", self.set), *self.arms.items()):
-                if key in map(_key_of, overrides):
-                    raise ValueError(
-                        f"{place} sets {key}, which tune.grid chooses: remove it from one of them"
-                    )
-        for name in map(value_name, tune.candidates()):
-            if "/" in name or name.startswith(".") or len(name) > 200:
-                raise ValueError(
-                    f"tune.grid: {name!r} cannot name a folder: tune numbers, true, false or short "
-                    "words"
-                )
+        for name in map(value_name, self.tune.candidates() if self.tune else []):
+            if "/" in name or len(name) > 200:
+                raise ValueError(f"tune.grid: {name!r} cannot name a folder: tune numbers or words")
+        return self
 
     def expanded(self) -> "SweepFile":
         """The sweep with an arm for every combination of the grid, and no grid."""
-        arms = {}
+        arms: dict[str, list[str]] = {}
         for name, overrides in self.arms.items():
-            own = [key for key in self.grid if key not in map(_key_of, overrides)]
+            own = [key for key in self.grid if key not in (_key_of(name, w) for w in overrides)]
             for values in _combinations({key: self.grid[key] for key in own}):
                 full = ",".join([name, value_name(values)]) if values else name
-                if full in arms:
-                    raise ValueError(
-                        f"arms: {full} is there twice with what grid makes: rename one"
-                    )
+                if full.lower() in map(str.lower, arms):
+                    raise ValueError(f"arms: {full} is there twice, but for case: rename one")
                 arms[full] = [*overrides, *values]
         return SweepFile.model_validate({**self.model_dump(), "arms": arms, "grid": {}})
 
-    @property
-    def recipes(self) -> list[str]:
-        return [self.recipe] if isinstance(self.recipe, str) else list(self.recipe)
 
-
-def _combinations(grid: Mapping[str, list[Scalar]]) -> list[tuple[str, ...]]:
+def _combinations(grid: Mapping[str, Sequence[Scalar]]) -> list[tuple[str, ...]]:
     return list(itertools.product(*([f"{key}={_text(v)}" for v in grid[key]] for key in grid)))
+
+
+def _text(value: Scalar) -> str:
+    """A value as `--set` reads it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def value_name(overrides: Sequence[str]) -> str:
@@ -169,31 +138,13 @@ def value_name(overrides: Sequence[str]) -> str:
     )
 
 
-def _check_overrides(place: str, overrides: list[str]) -> None:
-    for word in overrides:
-        if "=" not in word or not _key_of(word):
-            raise ValueError(f"{place}: {word!r}: expected key=value, such as replay.ratio=0.25")
-    keys = [_key_of(word) for word in overrides]
-    _refuse_doubles(keys, f"{place}:")
-    if "run.seed" in keys:
+def _key_of(place: str, override: str) -> str:
+    key = override.partition("=")[0].strip()
+    if "=" not in override or not key:
+        raise ValueError(f"{place}: {override!r}: expected key=value, such as replay.ratio=0.25")
+    if key == "run.seed":
         raise ValueError(f"{place} sets run.seed: the seeds of a sweep are listed in seeds")
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].strip()
-
-
-def _refuse_doubles(values: Iterable[object], place: str) -> None:
-    seen: set[object] = set()
-    for value in values:
-        if value in seen:
-            raise ValueError(f"{place} {value} is there twice")
-        seen.add(value)
-
-
-def _text(value: Scalar) -> str:
-    """A value as `--set` reads it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return key
 
 
 def find_sweep(name_or_path: str) -> Path:
@@ -214,21 +165,18 @@ def read_sweep_file(path: Path) -> SweepFile:
     try:
         return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
-        raise SweepFileError(_explain(plain_problems(error, document), path)) from error
+        raise SweepFileError("\n".join(_explain(plain_problems(error, document), path))) from error
     except ValueError as error:  # of `expanded`
         raise SweepFileError(f"{path}: {error}") from error
 
 
-def _explain(problems: Sequence[Any], path: Path) -> str:
-    lines = []
+def _explain(problems: Sequence[Any], path: Path) -> Iterable[str]:
     for item in problems:
-        where = item["loc"][:-2] if item["loc"][-1:] == ("[key]",) else item["loc"]
-        place = ".".join(map(str, where))
+        place = ".".join(str(part) for part in item["loc"] if part != "[key]")
         message = item["msg"].removeprefix("Value error, ")
         ours = item["type"] == "value_error"  # our messages name what was found
         found = f", found {shown(item['input'])}" if place and not ours else ""
-        lines.append(f"{path}: {place + ': ' if place else ''}{message}{found}")
-    return "\n".join(lines)
+        yield f"{path}: {place + ': ' if place else ''}{message}{found}"
 
 
 def sweep_to_yaml(sweep: SweepFile) -> str:
@@ -239,23 +187,19 @@ def sweep_to_yaml(sweep: SweepFile) -> str:
 def read_folder(folder: Path) -> SweepFile | None:
     """The sweep that a folder holds; None without sweep.yaml. Raises OutputDirectoryError."""
     path = folder / SWEEP
-    if not path.exists():
-        return None
     try:
-        return read_sweep_file(path)
+        return read_sweep_file(path) if path.exists() else None
     except RecipeError as error:
         raise OutputDirectoryError(str(error)) from error
 
 
-def read_choices(folder: Path) -> dict[str, Any] | None:
-    """The document chosen.json; None if nothing was chosen yet. Raises OutputDirectoryError."""
+def read_choices(folder: Path) -> dict[str, Any]:
+    """What tuning chose, by arm, from chosen.json; empty if nothing was chosen yet. Raises
+    OutputDirectoryError."""
     path = folder / CHOSEN
+    if not path.exists():
+        return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise OutputDirectoryError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("arms"), dict):
-        raise OutputDirectoryError(f"{path}: expected an object with 'arms'; it was changed")
-    return document
+        return dict(json.loads(path.read_text(encoding="utf-8"))["arms"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutputDirectoryError(f"{path} cannot be read: {error!r}; restore it") from error

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +13,6 @@ from commands import run_report as run
 from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, write_sweep
 
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
-from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
 from grpo_replay.lab.report import measure
 from grpo_replay.lab.report.measure import count_better
 
@@ -71,7 +68,7 @@ def test_differences_are_paired_by_seed(sweep, capsys):
     assert ours["mean"] == pytest.approx(np.mean(each))
     assert ours["median"] == pytest.approx(np.median(each))
     assert ours["seeds"] == list(SEEDS) and ours["seeds_better"] == sum(d > 0 for d in each)
-    assert ours["p_value"] >= ours["smallest_p_value"] == 2 / 8
+    assert ours["p_value"] >= 2 / 8
     assert ours["interval"][0] < ours["mean"] < ours["interval"][1]
     assert ours["interval_over"] == "seeds and problems"
 
@@ -125,23 +122,6 @@ def test_all_arms_are_compared_at_the_median_mu_of_all_runs(monkeypatch):
     baseline = SimpleNamespace(runs={1: 1.0, 2: None})
     experiment = SimpleNamespace(baseline=baseline, runs=[1.0, None, 8.0, 3.0])
     assert measure.measured_mu_of(experiment) == 3.0
-
-
-def test_the_ratio_of_costs_is_the_median_of_the_ratios_of_pairs(monkeypatch):
-    """1/4, 6/3 and 5/1, and one run that never gets there; the ratio of the medians is 5/3."""
-    monkeypatch.setattr(measure, "cost_to_reach", lambda cost, *_: cost)
-    pairs = [(1.0, 4.0), (6.0, 3.0), (5.0, 1.0), (np.inf, 2.0)]
-    found = measure._reach(0.5, [ours for ours, _ in pairs], pairs, None, None)
-    assert (found.ratio, found.ratio_seeds) == (2.0, 3)
-
-
-def test_a_report_and_the_planner_measure_the_same_mu_in_a_run(runs):
-    source = open_source(runs["ours"])
-    uneven = [
-        {**line, "cost/generated_rollouts": 20 + 24 * (line["step"] % 2)} for line in source.metrics
-    ]
-    estimated = estimate_from_run(replace(source, metrics=tuple(uneven)))
-    assert measured_mu(uneven, rollouts_per_step=16) == estimated.mu == pytest.approx(4.0)
 
 
 def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
@@ -220,7 +200,6 @@ def test_runs_outside_a_sweep_are_grouped_by_recipe(tmp_path, capsys):
     arms = arms_of(report(capsys, tmp_path))
     assert list(arms) == ["ours max_age_steps=10", "ours max_age_steps=5", "grpo"]
     assert all(arm["seeds"] == [1, 2] for arm in arms.values())
-    assert arms["grpo"]["settings"] == {"replay.preset": "grpo"}
 
 
 OURS = ["replay.preset=ours"]
@@ -247,17 +226,6 @@ def test_a_recipe_that_changed_at_a_resume_is_named(copy, capsys):
     (note,) = report(capsys, copy)["notes"]
     assert "ours seed 2" in note
     assert note.endswith("replay.max_age_steps: 10 -> 5 (after step 6)")
-
-
-def test_ages_are_in_training_steps_whatever_a_run_counts_them_in(tmp_path, capsys):
-    """A rollout of age s in draw d of a step has age draws · s + d. FIFO draws for each update."""
-    draws = 3
-    fifo = ["replay.preset=fifo", "replay.warmup_steps=0", f"batch.updates_per_step={draws}"]
-    folder = write_run(tmp_path / "run", fifo, 1, 0.1)
-    ages = [draws * age + draw for age in (0, 1, 4) for draw in range(draws)]
-    relog(folder, **{"replay/age_mean": sum(ages) / len(ages)})
-    (arm,) = report(capsys, folder)["arms"]
-    assert arm["quantities"]["age_mean"]["mean"] == pytest.approx(5 / 3)
 
 
 def test_steps_repeated_from_a_journal_have_no_time(copy, capsys):
@@ -302,9 +270,31 @@ def test_what_tuning_chose_is_listed_and_its_runs_are_left_out(copy, capsys):
     write_run(copy / "tune/ours/lr/seed-9", ["replay.preset=ours"], 9, 0.1)
     chosen = {"arms": {"ours": {"set": ["optimizer.learning_rate=1e-4"]}}}
     (copy / "chosen.json").write_text(json.dumps(chosen))
-    document = report(capsys, copy)
-    assert document["tuned"] == {"ours": "optimizer.learning_rate=1e-4"}
-    assert arms_of(document)["ours"]["seeds"] == list(SEEDS)
+    ours = arms_of(report(capsys, copy))["ours"]
+    assert ours["tuned"] == "optimizer.learning_rate=1e-4" and ours["seeds"] == list(SEEDS)
+
+
+def test_arms_of_one_name_in_two_folders_are_compared_under_names(copy, sweep, capsys):
+    relog(copy / "ours/seed-1", step_time=9.0)
+    found = arms_of(report(capsys, sweep / "grpo/seed-1", f"slow={copy / 'ours/seed-1'}"))
+    assert list(found) == ["grpo", "slow"] and found["slow"]["difference"] is not None
+    both = arms_of(report(capsys, f"old={sweep}", f"new={copy}"))
+    assert list(both) == [f"{name}/{arm}" for name in ("old", "new") for arm in ARMS]
+    write_run(copy / "a=b", ["replay.preset=grpo"], 9, 0.1)  # a path, not a name
+    assert arms_of(report(capsys, copy / "a=b"))["grpo"]["seeds"] == [9]
+
+
+def test_the_break_even_is_where_the_costs_of_the_two_arms_are_equal(sweep, capsys):
+    """Every seed of `age-1` needs fewer rollouts of both kinds; the axis at a μ between 0 and that
+    of the test has the same costs on both sides."""
+    document = report(capsys, sweep, reach=[34.0], mu=[0.5, 50.0], baseline="ours")
+    target = arms_of(document)["grpo"]["reach"][0]
+    even, costs = target["break_even"], target["costs"]
+    own = arms_of(document)["ours"]["reach"][0]["costs"]
+    assert even["seeds"] == costs["compute_0.5"]["ratio_seeds"] > 0
+    assert even["pays"] in ("above", "below", "always", "never")
+    assert arms_of(document)["ours"]["reach"][0]["break_even"] is None
+    assert own["steps"]["ratio"] == 1.0
 
 
 def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):
@@ -325,11 +315,8 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
     arms = {
         "none": (["replay.preset=grpo"], 0.2),
         "fifo": (["replay.preset=fifo", f"replay.machines={machines}"], 0.3),
-        "falls": (["replay.preset=fifo", f"replay.machines={machines}", "replay.ratio=2"], -0.3),
     }
     folder = write_sweep(tmp_path / "paper", arms, SEEDS)
-    peak = evaluation(0.9, Size(), np.random.default_rng(7))
-    peak.write(folder / f"falls/seed-{SEEDS[0]}/eval/step_000004.json")
     document = report(capsys, folder, baseline="none")
     points = []
     for name, arm in arms_of(document).items():
@@ -358,7 +345,6 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
         assert found["compute_machines"]["mean"] == pytest.approx(np.mean(costs, axis=0)[-1])
         assert found["cost_to_98"]["median"] == pytest.approx(np.median(to_98))
         assert found["peak_of_median"]["mean"] == pytest.approx(medians.max())
-        assert found["collapsed"]["mean"] == (1 / len(SEEDS) if name == "falls" else 0)
         spent = np.median(costs, axis=0)
         points += [(c, v, name, s) for c, v, s in zip(spent, medians, (0, 4, 8, 12), strict=True)]
     best = [p for p in points if not any(q[1] >= p[1] and q[0] < p[0] for q in points)]

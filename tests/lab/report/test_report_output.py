@@ -21,10 +21,7 @@ from grpo_replay.lab.report.report_figures import (
     drawn,
     report_figures,
 )
-from grpo_replay.lab.report.report_findings import Findings
-from grpo_replay.lab.report.report_tables import (
-    report_tables,
-)
+from grpo_replay.lab.report.report_tables import report_table, verdict
 
 ARMS = {
     "grpo": (["replay.preset=grpo"], 0.1),
@@ -41,28 +38,28 @@ def sweep(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def findings(sweep) -> Findings:
-    return measure(collect([str(sweep)], "ours"), given_mu=[5.28])
+def findings(sweep) -> dict:
+    return measure(collect([str(sweep)], "ours"), [0.4], [5.28])
 
 
 @pytest.fixture(scope="module")
 def written(sweep, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "report"
-    run([str(sweep)], "ours", output=str(folder), mu=[5.28])
+    run([str(sweep)], "ours", output=str(folder), mu=[5.28], reach=[40.0])
     return folder
 
 
 def test_every_figure_is_written_as_pdf_and_svg(written):
     names = {file.stem for file in (written / "figures").iterdir()}
     assert names >= {
-        "accuracy_by_steps", "accuracy_by_generated_tokens", "accuracy_by_compute_5.28",
-        "accuracy_by_seconds",
+        "accuracy_by_steps", "accuracy_by_compute_5.28", "accuracy_by_seconds", "cost_by_mu",
     }  # fmt: skip
     for name in names:
         pdf = (written / "figures" / f"{name}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF") and b"/MediaBox [ 0 0 237.6" in pdf  # 3.3 inches
         ElementTree.parse(written / "figures" / f"{name}.svg")
-    assert "## final avg@k: difference to ours" in (written / "report.md").read_text()
+    text = (written / "report.md").read_text()
+    assert text.splitlines()[2].startswith("**against ours, ") and "| - ours |" in text
 
 
 def test_every_arm_has_a_line_of_its_own_look_and_a_legend_entry(sweep, findings):
@@ -85,32 +82,67 @@ def test_the_page_is_complete_and_loads_nothing(written, findings):
     assert "s&lt;x&gt;_1" in page and "s<x>" not in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) > 50
-    for table in report_tables(findings):
-        assert f"<h2>{table.title}</h2>" in page
+    assert verdict(findings) in page
+    for header in report_table(findings).header:
+        assert f"<th>{header}</th>" in page
     assert page.count("<svg") == len(list((written / "figures").glob("*.svg")))
 
 
 def test_one_benchmark_and_metric_can_be_what_is_shown(sweep, findings):
     one = Outcome(BENCHMARKS[0], "pass_at_k")
     chosen = measure(collect([str(sweep)], "ours"), [0.5], outcome=one)
-    assert chosen.measured_mu == findings.measured_mu and chosen.given_mu == ()
-    score = next(table for table in report_tables(chosen) if table.name == "final")
-    expected = chosen.arm("grpo").scores["final"].estimates[BENCHMARKS[0]].mean
-    assert score.rows[0][2] == f"{100 * expected:.1f}"
-    run = collect([str(sweep)], "ours").baseline.runs[1]
-    steps, curve = run.curve(one)
-    own = [run.evaluations[s].sampled.benchmarks[BENCHMARKS[0]].pass_at_k for s in steps]
-    assert curve == own
+    assert chosen["mu"] == {"measured": findings["mu"]["measured"], "given": []}
+    row = next(row for row in report_table(chosen).rows if row[0] == "grpo")
+    runs = [run.final.sampled.benchmarks[BENCHMARKS[0]] for run in
+            collect([str(sweep)], "ours").arms[0].runs.values()]  # fmt: skip
+    expected = sum(each.pass_at_k for each in runs) / len(runs)
+    assert row[2] == f"{100 * expected:.1f}"
     with pytest.raises(UsageError, match="--benchmark nowhere: not evaluated"):
         measure(collect([str(sweep)]), outcome=Outcome("nowhere"))
 
 
-def test_the_terminal_shows_every_brief_table_without_cutting_a_number(findings):
+def test_the_terminal_has_the_verdict_first_and_cuts_no_number(findings):
     stream = StringIO()
     print_report(findings, Console(file=stream, width=80, highlight=False, markup=False))
-    assert "…" not in stream.getvalue()
-    for table in report_tables(findings):
-        assert table.title.split(":")[0][:60] in stream.getvalue()
+    printed = stream.getvalue()
+    assert printed.startswith(verdict(findings)) and "…" not in printed
+    for row in report_table(findings).rows:
+        assert all(part in printed for cell in row for part in cell.split("\n"))
+
+
+def difference(mean, interval, seeds, needed=None):
+    one = {"mean": mean, "interval": interval, "seeds": seeds, "seeds_to_tell": needed}
+    return {"mean": one}
+
+
+def compared(**arms):
+    """A document with what a verdict reads: (final, at equal compute) of every arm."""
+    return {
+        "baseline": "grpo", "axes": {"compute": ""}, "main_axis": "compute",
+        "equal_rollouts": True, "shown": {"benchmark": "mean", "metric": "avg_at_k"},
+        "arms": [
+            {"name": name, "seeds": final["mean"]["seeds"], "difference": final,
+             "equal_cost": {"compute": {"difference": spent}}}
+            for name, (final, spent) in arms.items()
+        ],
+    }  # fmt: skip
+
+
+def test_the_verdict_says_what_seeds_and_intervals_say():
+    few = difference(0.01, None, [1, 2], 9), difference(-0.005, None, [1, 2], 40)
+    assert verdict(compared(ours=few)) == (
+        "undecided: ours against grpo, 2 seeds, +1.0 points at equal rollouts, -0.5 at equal "
+        "compute; about 9 seeds would tell"
+    )
+    sure = difference(0.02, (0.01, 0.03), [1, 2, 3]), difference(-0.02, (-0.03, -0.01), [1, 2, 3])
+    assert verdict(compared(ours=sure)) == (
+        "ahead at equal rollouts, behind at equal compute: ours against grpo, 3 seeds, +2.0 [+1.0, "
+        "+3.0] points at equal rollouts, -2.0 [-3.0, -1.0] at equal compute"
+    )
+    assert verdict(compared(ours=sure, fifo=few)) == (
+        "against grpo, at equal rollouts: ours ahead, fifo undecided; at equal compute: ours "
+        "behind, fifo undecided; fewer than 3 seeds cannot tell"
+    )
 
 
 def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
@@ -120,9 +152,9 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
 
 
 def test_a_report_names_no_host_and_no_local_folder(written, sweep):
-    """Pages, tables and figures; the sweep's folder is named, not where it is."""
-    files = [path for path in written.rglob("*") if path.is_file()]
-    assert len(files) >= 8
+    """Pages and figures; the sweep's folder is named, not where it is."""
+    files = [path for path in written.rglob("*") if path.is_file() and path.suffix != ".pdf"]
+    assert len(files) >= 7
     for path in files:
         content = path.read_bytes()
         for private in (str(sweep.parent), str(Path.home()) + "/", socket.gethostname()):

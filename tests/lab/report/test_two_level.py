@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_replay.lab.report.costs import first_crossing
-from grpo_replay.lab.report.report_findings import Spread
+from grpo_replay.evaluation.statistics import Component, t_interval
+from grpo_replay.lab.report.costs import break_even, first_crossing
 from grpo_replay.lab.report.two_level import (
-    Component,
     accuracy_over_seeds,
     difference_over_problems,
     difference_over_seeds,
-    median_interval,
+    seeds_to_tell,
     sign_flip_over_seeds,
-    smallest_p_value,
-    t_interval,
     two_level_variance,
 )
 
@@ -121,26 +118,63 @@ def test_the_paired_test_is_scipys_exact_one(seeds):
 
 def test_few_seeds_cannot_reach_a_small_p_value():
     """Five differences of one sign: 2 of 32 flips are as large."""
-    assert sign_flip_over_seeds(np.ones(5)) == smallest_p_value(5) == 2 / 32
+    assert sign_flip_over_seeds(np.ones(5)) == 2 / 32
     assert sign_flip_over_seeds(np.ones(6)) == 2 / 64
     assert sign_flip_over_seeds(np.ones(1)) is None
 
 
-@pytest.mark.parametrize("count", [6, 15])
-def test_the_interval_of_a_median_is_scipys(count):
-    values = np.random.default_rng(count).normal(size=count)
-    expected = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
-    assert median_interval(sorted(values)) == (expected.low, expected.high)
+def test_the_seeds_that_would_tell_by_hand():
+    """Two seeds at 0 and 0.2 without other noise: s² = 0.02, and t(n - 1)·√(0.02/n) < 0.1 first at
+    n = 11 (2.228·0.0426 = 0.095; at 10: 2.262·0.0447 = 0.101)."""
+    values = np.array([[0.0, 0.0], [0.2, 0.2]])
+    assert seeds_to_tell([values]) == 11
+    assert seeds_to_tell([values[:1]]) is None
+    hard = values + np.array([-1.0, 1.0])  # the problems disagree, however many seeds there are
+    assert seeds_to_tell([hard]) == math.inf
 
 
-def test_five_values_have_no_interval_of_the_median():
-    """Their extremes hold the median with 1 - 2/32 = 93.75 %."""
-    assert median_interval([1, 2, 3, 4, 5]) is None
-    assert median_interval([1, 2, 3, 4, 5, math.inf]) == (1, math.inf)
+def spent(*rows):
+    """((trained, generated) of the arm, of the baseline) by seed."""
+    return np.array(rows, dtype=float)
 
 
-def test_quartiles_and_medians():
-    assert Spread.of([1, 2, 3, 10]) == Spread(4.0, 2.5, 1.75, 4.75, 4)
+@pytest.mark.parametrize(
+    ("arm", "base", "pays", "mu"),
+    [
+        ((30, 10), (20, 15), "above", 2.0),  # 30 + 10μ = 20 + 15μ
+        ((20, 15), (30, 10), "below", 2.0),
+        ((20, 10), (20, 15), "always", None),
+        ((30, 15), (20, 15), "never", None),
+        ((30, 16), (20, 15), "never", None),
+        ((10, 10), (20, 15), "always", None),
+    ],
+)
+def test_an_arm_pays_where_it_reaches_the_accuracy_for_less(arm, base, pays, mu):
+    found = break_even(spent((arm, base)))
+    assert (found["pays"], found["mu"]) == (pays, mu)
+    assert found["interval"] is None and found["seeds"] == 1
+    for tried in (0.5, 8.0):
+        cheaper = arm[0] + tried * arm[1] < base[0] + tried * base[1]
+        expected = {"above": tried > 2, "below": tried < 2, "always": True, "never": False}
+        assert cheaper == expected[pays]
+
+
+def test_the_interval_of_the_break_even_has_every_mu_whose_difference_in_cost_may_be_zero():
+    rows = [((30, 10), (20, 15)), ((33, 10), (20, 14)), ((29, 9), (20, 15)), ((31, 10), (19, 16))]
+    found = break_even(spent(*rows))
+    low, high = found["interval"]
+    assert low < found["mu"] < high
+
+    def holds_zero(mu):
+        costs = [a[0] + mu * a[1] - b[0] - mu * b[1] for a, b in rows]
+        bounds = stats.ttest_1samp(costs, 0).confidence_interval(0.95)
+        return bounds.low <= 0 <= bounds.high
+
+    assert holds_zero(low + 1e-6) and holds_zero(high - 1e-6)
+    assert not holds_zero(low - 1e-6) and not holds_zero(high + 1e-6)
+    unsure = [((30, 10), (20, 15)), ((30, 15), (20, 10)), ((30, 10), (20, 12))]
+    assert break_even(spent(*unsure))["interval"] == (0.0, math.inf)
+    assert break_even(spent()[:0].reshape(0, 2, 2)) is None
 
 
 def test_the_cost_of_an_accuracy_is_interpolated():

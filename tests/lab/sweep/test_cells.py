@@ -5,19 +5,14 @@ import json
 import pytest
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.lab.sweep.cells import (
-    CellState,
-    shell_command,
-    state_of,
-)
-from grpo_replay.lab.sweep.grid import Cell
+from grpo_replay.lab.sweep.cells import Cell, CellState, shell_command, state_of
 from grpo_replay.recipe import recipe_to_yaml
 from grpo_replay.storage.run_directory import RunDirectory
 
 
 @pytest.fixture
 def cell(tmp_path):
-    return Cell(tmp_path / "s", "", "ours", 3, "tiny", ("run.steps=30",))
+    return Cell(tmp_path / "s", "ours", 3, "tiny", ("run.steps=30",))
 
 
 def start(cell, steps=None, **environment):

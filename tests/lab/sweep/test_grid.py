@@ -7,18 +7,14 @@ import pytest
 from buffer_makers import make_rollout
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.lab.sweep.grid import (
-    all_cells,
-    expand,
-    open_folder,
-    refuse_other_sweep,
-)
+from grpo_replay.lab.sweep.cells import expand
 from grpo_replay.lab.sweep.sweep_file import (
     SweepFile,
     TuneSection,
     read_folder,
     read_sweep_file,
 )
+from grpo_replay.lab.sweep.sweep_run import open_folder
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.compose import draw_count
 from grpo_replay.replay.replay_buffer import ReplayBuffer
@@ -34,7 +30,7 @@ def sweep(**values) -> SweepFile:
 
 def test_cells_lie_where_the_contract_says_and_arms_stay_level():
     tune = TuneSection(seeds=[1], grid={"optimizer.learning_rate": [1e-4, 2e-4]})
-    cells = list(all_cells(expand(sweep(tune=tune), HERE, Path("out"))))
+    cells = expand(sweep(tune=tune), HERE, Path("out"))
     assert [str(cell.folder) for cell in cells] == [
         "out/tune/a/learning_rate=0.0001/seed-1",
         "out/tune/a/learning_rate=0.0002/seed-1",
@@ -57,22 +53,20 @@ def test_a_shipped_sweep_loads_with_enough_seeds_for_an_interval(name):
     """Five or more; four where a run takes minutes on two cores."""
     path = shipped_sweeps()[name]
     file = read_sweep_file(path)
-    comparisons = expand(file, path, Path("out"))
+    cells = expand(file, path, Path("out"))
     assert file.name == name and len(file.seeds) >= (4 if "smollm2" in name else 5)
-    recipes = {cell.resolved_recipe().model_dump_json() for cell in all_cells(comparisons)}
     # Comparison cells of a tuned arm have no values yet: they are the same as nothing else.
-    assert len(recipes) == len(list(all_cells(comparisons)))
+    assert len({cell.resolved_recipe().model_dump_json() for cell in cells}) == len(cells)
     text = path.read_text()
     assert f"grpo-replay sweep {name}" in text and "Hardware:" in text
 
 
 def test_the_arms_of_paper_b_make_the_same_number_of_updates():
     path = shipped_sweeps()["paper-b"]
-    (comparison,) = expand(read_sweep_file(path), path, Path("out"))
     updates = {}
-    for arm in comparison.arms:
-        recipe = arm.comparison[0].resolved_recipe()
-        updates[arm.name] = recipe.run.steps * recipe.batch.updates_per_step
+    for cell in expand(read_sweep_file(path), path, Path("out")):
+        recipe = cell.resolved_recipe()
+        updates[cell.arm] = recipe.run.steps * recipe.batch.updates_per_step
         assert trained_rollouts(recipe) / recipe.batch.updates_per_step == 60
     least = min(updates.values())
     assert len(updates) == 8 and max(updates.values()) <= 1.05 * least
@@ -89,17 +83,11 @@ def trained_rollouts(recipe: Recipe) -> int:
     return len(buffer.draw(count, 2, np.random.default_rng(0)).rollouts)
 
 
-def test_arms_and_seeds_may_be_added_to_a_folder_and_nothing_else_changed(tmp_path):
-    first = sweep(arms={"a": [], "b": ["replay.ratio=1"]}, seeds=[1, 2])
-    open_folder(tmp_path, first, []).unlock()
-    more = sweep(arms={"a": [], "b": ["replay.ratio=1"], "c": ["replay.ratio=2"]}, seeds=[3, 1, 2])
-    open_folder(tmp_path, more, []).unlock()
+def test_a_folder_is_of_one_sweep(tmp_path):
+    open_folder(tmp_path, sweep(seeds=[1, 2]))
+    more = sweep(arms={"a": [], "c": ["replay.ratio=2"]}, seeds=[3, 1, 2])
+    open_folder(tmp_path, more)
     assert read_folder(tmp_path) == more
-    for changes, words in [
-        ({"arms": {"a": []}}, r"arms\.b was"),
-        ({"seeds": [1, 2]}, r"seeds was \[3, 1, 2\], now \[1, 2\]"),
-        ({"set": ["run.steps=9"]}, "set was"),
-    ]:
-        with pytest.raises(OutputDirectoryError, match=words):
-            refuse_other_sweep(tmp_path, more.model_copy(update=changes))
+    with pytest.raises(OutputDirectoryError, match="holds the sweep s: choose another"):
+        open_folder(tmp_path, more.model_copy(update={"name": "t"}))
     assert read_folder(tmp_path) == more

@@ -9,13 +9,12 @@ import pytest
 from grpo_replay.distributed.environment import available_cores, threads_per_rank
 from grpo_replay.errors import LaunchError, UsageError
 from grpo_replay.lab.sweep import cell_processes as processes
-from grpo_replay.lab.sweep.cells import CellState
-from grpo_replay.lab.sweep.grid import Cell
+from grpo_replay.lab.sweep.cells import Cell, CellState
 
 
 def cell(ranks: int, device: str = "auto") -> Cell:
     overrides = (f"engine.num_processes={ranks}", f"engine.device={device}")
-    return Cell(Path("out"), "", "ours", 3, "tiny", overrides)
+    return Cell(Path("out"), "ours", 3, "tiny", overrides)
 
 
 @pytest.fixture
@@ -66,17 +65,25 @@ def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(
 ):
     monkeypatch.chdir(tmp_path)
     launcher = processes.Launcher(2)
-    for _ in range(2):
-        launcher.start(cell(4), CellState.NEW)
+    for place in range(2):
+        assert launcher.free_place() == place
+        launcher.start(cell(4), CellState.NEW, place)
+    assert launcher.free_place() is None
     started[0].ended = 0
-    launcher.start(cell(4), CellState.NEW)
+    launcher.start(cell(4), CellState.NEW, launcher.free_place())
     assert [process.gpus for process in started] == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
     assert {process.name for process in started} == {"out/ours/seed-3"}
+
+
+def test_more_cells_than_gpus_take_the_gpus_by_turns(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert processes.shares_of_gpus(5) == ["0", "1", "0", "1", "0"]
+    assert processes.shares_of_gpus(1) == []
 
 
 def test_more_ranks_than_gpus_in_a_share_are_refused(eight_gpus):
     processes.Launcher(2).check([cell(4)])
     processes.Launcher(1).check([cell(8)])
     processes.Launcher(2).check([cell(8, "cpu")])
-    with pytest.raises(UsageError, match=r"8 GPUs are 2 for each of 4 cells, .* lower --jobs to 2"):
+    with pytest.raises(UsageError, match=r"--jobs 4: each cell has 2 of 8 GPUs, .* lower --jobs"):
         processes.Launcher(4).check([cell(4)])

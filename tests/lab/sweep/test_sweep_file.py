@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_replay.errors import RecipeError, SweepFileError
-from grpo_replay.lab.sweep.grid import choose_arms, expand
+from grpo_replay.lab.sweep.cells import expand
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file, sweep_to_yaml
 
 GOOD = """
@@ -20,25 +20,26 @@ seeds: [3, 4]
 """
 
 
-def read(tmp_path, text):
+def read(tmp_path, text, only=None):
     path = tmp_path / "sweep.yaml"
     path.write_text(text)
-    return expand(read_sweep_file(path), path, tmp_path / "out")
+    return expand(read_sweep_file(path), path, tmp_path / "out", only)
 
 
 def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path):
-    (comparison,) = read(tmp_path, GOOD.replace("name: two", "name: '1e3'"))
-    assert list(comparison.file.arms) == ["grpo", "ours"]
-    copy = tmp_path / "copy.yaml"
-    copy.write_text(sweep_to_yaml(comparison.file))
-    assert read_sweep_file(copy) == comparison.file
+    path, copy = tmp_path / "sweep.yaml", tmp_path / "copy.yaml"
+    path.write_text(GOOD.replace("name: two", "name: '1e3'"))
+    sweep = read_sweep_file(path)
+    assert sweep.name == "1e3" and list(sweep.arms) == ["grpo", "ours"]
+    copy.write_text(sweep_to_yaml(sweep))
+    assert read_sweep_file(copy) == sweep
 
 
 BAD = {
     "an arm named twice": (
         ("  ours: [replay.preset=ours]", "  grpo: [replay.preset=ours]"), "sweep.yaml:7: .*'grpo'",
     ),
-    "arms that differ in case": (("  ours:", "  GRPO:"), "grpo"),
+    "arms that differ in case": (("  ours:", "  GRPO:"), "GRPO is there twice"),
     "a key that a recipe lacks": (
         ("replay.preset=ours", "replay.presett=ours"), "arm ours: .*'replay.presett'",
     ),
@@ -49,7 +50,7 @@ BAD = {
     "no seeds": (("seeds: [3, 4]", "seeds: []"), "seeds: is empty"),
     "a seed in both stages": (("seeds: [3, 4]", "seeds: [2, 4]"), "tune.seeds and seeds share 2"),
     "a grid without values": (("[5.0e-5, 1.0e-4]", "[]"), "learning_rate: is empty"),
-    "a value twice in the grid": (("[5.0e-5, 1.0e-4]", "[1.0e-4, 1.0e-4]"), "rate: 0.0001"),
+    "a value twice in the grid": (("[5.0e-5, 1.0e-4]", "[1.0e-4, 1.0e-4]"), "rate: 0.0001 is"),
     "a tuned key that an arm sets": (
         ("replay.preset=ours", "optimizer.learning_rate=1e-3"),
         "ours sets optimizer.learning_rate",
@@ -82,7 +83,7 @@ def test_an_unknown_sweep_is_refused_with_the_shipped_names(tmp_path):
     with pytest.raises(RecipeError, match=r"'tiny-mian'.*did you mean 'tiny-main'"):
         find_sweep("tiny-mian")
     with pytest.raises(SweepFileError, match=r"--only uors: .*did you mean 'ours'"):
-        choose_arms(read(tmp_path, GOOD), "uors")
+        read(tmp_path, GOOD, "uors")
 
 
 def test_a_recipe_file_is_found_beside_the_sweep(tmp_path, monkeypatch):
@@ -90,8 +91,7 @@ def test_a_recipe_file_is_found_beside_the_sweep(tmp_path, monkeypatch):
     text = GOOD.replace("recipe: tiny", "recipe: mine.yaml").replace("set: [run.steps=30]", "")
     text = text[: text.index("tune:")] + "seeds: [3]\n"
     monkeypatch.chdir("/")
-    (comparison,) = read(tmp_path, text)
-    cell = comparison.arms[0].comparison[0]
+    cell = read(tmp_path, text)[0]
     assert cell.recipe == str(tmp_path / "mine.yaml")
     assert cell.resolved_recipe().run.steps == 40
 

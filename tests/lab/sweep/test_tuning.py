@@ -7,30 +7,19 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.lab.sweep.cells import CellState
-from grpo_replay.lab.sweep.grid import expand
-from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection, read_choices
+from grpo_replay.lab.sweep.sweep_file import read_choices
 from grpo_replay.lab.sweep.sweep_run import choose, record_choice
 
 RATE = "optimizer.learning_rate"
 
 
-@pytest.fixture
-def tuned(tmp_path):
-    """Writes summaries, value by value and seed by seed; returns the comparison."""
-
-    def write(scores, **grid):
-        tune = TuneSection(seeds=[1, 2], grid=grid or {RATE: [1e-4, 2e-4, 4e-4]})
-        file = SweepFile(name="s", recipe="tiny", arms={"a": []}, seeds=[3], tune=tune)
-        (comparison,) = expand(file, Path("s.yaml"), tmp_path)
-        for cells, by_seed in zip(comparison.arms[0].tuning.values(), scores, strict=True):
-            for cell, final in zip(cells, by_seed, strict=True):
-                cell.folder.mkdir(parents=True, exist_ok=True)
-                write_summary(cell.folder, final)
-        return comparison
-
-    return write
+def scores(*by_seed, key=RATE, values=("0.0001", "0.0002", "0.0004")):
+    """Accuracies on seeds 1 and 2, value by value."""
+    return {
+        (f"{key}={value}",): dict(zip((1, 2), each, strict=True))
+        for value, each in zip(values, by_seed, strict=True)
+    }
 
 
 def write_summary(run: Path, final: dict) -> None:
@@ -38,45 +27,30 @@ def write_summary(run: Path, final: dict) -> None:
     (run / "summary.json").write_text(json.dumps(summary))
 
 
-def chosen(comparison):
-    return choose(comparison.arms[0], comparison.file.tune)
+def test_the_best_mean_over_seeds_is_chosen_and_not_the_best_run():
+    chosen, told = choose("a", scores((0.5, 0.5), (0.6, 0.5), (0.9, 0.1)))
+    assert chosen == (f"{RATE}=0.0002",) and len(told) == 1
 
 
-def mean(*values):
-    return [{"mean": value} for value in values]
+def test_a_tie_takes_the_first_and_is_told():
+    chosen, told = choose("a", scores((0.1, 0.2), (0.6, 0.5), (0.5, 0.6)))
+    assert chosen == (f"{RATE}=0.0002",) and "learning_rate=0.0004 tied with it" in told[1]
 
 
-def test_the_best_mean_over_seeds_is_chosen_and_not_the_best_run(tuned):
-    choice = chosen(tuned([mean(0.5, 0.5), mean(0.6, 0.5), mean(0.9, 0.1)]))
-    assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == choice.at_edge == ()
+def test_a_choice_at_the_edge_of_the_grid_is_told():
+    _, told = choose("a", scores((0.1, 0.2), (0.2, 0.2), (0.5, 0.6)))
+    assert f"{RATE}=0.0004 is at the edge" in told[1]
+    words = scores((0.1, 0.2), (0.5, 0.5), key="loss.aggregation", values=("token", "sequence"))
+    assert len(choose("a", words)[1]) == 1
 
 
-def test_a_tie_takes_the_first_and_is_told(tuned):
-    choice = chosen(tuned([mean(0.1, 0.2), mean(0.6, 0.5), mean(0.5, 0.6)]))
-    assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == ("learning_rate=0.0004",)
-
-
-def test_a_choice_at_the_edge_of_the_grid_is_told(tuned):
-    choice = chosen(tuned([mean(0.1, 0.2), mean(0.2, 0.2), mean(0.5, 0.6)]))
-    assert choice.at_edge == (RATE,)
-    words = chosen(tuned([mean(0.1, 0.2), mean(0.5, 0.5)], **{"loss.aggregation": [
-        "token_mean", "sequence_mean"]}))  # fmt: skip
-    assert words.at_edge == ()
-
-
-def test_a_run_without_an_accuracy_is_named(tuned):
-    comparison = tuned([mean(0.5, 0.5), mean(0.6, None), mean(0.9, 0.1)])
-    with pytest.raises(OutputDirectoryError, match=r"learning_rate=0\.0002/seed-2/summ.* has no"):
-        chosen(comparison)
-
-
-def test_a_later_choice_replaces_an_earlier_one(tuned):
-    """Unless a cell was started with the earlier one, which `state_of` refuses."""
-    comparison = tuned([mean(0.5, 0.5), mean(0.6, 0.5), mean(0.1, 0.1)])
-    record_choice(comparison, chosen(comparison))
-    other = chosen(tuned([mean(0.5, 0.5), mean(0.1, 0.5), mean(0.9, 0.1)]))
-    record_choice(comparison, other)
-    assert read_choices(comparison.root)["arms"]["a"]["set"] == [f"{RATE}=0.0001"]
+def test_a_later_choice_replaces_that_of_its_arm(tmp_path):
+    table = scores((0.5, 0.5), (0.6, 0.5), (0.1, 0.1))
+    for arm, value in (("a", "0.0001"), ("b", "0.0001"), ("a", "0.0002")):
+        record_choice(tmp_path, arm, (f"{RATE}={value}",), table)
+    found = {arm: each["set"] for arm, each in read_choices(tmp_path).items()}
+    assert found == {"a": [f"{RATE}=0.0002"], "b": [f"{RATE}=0.0001"]}
+    assert read_choices(tmp_path)["a"]["candidates"][1]["mean"] == pytest.approx(0.55)
 
 
 SWEEP = """
