@@ -3,6 +3,7 @@
 An arm is a set of runs that differ only in their seed. All arms of a report are comparable.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,10 +150,22 @@ def refuse_other_experiments(runs: Sequence[tuple[str, FinishedRun]]) -> None:
     name, first = runs[0]
     for other_name, other in runs[1:]:
         refuse_incomparable(name, first.final, other_name, other.final)
-        _refuse_other_samples(name, first, other_name, other)
-    trained = [(name, run) for name, run in runs if run.recipe is not None]
-    for other_name, other in trained[1:]:
-        _refuse_other_base(*trained[0], other_name, other)
+        for benchmark, result in first.final.sampled.benchmarks.items():
+            k = other.final.sampled.benchmarks[benchmark].k
+            if result.k != k:
+                raise EvaluationFileError(
+                    f"{benchmark} has {result.k} samples of each problem in {name}, but {k} in "
+                    f"{other_name}: evaluate both with the same eval.samples"
+                )
+    models = [(name, run.recipe.model) for name, run in runs if run.recipe is not None]
+    for (name, model), (other_name, other_model) in itertools.pairwise(models):
+        for key in BASE_MODEL_KEYS:
+            ours, theirs = getattr(model, key, None), getattr(other_model, key, None)
+            if ours != theirs:
+                raise EvaluationFileError(
+                    f"{name} trains model.{key} {ours!r}, but {other_name} {theirs!r}: results of "
+                    "other base models cannot be compared; report them separately"
+                )
 
 
 @dataclass(slots=True)
@@ -246,26 +259,6 @@ def _name(arm: Arm, run: FinishedRun) -> str:
     return f"{arm.name} seed {run.seed} ({short_path(str(run.path))})"
 
 
-def _refuse_other_samples(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun) -> None:
-    for benchmark, result in a.final.sampled.benchmarks.items():
-        k_b = b.final.sampled.benchmarks[benchmark].k
-        if result.k != k_b:
-            raise EvaluationFileError(
-                f"{benchmark} has {result.k} samples of each problem in {name_a}, but {k_b} in "
-                f"{name_b}: pass@k cannot be compared; evaluate both with the same eval.samples"
-            )
-
-
-def _refuse_other_base(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun) -> None:
-    for key in BASE_MODEL_KEYS:
-        ours, theirs = (getattr(run.recipe.model, key, None) for run in (a, b) if run.recipe)
-        if ours != theirs:
-            raise EvaluationFileError(
-                f"{name_a} trains model.{key} {ours!r}, but {name_b} {theirs!r}: results of other "
-                "base models cannot be compared; report them separately"
-            )
-
-
 def _notes(arms: Sequence[Arm]) -> list[str]:
     """Recipes that changed at a resume, steps without a time, and other differences from the first
     run, each once. Names are without paths, for others to read."""
@@ -307,27 +300,23 @@ def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> 
 
 def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> None:
     a, b = _method_of(first), _method_of(other)
-    if keys := differing_keys([a, b]):
-        found = ", ".join(
-            f"{key} is {a.get(key)!r} in {first.path} and {b.get(key)!r} in {other.path}"
-            for key in keys
-        )
+    found = [
+        f"{key} is {a.get(key)!r} in {first.path} and {b.get(key)!r} in {other.path}"
+        for key in differing_keys([a, b])
+    ]
+    if found:
         raise UsageError(
-            f"arm {arm} has runs of several recipes: {found}; the runs of an arm must have the "
-            "same recipe except for the seed and for settings of the machine: give the two to "
-            "separate reports"
+            f"arm {arm} has runs of several recipes: {', '.join(found)}; the runs of an arm must "
+            "have the same but for the seed and the machine: name one of them, as NAME=PATH"
         )
 
 
 def _method_of(run: FinishedRun) -> dict[str, Any]:
     """Its recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
     settings = settings_of(run.recipe)
-    method = {
-        key: shareable(each)  # each machine has its own folders
-        for key, each in settings.items()
-        if not key.startswith(OF_THE_MACHINE)
-    }
-    return {**method, "run.steps": len(run.log)}
+    found = {key: shareable(each)  # each machine has its own folders
+             for key, each in settings.items() if not key.startswith(OF_THE_MACHINE)}  # fmt: skip
+    return {**found, "run.steps": len(run.log)}
 
 
 def group_by_recipe(runs: Sequence[FinishedRun]) -> list[Arm]:

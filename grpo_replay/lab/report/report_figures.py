@@ -161,12 +161,13 @@ def _cost_figure(experiment: Experiment, found: Document, looks: dict[str, _Look
         if mu is not None:
             axes.axvline(mu, color=GREY, linewidth=0.8, linestyle=":")
         axes.set(xscale="log", xlabel="μ: cost of generating a rollout / training on it")
+        axes.xaxis.set_major_formatter(lambda mu, _: f"{mu:g}")
         axes.set_ylabel(f"cost relative to {found['baseline']}")
         _legend(axes)
 
     caption = (
-        f"Cost to {100 * target:.1f} %, means over the seeds that reached it. Below 1 an arm is "
-        "cheaper than the baseline."
+        f"Cost to {100 * target:.1f} %, means over the seeds in which both reached it. Below 1 "
+        "an arm is cheaper than the baseline."
     )
     if mu is not None:
         caption += f" Dotted: the measured μ, {mu:.3g}."
