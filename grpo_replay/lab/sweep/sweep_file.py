@@ -4,15 +4,15 @@ folder of a sweep has it as sweep.yaml, beside chosen.json, the values that were
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, StrictInt, ValidationError, model_validator
 
-from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
+from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError
 from grpo_replay.recipe import Section
-from grpo_replay.recipe.layers import find_shipped, plain_problems, read_yaml, shown, to_yaml
+from grpo_replay.recipe.layers import find_shipped, read_yaml, to_yaml
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 SWEEP = "sweep.yaml"
@@ -24,7 +24,7 @@ RESERVED = ("tune", "log")
 def _folder_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,99}", text) or text in RESERVED:
         raise ValueError(
-            f"{shown(text)} is to name a folder: use up to 100 letters, digits and . _ = + , -, "
+            f"{text!r} is to name a folder: use up to 100 letters, digits and . _ = + , -, "
             f"begin with a letter or digit, and leave out {' and '.join(RESERVED)}"
         )
     return text
@@ -157,26 +157,17 @@ def read_sweep_file(path: Path) -> SweepFile:
     document = read_yaml(path)
     if not isinstance(document, Mapping):
         raise SweepFileError(f"{path}: a sweep is a mapping with name, recipe, arms and seeds")
-    unknown = [str(key) for key in document if key not in SweepFile.model_fields]
-    if unknown:
-        hint = did_you_mean(unknown[0], SweepFile.model_fields)
-        known = ", ".join(SweepFile.model_fields)
-        raise SweepFileError(f"{path}: unknown key {unknown[0]!r}{hint}; a sweep has: {known}")
     try:
         return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
-        raise SweepFileError("\n".join(_explain(plain_problems(error, document), path))) from error
+        problems = (
+            f"{path}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+        )
+        raise SweepFileError(
+            "\n".join(problems).replace(": : ", ": ").replace("Value error, ", "")
+        ) from error
     except ValueError as error:  # of `expanded`
         raise SweepFileError(f"{path}: {error}") from error
-
-
-def _explain(problems: Sequence[Any], path: Path) -> Iterable[str]:
-    for item in problems:
-        place = ".".join(str(part) for part in item["loc"] if part != "[key]")
-        message = item["msg"].removeprefix("Value error, ")
-        ours = item["type"] == "value_error"  # our messages name what was found
-        found = f", found {shown(item['input'])}" if place and not ours else ""
-        yield f"{path}: {place + ': ' if place else ''}{message}{found}"
 
 
 def sweep_to_yaml(sweep: SweepFile) -> str:

@@ -68,7 +68,7 @@ BAD = {
         ),
         "arms: ours,group_size=4",
     ),
-    "an unknown key": (("name: two", "name: two\nseed: 3"), "'seed'"),
+    "an unknown key": (("name: two", "name: two\nseed: 3"), "seed: Extra"),
 }  # fmt: skip
 
 
