@@ -21,7 +21,13 @@ from grpo_replay.lab.planning.design import (
     replay_settings,
 )
 from grpo_replay.lab.planning.estimate import RunEstimates, estimate_from_run
-from grpo_replay.lab.planning.theory import Growth, PowerGrowth, RatioGrowth, check_growth
+from grpo_replay.lab.planning.theory import (
+    Growth,
+    PowerGrowth,
+    RatioGrowth,
+    Verdict,
+    check_growth,
+)
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
@@ -47,9 +53,7 @@ _ROWS: dict[str, Callable[[Design], str]] = {
     "γ, compute per rollout trained on": lambda each: f"{each.gamma:.2f}",
     "W/T, generators per trainer": lambda each: f"{each.inference_per_trainer:.2f}",
     "J, compute to equal progress": lambda each: _amount(each.verdict.ratio),
-    "if one assumption changes": lambda each: (
-        f"{_amount(each.verdict.low)} to {_amount(each.verdict.high)}"
-    ),
+    "J if one assumption changes": lambda each: _range(each.verdict),
     "pays above μ": lambda each: _pays(each.pays_above),
 }
 
@@ -192,6 +196,10 @@ def verdict(inputs: PlanInputs, designs: dict[str, Design]) -> str:
     if where is None:
         return said
     return said + (", and pays at no μ" if math.isinf(where) else f", and pays above μ {where:.2g}")
+
+
+def _range(found: Verdict) -> str:
+    return "–" if found.low == found.high else f"{_amount(found.low)} to {_amount(found.high)}"
 
 
 def _amount(ratio: float) -> str:

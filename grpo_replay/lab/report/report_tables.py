@@ -28,7 +28,7 @@ def verdict(found: Document) -> str:
     seeds would tell. An arm is ahead or behind if the 95 % interval of its difference says so."""
     compared = [arm for arm in found["arms"] if arm["difference"] is not None]
     if not compared:
-        return f"nothing to compare: no arm shares a seed with {found['baseline']}"
+        return f"nothing to compare: no other arm has a seed of {found['baseline']}"
     if len(compared) == 1:
         return _verdict_on(compared[0], found)
     measures = {_equal_final(found): _final_difference, _equal_cost(found): _cost_difference}
@@ -125,10 +125,13 @@ def report_table(found: Document) -> TextTable:
 
 
 def _legend(found: Document) -> str:
-    legend = (
-        f"Final: {shown_title(found)}, after the last step. In brackets: 95 % intervals over seeds "
-        f"and problems, of {FEWEST_SEEDS} seeds or more; differences in points, paired by both."
-    )
+    finals = [arm["final"]["mean"] for arm in found["arms"] if arm["final"]]
+    over = {each["interval_over"] for each in finals} - {None}
+    legend = f"Final: {shown_title(found)}, after the last step; differences are in points, paired."
+    if over:
+        legend += f" In brackets: 95 % intervals over {' or '.join(sorted(over))}."
+    if any(arm["seeds"] for arm in found["arms"]):
+        legend += f" There are none for fewer than {FEWEST_SEEDS} seeds."
     if found["main_axis"]:
         legend += (
             f" Cost: {found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the "
