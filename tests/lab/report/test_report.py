@@ -274,14 +274,15 @@ def test_what_tuning_chose_is_listed_and_its_runs_are_left_out(copy, capsys):
     assert ours["tuned"] == "optimizer.learning_rate=1e-4" and ours["seeds"] == list(SEEDS)
 
 
-def test_arms_of_one_name_in_two_folders_are_compared_under_names(copy, sweep, capsys):
+def test_arms_of_one_name_in_two_folders_are_compared_under_names(copy, sweep, capsys, monkeypatch):
     relog(copy / "ours/seed-1", step_time=9.0)
     found = arms_of(report(capsys, sweep / "grpo/seed-1", f"slow={copy / 'ours/seed-1'}"))
     assert list(found) == ["grpo", "slow"] and found["slow"]["difference"] is not None
     both = arms_of(report(capsys, f"old={sweep}", f"new={copy}"))
     assert list(both) == [f"{name}/{arm}" for name in ("old", "new") for arm in ARMS]
     write_run(copy / "a=b", ["replay.preset=grpo"], 9, 0.1)  # a path, not a name
-    assert arms_of(report(capsys, copy / "a=b"))["grpo"]["seeds"] == [9]
+    monkeypatch.chdir(copy)
+    assert arms_of(report(capsys, "a=b"))["grpo"]["seeds"] == [9]
 
 
 def test_the_break_even_is_where_the_costs_of_the_two_arms_are_equal(sweep, capsys):

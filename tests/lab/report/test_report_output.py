@@ -1,5 +1,6 @@
 """The forms of a report: terminal, Markdown, figures and the page."""
 
+import math
 import re
 import socket
 import xml.etree.ElementTree as ElementTree
@@ -138,6 +139,11 @@ def test_the_verdict_says_what_seeds_and_intervals_say():
     assert verdict(compared(ours=sure)) == (
         "ahead at equal rollouts, behind at equal compute: ours against grpo, 3 seeds, +2.0 [+1.0, "
         "+3.0] points at equal rollouts, -2.0 [-3.0, -1.0] at equal compute"
+    )
+    open_ = difference(0.01, (-0.01, 0.03), [1, 2, 3], math.inf)
+    assert verdict(compared(ours=(open_, open_))) == (
+        "undecided: ours against grpo, 3 seeds, +1.0 [-1.0, +3.0] points at equal rollouts, +1.0 "
+        "[-1.0, +3.0] at equal compute; more seeds alone would not tell"
     )
     assert verdict(compared(ours=sure, fifo=few)) == (
         "against grpo, at equal rollouts: ours ahead, fifo undecided; at equal compute: ours "
