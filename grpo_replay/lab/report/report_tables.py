@@ -130,8 +130,8 @@ def _legend(found: Document) -> str:
     legend = f"Final: {shown_title(found)}, after the last step; differences are in points, paired."
     if over:
         legend += f" In brackets: 95 % intervals over {' or '.join(sorted(over))}."
-    if any(arm["seeds"] for arm in found["arms"]):
-        legend += f" There are none for fewer than {FEWEST_SEEDS} seeds."
+    if any(0 < len(arm["seeds"]) < FEWEST_SEEDS for arm in found["arms"]):
+        legend += f" Fewer than {FEWEST_SEEDS} seeds have no interval."
     if found["main_axis"]:
         legend += (
             f" Cost: {found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the "
