@@ -179,7 +179,7 @@ def recipe_of(options: argparse.Namespace, urls: list[str], folder: Path) -> Rec
         "sampling": {
             "backend": "vllm_server", "group_size": GROUP,
             "max_completion_length": 2 * options.tokens,
-            "servers": {"urls": urls, "max_in_flight": options.in_flight, "on_failure": "drop"},
+            "servers": {"urls": urls, "max_in_flight": options.in_flight},
         },
         "reward": {"function": "math_verify", "workers": options.verifiers},
         "replay": {"preset": "fifo", "capacity_rollouts": 1_000_000},

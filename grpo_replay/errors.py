@@ -101,6 +101,10 @@ class SamplerError(SafetyStop):
     pass
 
 
+class ServersLost(SamplerError):
+    """No vLLM server is left. The run writes a checkpoint before it ends."""
+
+
 class CollectorError(SafetyStop):
     pass
 

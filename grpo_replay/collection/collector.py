@@ -35,12 +35,11 @@ from grpo_replay.collection.messages import (
     Version,
     pack,
 )
-from grpo_replay.engine.models import load_config
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import group_requests
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, PoolSettings, Servers
+from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer, close_kept_connections
 from grpo_replay.types import Completion, Prompt, Span, Verdict
 
@@ -158,7 +157,7 @@ class Collector:
         self._draining = self._drained = False
         self._generated_rollouts = self._generated_tokens = 0
         self._seq = 0
-        self._unacknowledged: dict[int, Group | Drop] = {}
+        self._unacknowledged: set[int] = set()
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -189,7 +188,7 @@ class Collector:
         elif isinstance(command, Credit):
             self._may_start = command.may_start
         elif isinstance(command, Ack):
-            self._unacknowledged.pop(command.seq, None)
+            self._unacknowledged.discard(command.seq)
         elif isinstance(command, Cancel):
             self._cancel_older_than(command.older_than)
         elif isinstance(command, Drain):
@@ -205,21 +204,11 @@ class Collector:
         dispatcher.fill()
 
     def _greet(self, hello: Hello) -> None:
-        """Begin; or, if rank 0 says hello again, send what it has not acknowledged once more."""
-        if self._dispatcher is not None:
-            for seq, body in self._unacknowledged.items():
-                self._parts.send(Delivery(seq, body, self.report()))
-            return
         self._places, self._cursor = deque(hello.outstanding), hello.cursor
-        servers = [VllmServer(url, hello.run) for url in self._parts.urls]
-        recipe = self._parts.recipe
-        vocabulary = load_config(recipe.model).vocab_size
+        clients = [VllmServer(url, hello.run) for url in self._parts.urls]
+        servers = Servers(clients, self._parts.recipe.sampling.servers)
         self._dispatcher = Dispatcher(
-            Servers(servers, PoolSettings.of(recipe.sampling.servers, vocabulary)),
-            self._parts.stop_token_ids,
-            self._admit,
-            self._on_sampled,
-            self._on_lost,
+            servers, self._parts.stop_token_ids, self._admit, self._on_sampled, self._on_lost
         )
 
     def _admit(self) -> Sequence[Member]:
@@ -305,7 +294,7 @@ class Collector:
 
     def _deliver(self, body: Group | Drop) -> None:
         self._seq += 1
-        self._unacknowledged[self._seq] = body
+        self._unacknowledged.add(self._seq)
         self._parts.send(Delivery(self._seq, body, self.report()))
 
     async def _send_reports(self) -> None:
@@ -316,8 +305,7 @@ class Collector:
     def report(self) -> Report:
         """The state now. What is in a message already is not held."""
         servers = list(self._dispatcher.servers.values()) if self._dispatcher else []
-        for server in servers:
-            server.account()
+        idle, used = self._dispatcher.time_of_servers() if self._dispatcher else (0.0, 0.0)
         finished = [group.finished() for group in self._open.values()]
         return Report(
             generated_rollouts=self._generated_rollouts,
@@ -328,9 +316,8 @@ class Collector:
             running=sum(len(server.running) for server in servers),
             waiting=len(self._dispatcher.waiting) if self._dispatcher else 0,
             grading=sum(group.grading for group in self._open.values()),
-            idle_seconds=sum(server.idle_seconds for server in servers),
-            server_seconds=sum(server.used_seconds for server in servers),
-            down=self._dispatcher.unused() if self._dispatcher else {},
+            idle_seconds=idle,
+            server_seconds=used,
             drained=self._drained,
             sent=time.monotonic(),
         )

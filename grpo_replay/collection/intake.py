@@ -43,7 +43,7 @@ from grpo_replay.collection.messages import (
     Step,
     Version,
 )
-from grpo_replay.errors import CollectorError, JournalError, SamplerError
+from grpo_replay.errors import CollectorError, JournalError, SamplerError, ServersLost
 from grpo_replay.recipe import Recipe, ServersSection
 from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
 from grpo_replay.types import Rollout
@@ -165,7 +165,7 @@ class Intake:
         self._discarded_at_hello = arrivals.stale_groups + arrivals.dropped_groups
         self._delivered_groups = 0
         self.newest_report = Report()
-        self._patience.expect_collector()
+        self._patience.begin()
         outstanding, cursor = arrivals.outstanding(self._epoch_length)
         self._link = Link(self._settings)
         self._link.send(Hello(self._settings.run, outstanding, cursor, version))
@@ -258,19 +258,18 @@ class Intake:
         self,
         is_ready: Callable[[], bool],
         stop_requested: Callable[[], bool],
-        on_poll: Callable[[Report], None],
         what: str,
         version: int,
     ) -> bool:
-        """Poll until `is_ready`; False if a stop was requested first. Raises SamplerError, which
-        names `what` is waited for, if no request runs or none finishes for too long."""
+        """Poll until `is_ready`; False if a stop was requested first. Raises ServersLost if no
+        server is left, SamplerError, which names `what` is waited for, if nothing finishes for too
+        long."""
         self._patience.begin()
         while not is_ready():
             if stop_requested():
                 return False
             self.poll(version, POLL_SECONDS)
             self.give_credit(version)
-            on_poll(self.newest_report)
             self._patience.refuse_endless(what, self.newest_report)
         return True
 
@@ -294,7 +293,7 @@ class Intake:
             while not self.newest_report.drained and time.monotonic() < deadline:
                 for delivery in self._link.receive(POLL_SECONDS):
                     self._take_delivery(delivery)
-        except CollectorGone as gone:
+        except (CollectorGone, ServersLost) as gone:
             logger.warning("the collector ended before its books were closed: %s", gone)
         self.close()
 
@@ -309,40 +308,30 @@ class Intake:
 class Patience:
     """Watches the reports of a collector, so that no wait is endless.
 
-    A completion may take as long as it needs while its server generates (the collector watches
-    that), and a verdict has a time limit of its own. A wait ends when reports show no request
-    running and no completion in grading, when no completion finishes although the collector took
-    every server down and sent its requests again several times, or when one group after the other
-    is lost. A collector that sends no report is replaced (`link.SILENCE_SECONDS`).
+    A server that is gone or generates nothing is lost, and the last one ends the collector; a
+    verdict has a time limit of its own; a collector that sends no report is replaced. What is left:
+    a wait ends when no completion finishes or is graded although requests were cut off and sent
+    again several times, or when one group after the other is lost.
     """
 
     def __init__(self, servers: ServersSection, prompts_per_step: int) -> None:
-        self._settings = servers
+        self._limit = PATIENCE * servers.request_timeout_seconds
         self._lost_allowed = max(3, prompts_per_step)
         self._lost_in_a_row = 0
         self._generated = 0
-        self.expect_collector()
-
-    def expect_collector(self) -> None:
-        """A collector is starting, for which it has a time limit of its own."""
-        self._heard = False
         self.begin()
 
     def begin(self) -> None:
-        """A wait begins."""
-        self._ran = self._progressed = self._reported = time.monotonic()
+        """A wait begins, or a collector is starting, for which it has a time limit of its own."""
+        self._progressed: float | None = None
+        self._reported = 0.0
 
     def note(self, report: Report) -> None:
         """Process a report."""
-        if not self._heard:
-            self._heard = True
-            self.begin()
         self._reported = time.monotonic()
-        if report.running:
-            self._ran = self._reported
-        if report.grading or report.generated_rollouts != self._generated:
-            self._generated = report.generated_rollouts
-            self._ran = self._progressed = self._reported
+        is_new = report.generated_rollouts != self._generated
+        if self._progressed is None or report.grading or is_new:
+            self._generated, self._progressed = report.generated_rollouts, self._reported
 
     def note_delivery(self, body: Group | Drop) -> None:
         """Process a group or a drop. Raises SamplerError if one group after the other is lost."""
@@ -351,23 +340,15 @@ class Patience:
         if self._lost_in_a_row > self._lost_allowed:
             raise SamplerError(
                 f"{self._lost_in_a_row} groups in a row were lost: requests fail on every server "
-                f"more than {MAX_RETRIES} times; see "
-                "the collector's log in log/, and the servers'"
+                f"more than {MAX_RETRIES} times; see the collector's log in log/, and the servers'"
             )
 
     def refuse_endless(self, what: str, report: Report) -> None:
         """Raises SamplerError if the wait for `what` is not worth going on."""
-        if not self._heard:
-            return
-        limit = self._settings.request_timeout_seconds
-        if self._reported - self._ran > limit:
-            reason = f"no request was running for {limit:g} s"
-        elif self._reported - self._progressed > PATIENCE * limit:
-            reason = f"no completion finished for {PATIENCE * limit:g} s"
-        else:
+        if self._progressed is None or self._reported - self._progressed <= self._limit:
             return
         raise SamplerError(
-            f"waited for {what}: {reason} (sampling.servers.request_timeout_seconds {limit:g}); "
-            f"servers that are down: {report.down or 'none'}; running {report.running}, waiting "
-            f"{report.waiting}. Resume with --resume when they are back"
+            f"waited for {what}: no completion finished for {self._limit:g} s ({PATIENCE} times "
+            f"sampling.servers.request_timeout_seconds); requests running {report.running}, "
+            f"waiting {report.waiting}. Resume with --resume when the servers answer again"
         )

@@ -111,9 +111,8 @@ class Report(msgspec.Struct, frozen=True):
 
     `held_*`: finished completions that are in no message yet. `running` and `waiting` are requests,
     `grading` completions without a verdict. `idle_seconds` is the time without a request running,
-    summed over the servers that are up, and `server_seconds` the time that they were up. `down`
-    maps the URL of a server that gets no requests to the reason: it is not up, or its weights are
-    too old. `sent` is `time.monotonic()`.
+    summed over the servers in use, and `server_seconds` the time that they were in use. `sent` is
+    `time.monotonic()`.
     """
 
     generated_rollouts: int = 0
@@ -126,7 +125,6 @@ class Report(msgspec.Struct, frozen=True):
     grading: int = 0
     idle_seconds: float = 0.0
     server_seconds: float = 0.0
-    down: dict[str, str] = {}
     drained: bool = False
     sent: float = 0.0
 
@@ -167,7 +165,7 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
 
 
 class Version(msgspec.Struct, frozen=True, tag="version"):
-    """A server confirmed this policy version. None: the server must not be used."""
+    """A server confirmed this policy version. None: it did not take one, and must not be used."""
 
     url: str
     version: int | None

@@ -276,14 +276,11 @@ class ServersSection(Section):
     """Where launched servers listen: the first at this port, each further one at the next. Their
     control routes are unauthenticated."""
     request_timeout_seconds: Seconds = 600.0
-    """A server is lost if it has outstanding requests and generates no token for this long, takes
-    longer than this to load new weights, or to become healthy after its start. The time of a whole
-    completion is not limited."""
+    """A server is lost if it has outstanding requests and generates no token for this long, or
+    takes longer than this to load new weights. The time of a whole completion is not limited. A
+    launched server has half an hour to start."""
     max_in_flight: Positive = 256
     """Maximum number of outstanding requests per server."""
-    on_failure: Literal["stop", "drop"] = "stop"
-    """What happens when a server is lost: `stop` ends the run, `drop` continues with the other
-    servers."""
     weight_transfer: str = "folder"
     """How weights reach the servers: `folder`, as safetensors in shared memory of this machine;
     `/path`, in a folder that trainer and servers share; `nccl`, over NCCL."""

@@ -1,4 +1,4 @@
-"""The sources of asynchronous runs: a journal's steps, and a collector's groups as they arrive.
+"""The source of asynchronous runs: a journal's steps, then a collector's groups as they arrive.
 
 Rank 0 talks to the collector and keeps the journal (`collection.intake`); the other ranks take part
 in updates and weight gathers. A step takes the groups that have arrived, while the servers go on
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Report
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.replay.compose import draw_count
-from grpo_replay.sampling.server.rolling import RollingServerSampler
+from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.journal_rules import JOURNAL_FOLDER
 from grpo_replay.training.rollout_source import (
@@ -45,32 +45,26 @@ def open_collected(
     """The source of an asynchronous run, at the step of the checkpoint. Collective."""
     if checkpoint is not None:
         _push(parts, state.policy_version)
-    repeated = parts.recipe.sampling.collection.replay_journal
-    if repeated is not None:
-        folder = Path(repeated) / JOURNAL_FOLDER
-        return JournalSource(parts, state, _open_intake(parts, state, folder, None))
-    source = CollectorSource(parts, state, _open_intake(
-        parts, state, parts.run_dir.path / JOURNAL_FOLDER, stack
-    ))  # fmt: skip
+    intake = run_collectively(parts.comm, lambda: _open_intake(parts, state, stack))
+    if intake is None:
+        return FollowerSource(parts, state)
+    source = MainSource(parts, state, intake)
     stack.callback(source.close)  # before the journal closes
     return source
 
 
-def _open_intake(
-    parts: Parts, state: RunState, folder: Path, journal_stack: ExitStack | None
-) -> Intake | None:
-    """The intake on rank 0. With a stack, which closes it, the journal in `folder` goes on."""
-
-    def intake() -> Intake | None:
-        if not parts.comm.is_main:
-            return None
-        if journal_stack is None:
-            return Intake(parts.recipe, None, JournalRecords.of(folder), state.step)
-        journal, records = Journal.open(folder)
-        journal_stack.callback(journal.close)
-        return Intake(parts.recipe, journal, records, state.step)
-
-    return run_collectively(parts.comm, intake)
+def _open_intake(parts: Parts, state: RunState, stack: ExitStack) -> Intake | None:
+    """The intake on rank 0. The journal of the run goes on, and is closed with the stack; one that
+    is repeated is only read."""
+    if not parts.comm.is_main:
+        return None
+    repeated = parts.recipe.sampling.collection.replay_journal
+    if repeated is not None:
+        records = JournalRecords.of(Path(repeated) / JOURNAL_FOLDER)
+        return Intake(parts.recipe, None, records, state.step)
+    journal, records = Journal.open(parts.run_dir.path / JOURNAL_FOLDER)
+    stack.callback(journal.close)
+    return Intake(parts.recipe, journal, records, state.step)
 
 
 def _push(parts: Parts, version: int) -> None:
@@ -79,39 +73,101 @@ def _push(parts: Parts, version: int) -> None:
         sync_weights(parts.engine, parts.sampler, version)
 
 
-class JournalSource:
-    """Implements `rollout_source.RolloutSource`: the steps that a journal has, without a sampler.
-    `intake` is None on ranks other than 0."""
+class FollowerSource:
+    """Implements `rollout_source.RolloutSource` for the ranks other than 0, which have no rollouts:
+    they take part in what is collective."""
 
-    def __init__(self, parts: Parts, state: RunState, intake: Intake | None) -> None:
+    def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
+        self._is_live = False
+
+    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
+        """A step that the journal has never waits. After its last one, a run that repeats it raises
+        SamplerError; any other goes live, and waits for what the collector delivers."""
+        if self.comm.broadcast_json(self._is_recorded()):
+            return self._take_recorded(step)
+        if self.recipe.sampling.collection.replay_journal is not None:
+            raise SamplerError(
+                "a run that replays a journal (sampling.collection.replay_journal) samples "
+                f"nothing: its journal has no step {step}; lower run.steps"
+            )
+        started = time.perf_counter()
+        if not self._is_live:
+            self._is_live = True
+            self._go_live()
+        with self.comm.position.stage("waiting for rollouts"):
+            ready = run_on_main(self.comm, lambda: self._wait(step, stop_requested))
+        waited_seconds = time.perf_counter() - started
+        return self._take_arrived(step, waited_seconds) if self.comm.broadcast_json(ready) else None
+
+    def _is_recorded(self) -> bool:
+        """On rank 0: whether the next step is in the journal."""
+        return False
+
+    def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
+        """On rank 0: whether the rollouts of the step are there, or a stop was requested first."""
+        return False
+
+    def _take_recorded(self, step: int) -> StepRollouts:
+        return self._nothing()
+
+    def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
+        return self._nothing()
+
+    def _nothing(self) -> StepRollouts:
+        return StepRollouts((), (), self.recipe.rollouts_per_step, 0, 0, None)
+
+    def _go_live(self) -> None:
+        """Bring the servers the policy, after the journal's last step."""
+        version = self.state.policy_version
+        if self.parts.sampler.policy_version != version:
+            _push(self.parts, version)
+
+    def advance(self, version: int) -> None:
+        """Bring the servers every `run.sync_every_steps`-th version, but not the last one, and not
+        those of steps repeated from the journal."""
+        is_last = version == self.recipe.run.steps
+        if self._is_live and not is_last and version % self.recipe.run.sync_every_steps == 0:
+            _push(self.parts, version)
+
+    def metrics(self, record: StepRecord) -> Metrics:
+        return {}
+
+    def save(self, folder: Path) -> None:
+        """Rank 0 has everything."""
+
+
+class MainSource(FollowerSource):
+    """Implements it on rank 0, with the journal and the collector: the steps that the journal has,
+    then the groups that the collector delivers while the trainer works."""
+
+    def __init__(self, parts: Parts, state: RunState, intake: Intake) -> None:
+        super().__init__(parts, state)
         self.intake = intake
+        self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
+        self._insertable: dict[int, int] = {}  # rollouts of each waiting group that can be stored
         self._waited_seconds = 0.0
         self._metrics: Metrics = {}  # of the step, as far as they are known when it begins
 
-    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
-        """Never waits. Raises SamplerError after the journal's last step."""
-        if self._has_recorded():
-            return self._take_recorded(step)
-        raise SamplerError(
-            "a run that replays a journal (sampling.collection.replay_journal) samples nothing: "
-            f"its journal has no step {step}; lower run.steps"
-        )
-
-    def _has_recorded(self) -> bool:
-        return self.comm.broadcast_json(self.intake is not None and self.intake.replaying)
+    def _is_recorded(self) -> bool:
+        return self.intake.replaying
 
     def _take_recorded(self, step: int) -> StepRollouts:
-        taken = self.intake.take_recorded(step) if self.intake else None
-        return self._step_rollouts(taken, ServerShare(None, None))
+        return self._step_rollouts(self.intake.take_recorded(step), ServerShare(None, None))
 
-    def _step_rollouts(
-        self, taken: Sequence[Rollout] | None, servers: "ServerShare"
-    ) -> StepRollouts:
-        """What the trainer gets; nothing on ranks other than 0."""
-        nominal = self.recipe.rollouts_per_step
-        if self.intake is None or taken is None:
-            return StepRollouts((), (), nominal, 0, 0, None)
+    def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
+        self._waited_seconds = waited_seconds
+        version, sampler = self.state.policy_version, self._server_sampler()
+        taken = self.intake.cut(step, version, sampler.policy_version)
+        share = self._times.step(self.intake.newest_report, sampler.paused_seconds)
+        return self._step_rollouts(taken, share)
+
+    def _server_sampler(self) -> VllmServerSampler:
+        """The sampler of a run that is live: recipes with another one are refused."""
+        return cast(VllmServerSampler, self.parts.sampler)
+
+    def _step_rollouts(self, taken: Sequence[Rollout], servers: "ServerShare") -> StepRollouts:
+        """What the trainer gets."""
         arrivals, state = self.intake.arrivals, self.state
         self._metrics = {
             "async/sampler_idle": servers.idle,
@@ -122,14 +178,87 @@ class JournalSource:
         return StepRollouts(
             generated=taken,
             measured=sampled_by(taken, state.policy_version),
-            nominal_rollouts=nominal,
+            nominal_rollouts=self.recipe.rollouts_per_step,
             prompts=arrivals.records - state.prompt_cursor,
             groups=arrivals.arrived_groups - state.next_group_id,
             generation_seconds=servers.busy_seconds,
         )
 
+    def _go_live(self) -> None:
+        """And start the collector."""
+        super()._go_live()
+        self._server_sampler().on_switch = self.intake.announce
+        version = self.state.policy_version
+        self.intake.go_live(self._collector_settings(), len(self.parts.prompts), version)
+
+    def _collector_settings(self) -> CollectorSettings:
+        recipe, servers = self.recipe, self._server_sampler().servers.all
+        capacity, size = recipe.replay.capacity_rollouts, recipe.sampling.group_size
+        never_gated = self.intake.arrivals.groups_per_step is None
+        return CollectorSettings(
+            recipe=recipe,
+            run=servers[0].prefix.removesuffix("/"),
+            urls=[server.url for server in servers],
+            stop_token_ids=self.parts.sampler.stop_token_ids,
+            unacknowledged_limit=unacknowledged_limit(capacity, size) if never_gated else None,
+            log=self.parts.run_dir.path / "log" / "collector.log",
+        )
+
+    def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
+        """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
+        until the buffer can give one batch. False if a stop was requested, or no server is left."""
+        arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
+        needed = arrivals.groups_per_step
+        if needed is not None:
+            what = (
+                f"the {needed} groups of step {step}, of which {len(arrivals.young(step))} had "
+                "arrived when the wait began"
+            )
+        else:
+            needed = self._rollouts_of_a_batch()
+            what = f"the {needed} stored rollouts of one batch, of which the buffer had {stored}"
+
+        def is_ready() -> bool:
+            if arrivals.groups_per_step is not None:
+                return len(arrivals.young(step)) >= needed
+            return stored + self._rollouts_waiting(step) >= needed
+
+        version = self.state.policy_version
+        try:
+            ready = self.intake.wait(is_ready, stop_requested, what, version)
+            if ready:
+                self.intake.poll(version)
+            return ready
+        except ServersLost as error:
+            self.parts.ending = error
+            return False
+
+    def _rollouts_of_a_batch(self) -> int:
+        replay, size = self.recipe.replay, self.recipe.sampling.group_size
+        units = draw_count(replay, size, self.recipe.rollouts_per_step)
+        return min(units * (size if replay.unit == "query" else 1), replay.capacity_rollouts)
+
+    def _rollouts_waiting(self, step: int) -> int:
+        """Rollouts in the queue that will enter the buffer at `step`. Each group is looked into
+        once."""
+        known, self._insertable = self._insertable, {}
+        for each in self.intake.arrivals.young(step):
+            count = known.get(each.number)
+            if count is None:
+                count = rollouts_to_insert(each, self.recipe)
+            self._insertable[each.number] = count
+        return sum(self._insertable.values())
+
     def advance(self, version: int) -> None:
-        """Nothing samples."""
+        """And let the collector go on, or end it after the last step."""
+        if not self._is_live:
+            return
+        if version == self.recipe.run.steps:
+            self.intake.finish()
+            return
+        self.intake.cancel_stale(version + 1)
+        super().advance(version)
+        self.intake.give_credit(version)
 
     def metrics(self, record: StepRecord) -> Metrics:
         step_seconds = self.parts.clock.read()["step"]
@@ -142,133 +271,12 @@ class JournalSource:
         }
 
     def save(self, folder: Path) -> None:
-        """The journal has everything."""
-
-
-class CollectorSource(JournalSource):
-    """The groups that a collector delivers while the trainer works. A resumed run first repeats the
-    steps that its journal has after the checkpoint."""
-
-    def __init__(self, parts: Parts, state: RunState, intake: Intake | None) -> None:
-        super().__init__(parts, state, intake)
-        assert isinstance(parts.sampler, RollingServerSampler)
-        self.sampler = parts.sampler
-        self._is_live = False
-        self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
-        self._insertable: dict[int, int] = {}  # rollouts of each waiting group that can be stored
-
-    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
-        """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
-        until the buffer can give one batch. A step that the journal has never waits."""
-        if self._has_recorded():
-            return self._take_recorded(step)
-        started = time.perf_counter()
-        self._go_live()
-        with self.comm.position.stage("waiting for rollouts"):
-            ready = run_on_main(self.comm, lambda: self._wait(step, stop_requested))
-        self._waited_seconds = time.perf_counter() - started
-        if not self.comm.broadcast_json(ready):
-            return None
-        if self.intake is None:
-            return self._step_rollouts(None, ServerShare(None, None))
-        version = self.state.policy_version
-        self.intake.poll(version)
-        taken = self.intake.cut(step, version, self.sampler.policy_version)
-        share = self._times.step(self.intake.newest_report, self.sampler.paused_seconds)
-        return self._step_rollouts(taken, share)
-
-    def _go_live(self) -> None:
-        """After the journal's last step: bring the servers the policy, and start the collector."""
-        if self._is_live:
-            return
-        self._is_live = True
-        version = self.state.policy_version
-        if self.sampler.policy_version != version:
-            _push(self.parts, version)
-        if self.intake is not None:
-            self.sampler.on_switch = self.intake.announce
-            self.intake.go_live(self._collector_settings(), len(self.parts.prompts), version)
-
-    def _collector_settings(self) -> CollectorSettings:
-        recipe, servers = self.recipe, self.sampler.servers
-        capacity, size = recipe.replay.capacity_rollouts, recipe.sampling.group_size
-        assert self.intake is not None
-        never_gated = self.intake.arrivals.groups_per_step is None
-        return CollectorSettings(
-            recipe=recipe,
-            run=servers[0].prefix.removesuffix("/"),
-            urls=[server.url for server in servers],
-            stop_token_ids=self.sampler.stop_token_ids,
-            unacknowledged_limit=unacknowledged_limit(capacity, size) if never_gated else None,
-            log=self.parts.run_dir.path / "log" / "collector.log",
-        )
-
-    def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
-        assert self.intake is not None
-        arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
-        needed = arrivals.groups_per_step
-        if needed is not None:
-            arrived = len(arrivals.young(step))
-            what = f"the {needed} groups of step {step}, of which {arrived} had arrived when the "
-            return self.intake.wait(
-                lambda: len(arrivals.young(step)) >= needed, stop_requested, self._look,
-                f"{what}wait began", self.state.policy_version,
-            )  # fmt: skip
-        fill = self._rollouts_of_a_batch()
-        return self.intake.wait(
-            lambda: stored + self._rollouts_waiting(step) >= fill, stop_requested, self._look,
-            f"the {fill} stored rollouts of one batch, of which the buffer had {stored}",
-            self.state.policy_version,
-        )  # fmt: skip
-
-    def _look(self, report: Report) -> None:
-        self.sampler.suspect(report.down)
-
-    def _rollouts_of_a_batch(self) -> int:
-        replay, size = self.recipe.replay, self.recipe.sampling.group_size
-        units = draw_count(replay, size, self.recipe.rollouts_per_step)
-        return min(units * (size if replay.unit == "query" else 1), replay.capacity_rollouts)
-
-    def _rollouts_waiting(self, step: int) -> int:
-        """Rollouts in the queue that will enter the buffer at `step`. Each group is looked into
-        once."""
-        assert self.intake is not None
-        known, self._insertable = self._insertable, {}
-        for each in self.intake.arrivals.young(step):
-            count = known.get(each.number)
-            if count is None:
-                count = rollouts_to_insert(each, self.recipe)
-            self._insertable[each.number] = count
-        return sum(self._insertable.values())
-
-    def advance(self, version: int) -> None:
-        """Bring the servers every `run.sync_every_steps`-th version, and let the collector go on,
-        unless the step was repeated from the journal. None is waited for after the last step, which
-        ends the collector."""
-        if not self._is_live:
-            return
-        is_last, intake = version == self.recipe.run.steps, self.intake
-        if is_last:
-            if intake is not None:
-                intake.finish()
-            return
-        if intake is not None:
-            intake.cancel_stale(version + 1)
-        if version % self.recipe.run.sync_every_steps == 0:
-            _push(self.parts, version)
-        if intake is not None:
-            intake.give_credit(version)
-            self._look(intake.newest_report)
-
-    def save(self, folder: Path) -> None:
         """The checkpoint relies on the journal: it is on disk first."""
-        if self.intake is not None:
-            self.intake.sync()
+        self.intake.sync()
 
     def close(self) -> None:
         """End the collector. May be called twice."""
-        if self.intake is not None:
-            self.intake.close()
+        self.intake.close()
 
 
 class ServerShare(NamedTuple):

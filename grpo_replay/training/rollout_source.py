@@ -2,8 +2,8 @@
 
     SynchronousSource   the sampler generates them while the trainer waits; a lagging sampler
                         (`run.sync_every_steps`) is a setting of it
-    JournalSource       those that a journal has recorded (`sampling.collection.replay_journal`)
-    CollectorSource     those that have arrived while the trainer worked (`run.mode: async`)
+    MainSource          those that have arrived while the trainer worked (`run.mode: async`), or
+                        that a journal has recorded; on the other ranks a FollowerSource
 
 The trainer is the same for all: it calls `take` once at the beginning of a step, `advance` after
 its updates, and never asks which source it has.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_replay.distributed.comm import Comm, Position
 from grpo_replay.engine import UpdateResult
+from grpo_replay.errors import GrpoReplayError
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
@@ -81,6 +82,9 @@ class Parts:
     tokenizer: Any
     buffer: ReplayBuffer
     run_dir: RunDirectory
+    ending: GrpoReplayError | None = None
+    """Why this rank's source has no more rollouts, although no stop was requested: the run ends
+    with it, after a checkpoint."""
     clock: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +142,8 @@ class RolloutSource(Protocol):
 
     def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
         """The graded rollouts of `step` (from 1), with advantages, as `assemble_rollouts` makes
-        them. May wait; None on every rank if a stop was requested on rank 0 meanwhile.
+        them. May wait; None on every rank if a stop was requested on rank 0 meanwhile, or if one
+        of them has set `parts.ending`.
 
         `rollout.birth_step` must be at most `step`, and `rollout.policy_version` and
         `policy_version_end` those that sampled its first and its last token: ages, the gap between

@@ -13,6 +13,7 @@ import numpy as np
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import Interruption
 from grpo_replay.distributed.rendezvous import initialize_processes
+from grpo_replay.errors import ServersLost
 from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import EngineSection, Recipe
@@ -131,13 +132,16 @@ class Run:
             stack.callback(logging.getLogger(name).removeHandler, shown)
 
     def train(self, interruption: Interruption) -> RunResult:
-        """Step until the recipe's last step, or until something asks to stop."""
+        """Step until the recipe's last step, or until something asks to stop. Raises what ended its
+        source, after a checkpoint."""
         state, recipe = self.state, self.recipe
         self._interruption = interruption
         self._started = time.perf_counter() - state.wall_seconds
         going_on = self._evaluate_pending()
         while going_on and state.step < recipe.run.steps:
             going_on = self._step()
+        if not going_on and self.trainer.parts.ending is not None:
+            raise self.trainer.parts.ending
         if not going_on:
             return RunResult(self.run_dir.path, state.step, True, None)
         summary = None
@@ -159,7 +163,7 @@ class Run:
             return False
         step, last = state.step, state.step == recipe.run.steps
         report, is_evaluated = self._evaluate(step)
-        stop = self._is_asked_to_stop()
+        stop = self._is_asked_to_stop() or self.trainer.parts.ending is not None
         state.wall_seconds = time.perf_counter() - self._started
         if self.comm.is_main:
             self._record(metrics, report)
@@ -178,6 +182,11 @@ class Run:
         try:
             return self.evaluation.evaluate(step, self._hears_request), True
         except EvaluationStopped:
+            return None, False
+        except ServersLost as error:
+            if self.comm.world_size > 1:  # the others still evaluate
+                raise
+            self.trainer.parts.ending = error
             return None, False
 
     def _evaluate_pending(self) -> bool:

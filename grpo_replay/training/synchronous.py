@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.errors import ServersLost
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
 from grpo_replay.sampling.sampler_protocol import completions_of
 from grpo_replay.storage.checkpoint import RunState
@@ -61,15 +62,19 @@ class SynchronousSource:
             kept = pushed.keep(tensors, version) if pushed else tensors
             self.parts.sampler.load_weights(kept, version)
 
-    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts:
+    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
         """Take prompts, sample G completions of each, score them as they finish, and compute
-        group advantages; again for dropped groups, up to `sampling.max_refills` times (DAPO)."""
+        group advantages; again for dropped groups, up to `sampling.max_refills` times (DAPO).
+        None if no server was left on a rank."""
         settings = self.recipe.sampling
         generated: list[Rollout] = []
         taken, missing = 0, settings.prompts_per_step
         for refills_left in reversed(range(settings.max_refills + 1)):
             is_last = refills_left == 0
-            generated += self._sample_prompts(step, taken, missing, is_last)
+            sampled = self._sample_prompts(step, taken, missing, is_last)
+            if sampled is None:
+                return None
+            generated += sampled
             taken += missing
             if is_last:
                 break
@@ -88,16 +93,24 @@ class SynchronousSource:
             generation_seconds=self.parts.clock.seconds["generation"],
         )
 
-    def _sample_prompts(self, step: int, first: int, count: int, is_last: bool) -> list[Rollout]:
-        """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. The sampler
-        sleeps after the last ones."""
+    def _sample_prompts(
+        self, step: int, first: int, count: int, is_last: bool
+    ) -> list[Rollout] | None:
+        """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0; None on
+        every rank if no server was left on one. The sampler sleeps after the last ones."""
         parts, comm, run = self.parts, self.comm, self.recipe.run
         taken = parts.prompts.take(self.state.prompt_cursor + first, count)
         prompts = dict(enumerate(taken, start=first))
         with parts.clock.stage("generation"):
             of_all = group_requests(prompts, step, self.recipe.sampling, run.seed)
             requests = share_of_rank(of_all, comm.rank, comm.world_size)
-            sampled = list(self._sample(requests, prompts))
+            sampled: list[tuple[Completion, str]] = []
+            try:
+                sampled += self._sample(requests, prompts)
+            except ServersLost as error:
+                parts.ending = error
+            if any(comm.all_gather_json(parts.ending is not None)):
+                return None
             if is_last:
                 self._sleep()
         with parts.clock.stage("reward"):

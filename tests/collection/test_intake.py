@@ -49,7 +49,7 @@ def threads(monkeypatch) -> Iterator[None]:
 
 
 def recipe(server: FakeServer, **sections) -> Recipe:
-    servers = {"urls": [server.url], "on_failure": "drop", "request_timeout_seconds": 1.0}
+    servers = {"urls": [server.url], "request_timeout_seconds": 1.0}
     return resolve_recipe(
         [
             {
@@ -84,7 +84,7 @@ class Run:
                 self.go_live()
             needed = intake.arrivals.groups_per_step or 1
             ready = lambda: len(intake.arrivals.young(step)) >= needed  # noqa: E731
-            assert intake.wait(ready, lambda: False, lambda _: None, f"step {step}", self.done)
+            assert intake.wait(ready, lambda: False, f"step {step}", self.done)
             intake.poll(self.done)
             taken = intake.cut(step, self.done, self.done)
         self.taken[step] = [rollout.rollout_id for rollout in taken]
@@ -137,7 +137,7 @@ def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
 
 
 def test_every_group_is_acknowledged_once_it_is_in_the_journal(server, tmp_path):
-    """What is not acknowledged the collector keeps, and sends again."""
+    """What is not acknowledged holds a collector back that may not run ahead."""
     assert not Report().drained, "an empty report says nothing about the collector"
     run = Run(recipe(server), tmp_path)
     for _ in range(STEPS):
@@ -238,7 +238,7 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     run.step()
     ThreadedLink.made[0].die()
     run.intake.poll(run.done)
-    assert not run.intake._patience._heard, "the new collector has its time to start"
+    assert run.intake._patience._progressed is None, "the new collector has its time to start"
     for _ in range(STEPS - 1):
         run.step()
     assert len(ThreadedLink.made) == 2
@@ -295,7 +295,7 @@ def test_a_stop_request_ends_the_wait(server, tmp_path):
     server.seconds = 30.0
     run = Run(recipe(server), tmp_path)
     run.go_live()
-    assert not run.intake.wait(lambda: False, lambda: True, lambda _: None, "nothing", 0)
+    assert not run.intake.wait(lambda: False, lambda: True, "nothing", 0)
     run.close()
 
 
@@ -303,7 +303,7 @@ def test_groups_journalled_after_the_last_step_wait_for_the_next_one(server, tmp
     run = Run(recipe(server), tmp_path)
     run.step()
     ready = lambda: isinstance(list(read_journal(tmp_path))[-1], Group)  # noqa: E731
-    assert run.intake.wait(ready, lambda: False, lambda _: None, "another group", run.done)
+    assert run.intake.wait(ready, lambda: False, "another group", run.done)
     run.close()
     again = Run(recipe(server), tmp_path, done=1)
     known = again.intake.arrivals.arrived_groups

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import torch
 from architectures import random_config, random_model
 from safetensors.torch import load_file
-from server_helpers import free_ports
+from server_helpers import free_ports, kill_child_of, wait_for
 from tiny_policy import changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm, encode
@@ -105,16 +104,13 @@ def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_version_stays_until_the_next_one_is_published_if_it_is_kept(tmp_path, keeps):
-    folder = FolderTransfer(str(tmp_path), 1, 1, 1.0, keeps=keeps)
-    for version in (1, 2, 3):
+def test_a_version_stays_until_every_server_has_read_it(tmp_path):
+    folder = FolderTransfer(str(tmp_path), 1, 1, 1.0)
+    for version in (1, 2):
         folder.stage([("a", torch.zeros(1))], version, ())
-        assert folder.holds(version)
+        assert [path.name for path in tmp_path.glob("*/version-*")] == [f"version-{version}"]
         folder.discard()
-        left = [path.name for path in tmp_path.glob("*/version-*")]
-        assert left == [f"version-{version}"] * keeps
-        assert folder.holds(version) == keeps and not folder.holds(version - 1)
+        assert not list(tmp_path.glob("*/version-*"))
     folder.close()
 
 
@@ -311,7 +307,9 @@ def test_a_launched_server_leaves_every_rank_its_gpu_whoever_started_the_ranks(
     servers = {"launch": 2, "address": f"127.0.0.1:{free_ports(2)[0]}"}
     recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
     launched = launch_servers(recipe.sampling, {}, on_gpu=True, log_folder=tmp_path)
-    assert [server.guard.wait(60) for server in launched] == [0, 0]
+    for server in launched:
+        server.guard.wait(60)
+        server.stop()
     assert [server.log_tail() for server in launched] == ["2", "3"]
 
 
@@ -372,11 +370,15 @@ STUBBORN = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["guard is told to stop", "parent is killed"])
-def test_the_guard_ends_its_whole_process_group(ending):
+@pytest.mark.parametrize(
+    "ending", ["guard is told to stop", "parent is killed", "server is killed"]
+)
+def test_the_guard_ends_its_whole_process_group(ending, tmp_path):
     """The guarded process and its child ignore SIGTERM."""
-    guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", STUBBORN]
+    script = tmp_path / "guard.py"
+    text = Path(server_guard.__file__).read_text()
+    script.write_text(text.replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 0.5"))
+    guarded = [sys.executable, str(script), "PARENT", sys.executable, "-c", STUBBORN]
     launcher = (
         "import os,subprocess,sys,time;"
         f"words = {guarded!r}; words[2] = str(os.getpid());"
@@ -389,12 +391,11 @@ def test_the_guard_ends_its_whole_process_group(ending):
         assert all(_alive(number) for number in numbers)
         if ending == "parent is killed":
             parent.kill()
-        else:
+        elif ending == "guard is told to stop":
             os.kill(numbers[0], signal.SIGTERM)
-        deadline = time.monotonic() + server_guard.GRACE_SECONDS + 10
-        while any(map(_alive, numbers)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(map(_alive, numbers))
+        else:
+            kill_child_of(numbers[0])
+        assert wait_for(lambda: not any(map(_alive, numbers)), seconds=20)
     finally:
         parent.kill()
         parent.wait()

@@ -170,6 +170,7 @@ class FakeServer:
         if status != 200:
             return status, {"error": {"message": "as told", "code": status}}
         answer = self.sample(body)
+        self.generated += len(answer.tokens)
         choice = {
             "token_ids": answer.tokens,
             "logprobs": {"content": [{"logprob": value} for value in answer.logprobs]},

@@ -14,7 +14,7 @@ from tiny_policy import Policy, tiny_recipe
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.routes import VllmServer
-from grpo_replay.sampling.server.sampler import VllmServerSampler, _is_healthy
+from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     launch_servers,
@@ -52,7 +52,7 @@ def launch(folder: Path, logs: Path, count: int) -> list[LaunchedServer]:
     servers = launch_servers(recipe.sampling, arguments, on_gpu=False, log_folder=logs)
     clients = [VllmServer(server.url, "tests") for server in servers]
     try:
-        wait_until_healthy(servers, [lambda c=c: _is_healthy(c) for c in clients], START_SECONDS)
+        wait_until_healthy(servers, clients, START_SECONDS)
     except BaseException:
         for server in servers:
             server.stop()

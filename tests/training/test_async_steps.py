@@ -16,21 +16,20 @@ from grpo_replay.collection.arrivals import Arrivals
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Drop, Report
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.training import asynchronous
 from grpo_replay.training.asynchronous import (
-    CollectorSource,
-    JournalSource,
+    FollowerSource,
+    MainSource,
     ServerShare,
     ServerTimes,
     lateness,
     mean_lengths,
 )
-from grpo_replay.training.rollout_source import StepRecord, StepRollouts, Stopwatch
+from grpo_replay.training.rollout_source import Parts, StepRecord, StepRollouts
 from grpo_replay.training.run import Run
 from grpo_replay.training.trainer import count_step
 from grpo_replay.types import ComposedBatch, Draw
@@ -59,7 +58,7 @@ class Waiting:
         self.arrivals = Arrivals.of(recipe)
         self.replaying, self.newest_report, self.done = False, Report(), []
 
-    def wait(self, is_ready, stop_requested, look, what, version) -> bool:
+    def wait(self, is_ready, stop_requested, what, version) -> bool:
         self.is_ready, self.what = is_ready, what
         return not stop_requested()
 
@@ -71,17 +70,16 @@ class Waiting:
         return lambda *arguments: self.done.append((name, *arguments))
 
 
-def collector_source(recipe: Recipe, kind=CollectorSource) -> tuple[CollectorSource, Waiting]:
+def main_source(recipe: Recipe) -> tuple[MainSource, Waiting]:
     """Before step 3, with a queue to which nothing has arrived."""
-    intake, comm = Waiting(recipe), Comm()
-    sampler = object.__new__(RollingServerSampler)
-    sampler.policy_version, sampler.paused_seconds, sampler._suspects = 2, 0.0, set()
-    sampler._launched = ()
-    parts = SimpleNamespace(
-        recipe=recipe, comm=comm, buffer=ReplayBuffer(recipe.replay, recipe.sampling.group_size),
-        sampler=sampler, clock=Stopwatch(comm.position),
-    )  # fmt: skip
-    return kind(parts, RunState(step=2, policy_version=2), intake), intake
+    intake = Waiting(recipe)
+    return MainSource(parts_of(recipe), RunState(step=2, policy_version=2), intake), intake
+
+
+def parts_of(recipe: Recipe) -> Parts:
+    unused, sampler = SimpleNamespace(), SimpleNamespace(policy_version=2, paused_seconds=0.0)
+    buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+    return Parts(recipe, Comm(), unused, sampler, unused, unused, unused, buffer, unused)
 
 
 URLS = ["http://127.0.0.1:1"]
@@ -98,7 +96,7 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
         URLS,
         {"sampling": {"prompts_per_step": 5, "group_size": 4}, "replay": BUFFER_ONLY | changes},
     )
-    source, intake = collector_source(recipe)
+    source, intake = main_source(recipe)
     source.parts.buffer.insert([make_rollout(i) for i in range(2)], 1)
     assert source._wait(3, lambda: False)
     assert intake.what.startswith(f"the {fill} stored rollouts of one batch, of which the buffer")
@@ -115,7 +113,7 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
         URLS,
         {"sampling": {"prompts_per_step": 2}, "replay": {"max_age_steps": 1, "warmup_steps": 1}},
     )
-    source, intake = collector_source(recipe)
+    source, intake = main_source(recipe)
     for index, version in enumerate([0, 1, 2]):
         assert source._wait(3, lambda: False)
         assert not intake.is_ready()
@@ -137,14 +135,27 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
 
 
 def test_a_stop_while_a_step_waits_takes_nothing():
-    source, intake = collector_source(async_recipe(URLS))
+    source, intake = main_source(async_recipe(URLS))
     source._is_live = True
     assert source.take(3, lambda: True) is None
     assert intake.done == []
 
 
+def test_the_loss_of_the_last_server_takes_nothing_and_ends_the_run_afterwards(monkeypatch):
+    source, intake = main_source(async_recipe(URLS))
+    source._is_live, lost = True, ServersLost("none is left")
+
+    def wait(*_):
+        raise lost
+
+    monkeypatch.setattr(intake, "wait", wait)
+    assert source.take(3, lambda: False) is None
+    assert source.parts.ending is lost and intake.done == []
+
+
 def test_a_journal_that_has_ended_is_not_sampled_further():
-    source, intake = collector_source(async_recipe(URLS), JournalSource)
+    recipe = async_recipe(URLS, {"sampling": {"collection": {"replay_journal": "before"}}})
+    source, intake = main_source(recipe)
     with pytest.raises(SamplerError, match=r"no step 3; lower run\.steps"):
         source.take(3, lambda: False)
     source.advance(3)
@@ -156,20 +167,26 @@ def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(
     monkeypatch, held, pushed
 ):
     """As after a resume; a rank without an intake takes its part in the gather. Once is enough."""
-    source, _ = collector_source(async_recipe(URLS))
-    source.sampler.policy_version, source.intake, found = held, None, []
+    source, found = FollowerSource(parts_of(async_recipe(URLS)), RunState(policy_version=2)), []
+    source.parts.sampler.policy_version = held
     monkeypatch.setattr(asynchronous, "_push", lambda parts, version: found.append(version))
-    for _ in range(2):
-        source._go_live()
+    monkeypatch.setattr(asynchronous, "run_on_main", lambda comm, action: True)
+    for step in (3, 4):
+        taken = source.take(step, lambda: False)
+        assert (taken.generated, taken.measured, taken.generation_seconds) == ((), (), None)
+        source.parts.sampler.policy_version = 2
     assert found == pushed
+    for version in (3, 6):
+        source.advance(version)
+    assert found == [*pushed, 3], "and after every step but the last"
 
 
 def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_on(monkeypatch):
-    source, intake = collector_source(async_recipe(URLS, {"run": {"sync_every_steps": 2}}))
+    source, intake = main_source(async_recipe(URLS, {"run": {"sync_every_steps": 2}}))
     monkeypatch.setattr(asynchronous, "_push", lambda parts, version: intake.pushed(version))
     source.advance(3)  # repeated from the journal: nothing samples yet
     assert intake.done == []
-    source._is_live, intake.newest_report = True, Report(down={"there": "away"})
+    source._is_live = True
     for version in (3, 4, 6):
         source.advance(version)
     assert intake.done == [
@@ -177,13 +194,12 @@ def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_o
         ("cancel_stale", 5), ("pushed", 4), ("give_credit", 4),
         ("finish",),
     ]  # fmt: skip
-    assert source.sampler._suspects == {"there"}
 
 
 def test_what_a_step_takes_by_hand():
     """Of three groups that arrived in the run, after a fourth that was lost, one is for this step;
     two were counted before."""
-    source, intake = collector_source(async_recipe(URLS))
+    source, intake = main_source(async_recipe(URLS))
     source.state.prompt_cursor, source.state.next_group_id = 3, 2
     for index in range(3):
         intake.arrivals.take_in(group((0, index)))
@@ -219,7 +235,7 @@ def test_mean_lengths_are_of_what_was_kept_and_of_what_came_late():
 
 
 def test_a_checkpoint_has_the_journal_on_the_disk_first_and_the_end_ends_the_collector(tmp_path):
-    source, intake = collector_source(async_recipe(URLS))
+    source, intake = main_source(async_recipe(URLS))
     source.save(tmp_path)
     assert intake.done == [("sync",)]
     source.close()
@@ -228,12 +244,12 @@ def test_a_checkpoint_has_the_journal_on_the_disk_first_and_the_end_ends_the_col
 
 def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     """It waited 6 of its 12 seconds, in which two servers worked 3 seconds for one rank."""
-    source, intake = collector_source(async_recipe(URLS))
+    source, intake = main_source(async_recipe(URLS))
     now = [100.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(asynchronous, "time", clock)
     monkeypatch.setattr(source, "_go_live", lambda: intake.went_live())
-    monkeypatch.setattr(source, "_wait", lambda *_: now.append(now.pop() + 6) or True)
+    monkeypatch.setattr(intake, "wait", lambda *_: now.append(now.pop() + 6) or True)
     arrived = [
         replace(make_rollout(index, birth_step=birth), policy_version_end=3)
         for index, birth in ((8, 3), (9, 2))
@@ -256,47 +272,37 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     assert (found["async/age_mean"], found["async/age_max"]) == (0.5, 1)
 
 
-def test_another_rank_waits_with_rank_0_and_takes_nothing(monkeypatch):
-    source, intake = collector_source(async_recipe(URLS))
-    source.intake = None
-    monkeypatch.setattr(asynchronous, "run_on_main", lambda comm, action: True)
+def test_a_recorded_step_is_repeated_without_waiting():
+    source, intake = main_source(async_recipe(URLS))
+    intake.replaying = True
+    intake.take_recorded = lambda step: [make_rollout(step)]
     taken = source.take(3, lambda: False)
-    assert (taken.generated, taken.measured, taken.generation_seconds) == ((), (), None)
-    assert intake.done == []
-
-
-def test_a_recorded_step_is_repeated_without_waiting(monkeypatch):
-    for kind in (JournalSource, CollectorSource):
-        source, intake = collector_source(async_recipe(URLS), kind)
-        intake.replaying = True
-        intake.take_recorded = lambda step: [make_rollout(step)]
-        taken = source.take(3, lambda: False)
-        assert [rollout.rollout_id for rollout in taken.generated] == [3]
-        assert taken.generation_seconds is None
-        source.parts.clock = SimpleNamespace(read=lambda: {"step": 2.0})
-        draw = Draw.empty()
-        batch = ComposedBatch((), np.zeros(0, bool), draw.ages, draw)
-        found = source.metrics(StepRecord(3, taken, (), None, batch, [], []))
-        assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.0, None)
+    assert [rollout.rollout_id for rollout in taken.generated] == [3]
+    assert taken.generation_seconds is None
+    source.parts.clock = SimpleNamespace(read=lambda: {"step": 2.0})
+    draw = Draw.empty()
+    batch = ComposedBatch((), np.zeros(0, bool), draw.ages, draw)
+    found = source.metrics(StepRecord(3, taken, (), None, batch, [], []))
+    assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.0, None)
+    source.advance(3)
+    assert intake.done == [], "nothing samples yet"
 
 
 @pytest.mark.parametrize(("replay", "limit"), [({}, None), (BUFFER_ONLY, 25)])
-def test_a_collector_is_started_with_the_servers_and_what_may_wait(
-    tmp_path, monkeypatch, replay, limit
-):
+def test_a_collector_is_started_with_the_servers_and_what_may_wait(tmp_path, replay, limit):
     """Of a buffer for 97 rollouts, 25 groups of four; of groups that steps wait for, any number."""
     changes = {"replay": {**replay, "capacity_rollouts": 97}}
-    source, intake = collector_source(async_recipe(URLS, changes))
+    source, intake = main_source(async_recipe(URLS, changes))
     source.parts.run_dir, source.parts.prompts = SimpleNamespace(path=tmp_path), range(11)
     servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
-    monkeypatch.setattr(RollingServerSampler, "servers", servers)
-    source.sampler.stop_token_ids = (1, 5)
+    source.parts.sampler.servers = SimpleNamespace(all=servers)
+    source.parts.sampler.stop_token_ids = (1, 5)
     source._go_live()
     settings = CollectorSettings(
         source.recipe, "run-7", ["a", "b"], (1, 5), limit, tmp_path / "log" / "collector.log"
     )
     assert intake.done == [("go_live", settings, 11, 2)]
-    source.sampler.on_switch("a", 3)
+    source.parts.sampler.on_switch("a", 3)
     assert intake.done[1:] == [("announce", "a", 3)]
 
 
@@ -323,7 +329,7 @@ def test_a_resumed_source_brings_servers_the_policy_and_reads_the_journal_that_i
     recipe.sampling.collection.__dict__["replay_journal"] = "before" if repeats else None
     parts = SimpleNamespace(
         recipe=recipe, comm=Comm(), run_dir=SimpleNamespace(path=tmp_path),
-        sampler=object.__new__(RollingServerSampler),
+        sampler=None,
     )  # fmt: skip
     state = RunState(step=3, policy_version=4)
     source = asynchronous.open_collected(parts, state, tmp_path, stack)
@@ -331,7 +337,7 @@ def test_a_resumed_source_brings_servers_the_policy_and_reads_the_journal_that_i
     folder = Path("before") if repeats else tmp_path
     assert source.intake.records == folder / "journal" and source.intake.step == 3
     stack.close()
-    assert done[1:] == ([] if repeats else [("intake closed",), ("journal closed",)])
+    assert done[1:] == [("intake closed",), *([] if repeats else [("journal closed",)])]
 
 
 @pytest.mark.parametrize(("update_N", "updates"), [(None, 1), ([0, 1], 2)])

@@ -1,6 +1,5 @@
-"""Validate that a server matches the recipe, once, before sampling."""
+"""Validate that a server matches the recipe, before it gets weights."""
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,90 +11,60 @@ from grpo_replay.sampling.server.routes import (
     CONTROL_SECONDS,
     TOKEN_COUNTER,
     Refused,
-    Unreachable,
     VllmServer,
     block_on,
 )
 
-logger = logging.getLogger(__name__)
-
-OLDEST_VLLM = (0, 27)
-"""The first with /weight_info and /update_weight_version."""
-OLDEST_WITH_TOKEN_LABELS = (0, 32)
+OLDEST_VLLM = (0, 32)
 """The first whose completions say which weights sampled which token."""
 
 HOW_TO_START = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
     "--model MODEL --dtype {dtype} --max-model-len {length} --logprobs-mode processed_logprobs "
-    "--generation-config vllm --skip-tokenizer-init --enable-scale-out (not before vLLM 0.30; on a "
-    "CPU also --no-enable-chunked-prefill, and VLLM_CPU_KVCACHE_SPACE=1 before it)"
+    "--generation-config vllm --skip-tokenizer-init --enable-scale-out (on a CPU also "
+    "--no-enable-chunked-prefill, and VLLM_CPU_KVCACHE_SPACE=1 before it)"
 )
 
 
 def check_server(
-    server: VllmServer,
-    config: PretrainedConfig,
-    arguments: Mapping[str, Any],
-    nccl: bool,
-    pushed_while_sampling: bool,
+    server: VllmServer, config: PretrainedConfig, arguments: Mapping[str, Any], nccl: bool
 ) -> None:
-    """Raises SamplerError that lists every mismatch between the server and one that the run would
-    launch with these EngineArgs for a model of this configuration. `nccl`: weights come over NCCL.
-    """
-    how = HOW_TO_START.format(dtype=arguments["dtype"], length=arguments["max_model_len"])
+    """Raises Unreachable, or SamplerError that lists every mismatch between the server and one that
+    the run would launch with these EngineArgs for a model of this configuration. `nccl`: weights
+    come over NCCL."""
     try:
         block_on(server.check_health(CONTROL_SECONDS))
         problems = [
-            *_version_problems(server, pushed_while_sampling),
+            *_version_problems(server),
             *_model_problems(server, config, arguments["max_model_len"]),
             *_setting_problems(server, arguments, nccl),
         ]
-    except Unreachable as error:
-        raise SamplerError(
-            f"the vLLM server {server.url} cannot be reached ({error}); check "
-            "sampling.servers.urls and that it is running"
-        ) from error
-    except Refused as error:
-        raise SamplerError(
-            f"the server {server.url} refused a request that vLLM 0.27 to 0.33 in development "
-            f"mode answer ({error}); {how}"
-        ) from error
-    except (KeyError, IndexError, TypeError) as error:
-        raise SamplerError(
-            f"the server {server.url} answers, but not like vLLM 0.32 ({error!r}); {how}"
-        ) from error
+    except (Refused, KeyError, IndexError, TypeError, ValueError) as error:
+        problems = [f"it does not answer like vLLM 0.32 in development mode ({error!r})"]
     if problems:
+        how = HOW_TO_START.format(dtype=arguments["dtype"], length=arguments["max_model_len"])
         raise SamplerError(
             f"the vLLM server {server.url} does not match this run: {'; '.join(problems)}; {how}"
         )
 
 
-def _version_problems(server: VllmServer, pushed_while_sampling: bool) -> Iterator[str]:
+def _version_problems(server: VllmServer) -> Iterator[str]:
     """Of a server whose version has no numbers (a build from source), none."""
-    version = server.vllm_version()
+    version = server.get("/version")["version"]
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(numbers[1]), int(numbers[2])) if numbers else OLDEST_WITH_TOKEN_LABELS
-    if release < OLDEST_VLLM:
-        yield f"it runs vLLM {version}, which does not keep a label of its weights: use 0.32"
-    elif release < OLDEST_WITH_TOKEN_LABELS and pushed_while_sampling:
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
         yield (
-            f"it runs vLLM {version}, which does not say which weights sampled a token, as "
-            "run.mode async needs: use 0.32"
-        )
-    elif release < OLDEST_WITH_TOKEN_LABELS:
-        logger.warning(
-            "%s runs vLLM %s, whose tokens have no label of their weights: its label is asked for "
-            "after every completion",
-            server.url,
-            version,
+            f"it runs vLLM {version}, which does not say which weights sampled a token: use 0.32 "
+            "or newer"
         )
 
 
 def _model_problems(server: VllmServer, config: PretrainedConfig, longest: int) -> Iterator[str]:
-    model = server.models()[0]
+    model = server.get("/v1/models")["data"][0]
     if model["max_model_len"] < longest:
         yield f"its longest sequence is {model['max_model_len']}, not {longest}"
-    found = read_outline(server.model_outline())
+    outline = server.post("/collective_rpc", {"method": "get_model_inspection"})["results"][0]
+    found = read_outline(outline)
     for name, expected in (
         ("vocabulary", config.vocab_size),
         ("hidden size", config.hidden_size),
@@ -128,7 +97,7 @@ def read_outline(outline: str) -> dict[str, int]:
 def _setting_problems(
     server: VllmServer, arguments: Mapping[str, Any], nccl: bool
 ) -> Iterator[str]:
-    settings = server.settings()
+    settings = server.get("/server_info?config_format=json")["vllm_config"]
     model = settings["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
         yield (

@@ -1,30 +1,33 @@
 """Requests kept in flight on several servers: bounded, retried elsewhere, never lost silently.
 
-A server is up while it answers and holds weights of this run. Waiting requests go to the server
-that is up and has the fewest. One that fails a request, or generates nothing for too long, is down:
-its requests are sent again, to another server if there is one. It is asked once a second for its
-label, and is up again as soon as that is of this run. All of this runs in one event loop.
+A waiting request goes to the server in use that has the fewest. A server that fails a request is
+looked at: it is used again if it is well and has weights of this run. If not, or if it generates
+nothing for too long, it is lost: its requests go to the others, and it is used again only when it
+has confirmed another version. Without a server left, everything ends. All of this runs in one event
+loop.
 """
 
 import asyncio
 import contextlib
 import logging
+import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server.routes import (
+    UPDATING,
     Choice,
     Refused,
     Unreachable,
     VllmServer,
-    WeightSpan,
+    background_loop,
 )
 from grpo_replay.sampling.vllm_requests import build_completion
 from grpo_replay.types import Completion, GenerationRequest, Span
@@ -32,12 +35,14 @@ from grpo_replay.types import Completion, GenerationRequest, Span
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-"""Time between two looks at a server that is down."""
-PROBE_TIMEOUT_SECONDS = 5.0
+"""Time between two looks at a server that is being updated."""
 
 HEALTH_SECONDS = 60.0
-"""Longest wait for the answer to the first look after a failure. A server that is gone refuses the
-connection at once; one that is busy with hundreds of requests may answer late."""
+"""Longest wait for the answer to a look. A server that is gone refuses the connection at once; one
+that is busy with hundreds of requests may answer late."""
+
+MAX_RETRIES = 2
+"""How often a failed request is sent again, to another server if there is one."""
 
 CHECKS_PER_LIMIT = 4
 """How often a server's progress is checked within `request_timeout_seconds`, at least."""
@@ -62,84 +67,59 @@ class Job:
 J = TypeVar("J", bound=Job)
 
 
+class Servers:
+    """The servers of a run. `lost` maps the URL of one that is not used to the reason. Of several
+    ranks that share them, each has its part of the requests in flight."""
+
+    def __init__(
+        self, servers: Iterable[VllmServer], section: ServersSection, ranks: int = 1
+    ) -> None:
+        self.all = list(servers)
+        self.lost: dict[str, str] = {}
+        self.in_flight_per_server = max(section.max_in_flight // ranks, 1)
+        self.timeout_seconds = section.request_timeout_seconds
+
+    def live(self) -> list[VllmServer]:
+        return [server for server in self.all if server.url not in self.lost]
+
+    def lose(self, server: VllmServer, reason: str) -> None:
+        """Do without a server from now on."""
+        if server.log is not None:  # the run started it
+            reason = f"{reason}; its log is {server.log}"
+        self.lost[server.url] = reason
+        logger.warning(
+            "the vLLM server %s is lost: %s; %d left", server.url, reason, len(self.live())
+        )
+
+    def refuse_none(self) -> None:
+        """Raises ServersLost if all are lost."""
+        if not self.live():
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.lost.items())
+            raise ServersLost(
+                f"no vLLM server is left ({reasons}). Check that those of sampling.servers.urls "
+                "run, and resume with --resume, which starts those of sampling.servers.launch again"
+            )
+
+
 @dataclass(slots=True, eq=False)
 class ServerState(Generic[J]):
-    """One server. `version` is the newest policy version that it confirmed; `lost` is true from
-    the moment when it was found neither generating nor well until it is up again."""
+    """One server. `version` is the newest policy version that it confirmed; `failure` says why it
+    is being looked at, None if it is used or lost."""
 
     client: VllmServer
-    down: str | None
     version: int | None
-    lost: bool = False
+    failure: str | None = None
     running: dict[asyncio.Task, J] = field(default_factory=dict)
     idle_seconds: float = 0.0
     used_seconds: float = 0.0
     since: float = field(default_factory=time.monotonic)
 
-    def account(self) -> None:
-        """Add the time since the last call to the times of use and idleness."""
-        now = time.monotonic()
-        if self.down is None:
-            self.used_seconds += now - self.since
-            self.idle_seconds += (now - self.since) * (not self.running)
-        self.since = now
-
-
-MAX_RETRIES = 2
-"""How often a failed request is sent again, to another server if there is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    in_flight_per_server: int
-    request_timeout_seconds: float
-    """Longest time in which a server with requests outstanding generates nothing."""
-    drop_lost: bool
-    """Go on with the other servers when one is lost; otherwise stop."""
-    vocabulary: int
-    """Token ids of the policy."""
-
-    @classmethod
-    def of(cls, section: ServersSection, vocabulary: int, ranks: int = 1) -> "PoolSettings":
-        """Those of each of the `ranks` that share the servers."""
-        return cls(
-            in_flight_per_server=max(section.max_in_flight // ranks, 1),
-            request_timeout_seconds=section.request_timeout_seconds,
-            drop_lost=section.on_failure == "drop",
-            vocabulary=vocabulary,
-        )
-
-
-class Servers:
-    """The servers of a run. `lost` maps the URL of one that is not to be asked any more to the
-    reason. A lost server of this class may come back at any time."""
-
-    def __init__(self, servers: Iterable[VllmServer], settings: PoolSettings) -> None:
-        self.servers = list(servers)
-        self.settings = settings
-        self.lost: dict[str, str] = {}
-
-    def lose(self, server: VllmServer, reason: str) -> None:
-        """Note that a server is lost. Raises SamplerError if the recipe says to stop then."""
-        remedy = "resume it when the server is back"
-        if server.log is not None:  # the run started it
-            reason, remedy = f"{reason}; its log is {server.log}", "a resume starts it again"
-        if not self.settings.drop_lost:
-            raise SamplerError(
-                f"the vLLM server {server.url} is lost: {reason}. The run stops because "
-                f"sampling.servers.on_failure is stop; {remedy}, or set on_failure to drop"
-            )
-        self.note_lost(server, reason)
-
-    def note_lost(self, server: VllmServer, reason: str) -> None:
-        """What losing a server means when the run goes on."""
-        logger.warning("the vLLM server %s is down: %s", server.url, reason)
-
 
 class Dispatcher(Generic[J]):
     """Sends jobs to servers. `admit()` gives further jobs, or none; `on_sampled` and `on_lost` are
     called with jobs that finished, or failed for good. The servers hold `version`; if it is None,
-    they are asked before they are used. `failure` has the first error."""
+    they are asked before they are used. `failure` has the first error: ServersLost, SamplerError
+    for what no other server would mend, or any of a callback."""
 
     def __init__(
         self,
@@ -150,26 +130,20 @@ class Dispatcher(Generic[J]):
         on_lost: Callable[[J, str], None],
         version: int | None = None,
     ) -> None:
-        self._pool, self._settings = servers, servers.settings
-        unknown = "not asked yet" if version is None else None
+        self._servers = servers
+        self._stop_token_ids = stop_token_ids
+        self._admit, self._on_sampled, self._on_lost = admit, on_sampled, on_lost
         self.servers: dict[str, ServerState[J]] = {
-            each.url: ServerState(
-                each, servers.lost.get(each.url, unknown), version, each.url in servers.lost
-            )
-            for each in servers.servers
+            each.url: ServerState(each, version) for each in servers.all
         }
         self.waiting: deque[J] = deque()
         self.oldest_usable = 0  # policy version
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stop_token_ids = stop_token_ids
-        self._admit = admit
-        self._on_sampled = on_sampled
-        self._on_lost = on_lost
-        self._watchers = [
-            self._spawn(watch(server))
-            for server in self.servers.values()
-            for watch in (self._probe_while_unused, self._watch_progress)
-        ]
+        self._tasks: set[asyncio.Task] = set()
+        for server in self.servers.values():
+            self._spawn(self._watch_progress(server))
+            if version is None and not self._is_lost(server):
+                self._suspect(server, "not asked yet")
 
     def fill(self) -> None:
         """Send waiting jobs, and further ones, to the servers that have room."""
@@ -180,7 +154,9 @@ class Dispatcher(Generic[J]):
             if job is None:
                 room.remove(server)
                 continue
-            self._send(job, server)
+            self._account(server)
+            job.version = server.version
+            server.running[self._spawn(self._sample(job, server))] = job
             # `admit` may have changed which servers are used.
             room = [each for each in room if self._has_room(each)]
 
@@ -189,58 +165,49 @@ class Dispatcher(Generic[J]):
         gone = {id(job) for job in jobs}
         self.waiting = deque(job for job in self.waiting if id(job) not in gone)
         for server in self.servers.values():
-            for task, job in list(server.running.items()):
-                if id(job) in gone:
-                    self._cancel(server, task)
+            self._cancel(server, gone)
 
     def set_version(self, url: str, version: int | None) -> None:
-        """A server confirmed a version, or (None) must not be used until its label is right."""
+        """A server confirmed a version, or (None) did not."""
         server = self.servers[url]
         if version is None:
-            logger.warning("the weights of %s could not be updated", url)
-            self._take_down(server, "its weights could not be updated")
+            self._lose(server, "its weights could not be updated")
         else:
-            server.version = version
-            self._put_up(server)
+            self._use(server, version)
 
-    def unused(self) -> dict[str, str]:
-        """The reason for each server that gets no requests, by URL."""
-        reasons = {url: self._reason_not_to_use(server) for url, server in self.servers.items()}
-        return {url: reason for url, reason in reasons.items() if reason is not None}
-
-    async def settle(self) -> None:
-        """Look at the servers that failed a request and were not looked at since. Raises
-        SamplerError if the run stops for one, also if a watcher has just found that out."""
+    def time_of_servers(self) -> tuple[float, float]:
+        """Seconds without a request running, and all seconds, of the servers while in use."""
         for server in self.servers.values():
-            if server.down is not None and not server.lost:
-                await self._look_at(server)
-        for watcher in self._watchers:
-            if watcher.done():
-                watcher.result()
+            self._account(server)
+        idle = sum(server.idle_seconds for server in self.servers.values())
+        return idle, sum(server.used_seconds for server in self.servers.values())
 
     async def close(self) -> None:
         """Cancel everything."""
-        tasks = [*self._watchers, *(task for s in self.servers.values() for task in s.running)]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _has_room(self, server: ServerState[J]) -> bool:
-        is_used = self._reason_not_to_use(server) is None
-        return is_used and len(server.running) < self._settings.in_flight_per_server
+    def _is_lost(self, server: ServerState[J]) -> bool:
+        return server.client.url in self._servers.lost
 
-    def _reason_not_to_use(self, server: ServerState[J]) -> str | None:
-        version, oldest = server.version, self.oldest_usable
-        if server.down is None and version is not None and version < oldest:
-            return f"it holds version {version}; the next step takes version {oldest} or newer"
-        return server.down
+    def _is_used(self, server: ServerState[J]) -> bool:
+        """One whose weights are too old for the next step waits for newer ones."""
+        held = server.version
+        is_well = server.failure is None and not self._is_lost(server)
+        return is_well and held is not None and held >= self.oldest_usable
+
+    def _has_room(self, server: ServerState[J]) -> bool:
+        room = self._servers.in_flight_per_server - len(server.running)
+        return room > 0 and self._is_used(server)
 
     def _next_job(self, server: ServerState[J]) -> J | None:
-        """The next waiting job that has not failed at this server, or failed at all that are up;
+        """The next waiting job that has not failed at this server, or failed at all that are used;
         else a further one."""
-        up = self.servers.keys() - self.unused().keys()
+        used = {each.client.url for each in self.servers.values() if self._is_used(each)}
         for index, job in enumerate(self.waiting):
-            if server.client.url not in job.failed_at or up <= job.failed_at:
+            if server.client.url not in job.failed_at or used <= job.failed_at:
                 del self.waiting[index]
                 return job
         if not self.waiting:
@@ -248,16 +215,14 @@ class Dispatcher(Generic[J]):
             return self.waiting.popleft() if self.waiting else None
         return None
 
-    def _send(self, job: J, server: ServerState[J]) -> None:
-        server.account()
-        job.version = server.version
-        task = self._spawn(self._sample(job, server))
-        server.running[task] = job
-
-    def _cancel(self, server: ServerState[J], task: asyncio.Task) -> None:
-        server.account()
-        server.running.pop(task, None)
-        task.cancel()
+    def _cancel(self, server: ServerState[J], gone: set[int]) -> list[J]:
+        """Stop those of its jobs whose ids are in `gone`, and return them."""
+        self._account(server)
+        ended = [(task, job) for task, job in server.running.items() if id(job) in gone]
+        for task, _ in ended:
+            del server.running[task]
+            task.cancel()
+        return [job for _, job in ended]
 
     async def _sample(self, job: J, server: ServerState[J]) -> None:
         """One try of one job."""
@@ -266,34 +231,22 @@ class Dispatcher(Generic[J]):
         failure: Exception | None = None
         try:
             answer = await server.client.generate(job.request, self._stop_token_ids)
-            answer = await self._labelled(answer, job, server.client)
             completion, spans = self._read(answer, job, server.client)
         except (Refused, Unreachable, Interrupted) as error:
             failure = error
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
+        except (msgspec.DecodeError, IndexError) as error:
             raise SamplerError(
-                f"{server.client.url} answers, but not like vLLM 0.32: {error!r}"
+                f"{server.client.url} answers, but not like vLLM 0.32: {error}"
             ) from error
         if task not in server.running:
             return  # it was withdrawn while the answer was read
-        server.account()
+        self._account(server)
         del server.running[task]
         if failure is None:
             self._on_sampled(job, completion, spans)
         else:
             self._retry(job, server, failure)
         self.fill()
-
-    async def _labelled(self, answer: Choice, job: J, client: VllmServer) -> Choice:
-        """Before 0.32 vLLM does not say which weights sampled a token. All tokens are of those that
-        the server had when it was asked, if it has them still. Raises Interrupted otherwise."""
-        if answer.weight_versions is not msgspec.UNSET:
-            return answer
-        label = await client.weight_label()
-        if client.version_of(label) != job.version:
-            raise Interrupted(f"its weights are now labelled {label!r}, not {job.version}")
-        answer.weight_versions = [WeightSpan(label, 0, len(answer.token_ids))]
-        return answer
 
     def _read(
         self, answer: Choice, job: J, client: VllmServer
@@ -302,7 +255,7 @@ class Dispatcher(Generic[J]):
         `build_completion` does."""
         if answer.finish_reason == "abort":
             raise Interrupted("the server aborted the request")
-        labelled = answer.weight_versions if isinstance(answer.weight_versions, list) else []
+        labelled = answer.weight_versions
         versions = [client.version_of(span.version) for span in labelled]
         spans = tuple(
             (version, span.start, span.end)
@@ -319,91 +272,75 @@ class Dispatcher(Generic[J]):
             answer.finish_reason,
             (spans[0][0], spans[-1][0]),
             self._stop_token_ids,
-            self._settings.vocabulary,
         )
         return completion, spans
 
     def _retry(self, job: J, server: ServerState[J], error: Exception) -> None:
-        """Let the job wait for another try, or give it up. The server is down until it has
-        answered a probe."""
+        """Let the job wait for another try, or give it up, and look at the server."""
         url = server.client.url
         if isinstance(error, Refused) and 400 <= error.status < 500:
             raise SamplerError(f"{url} refused request {tuple(job.request.key)}: {error}")
-        server.account()
-        server.down = server.down or f"a request failed: {error}"
         job.tries += 1
         job.failed_at.add(url)
         if job.tries > MAX_RETRIES:
             self._on_lost(job, f"it failed {job.tries} times, last at {url}: {error}")
         else:
             self.waiting.appendleft(job)
+        if server.failure is None and not self._is_lost(server):
+            self._suspect(server, f"a request failed: {error}")
 
-    def _lose(self, server: ServerState[J], reason: str) -> None:
-        """The server neither generates nor is well. Raises SamplerError if the run stops then."""
-        server.lost = True
-        self._pool.lose(server.client, reason)
-        self._take_down(server, reason)
-
-    def _take_down(self, server: ServerState[J], reason: str) -> None:
-        """Stop using a server, and send its requests elsewhere or again."""
-        server.account()
-        server.down = reason
-        for task, job in list(server.running.items()):
-            self._cancel(server, task)
-            job.failed_at.add(server.client.url)  # others first
-            self.waiting.appendleft(job)
-        self.fill()
-
-    def _put_up(self, server: ServerState[J]) -> None:
-        if server.lost:
-            logger.warning("%s is up with version %s", server.client.url, server.version)
-        server.account()
-        server.down, server.lost = None, False
-        self.fill()
-
-    async def _probe_while_unused(self, server: ServerState[J]) -> None:
-        """Put a server up whenever its label is of this run, and learn when one that is too old has
-        newer weights."""
-        while True:
-            if self._reason_not_to_use(server) is not None:
-                await self._look_at(server)
-            is_used = self._reason_not_to_use(server) is None
-            await asyncio.sleep(PROBE_SECONDS / 4 if is_used else PROBE_SECONDS)
+    def _suspect(self, server: ServerState[J], failure: str) -> None:
+        """Send it nothing until it was looked at."""
+        self._account(server)
+        server.failure = failure
+        self._spawn(self._look_at(server))
 
     async def _look_at(self, server: ServerState[J]) -> None:
-        """Put it up if it is well, and lose it if it is not although it was."""
-        reason = await self._reason_to_stay_down(server)
-        was_well = server.down is not None and server.version is not None
-        if reason is None:
-            self._put_up(server)
-        elif was_well and not server.lost:
-            self._lose(server, f"{server.down}; then {reason}")
+        """Use it if it is well and has weights of this run, or lose it. One that is being updated
+        is looked at until it has a version."""
+        client = server.client
+        while server.failure is not None:
+            try:
+                await client.check_health(HEALTH_SECONDS)
+                label = await client.weight_label(HEALTH_SECONDS)
+            except (Refused, Unreachable) as error:
+                self._lose(server, f"{server.failure}; then {error}")
+                return
+            if server.failure is None:
+                return  # an update has ended meanwhile, well or not
+            version = client.version_of(label)
+            if version is not None:
+                self._use(server, version)
+            elif label == client.prefix + UPDATING:
+                await asyncio.sleep(PROBE_SECONDS)
+            else:
+                why = "it was restarted" if label == "default" else "another run updates it"
+                self._lose(server, f"its weights are labelled {label!r}, not of this run: {why}")
 
-    async def _reason_to_stay_down(self, server: ServerState[J]) -> str | None:
-        if server.client.url in self._pool.lost:
-            return self._pool.lost[server.client.url]
-        was_well = server.version is not None and not server.lost
-        timeout = HEALTH_SECONDS if was_well else PROBE_TIMEOUT_SECONDS
-        try:
-            await server.client.check_health(timeout)
-            label = await server.client.weight_label(timeout)
-        except (Refused, Unreachable) as error:
-            return str(error)
-        except (KeyError, TypeError) as error:
-            return f"it answers, but not like vLLM 0.32: {error!r}"
-        version = server.client.version_of(label)
-        if version is None:
-            fresh = label in ("default", "")
-            why = "it was restarted" if fresh else "another run updates it; each needs its own"
-            return f"its weights are labelled {label!r}, not of this run: {why}"
-        server.version = version
-        return None
+    def _use(self, server: ServerState[J], version: int) -> None:
+        self._account(server)
+        server.version, server.failure = version, None
+        if self._servers.lost.pop(server.client.url, None):
+            logger.warning("%s is back, with version %d", server.client.url, version)
+        self.fill()
+
+    def _lose(self, server: ServerState[J], reason: str) -> None:
+        """Send its requests elsewhere. Raises ServersLost if it was the last."""
+        self._account(server)
+        server.failure = None
+        if not self._is_lost(server):
+            self._servers.lose(server.client, reason)
+        for job in self._cancel(server, set(map(id, server.running.values()))):
+            job.failed_at.add(server.client.url)  # others first
+            self.waiting.appendleft(job)
+        self._servers.refuse_none()
+        self.fill()
 
     async def _watch_progress(self, server: ServerState[J]) -> None:
         """Lose a server that generates nothing for too long with requests outstanding, though
         /health may answer. Only a lack of progress counts: a completion may take as long as it
         needs."""
-        limit = self._settings.request_timeout_seconds
+        limit = self._servers.timeout_seconds
         tokens: float | None = None
         since = time.monotonic()  # when it was last idle, or had another count of tokens
         while True:
@@ -421,13 +358,71 @@ class Dispatcher(Generic[J]):
                     "outstanding (sampling.servers.request_timeout_seconds)",
                 )
 
+    def _account(self, server: ServerState[J]) -> None:
+        """Add the time since the last call to the times of use and idleness."""
+        now = time.monotonic()
+        if server.failure is None and not self._is_lost(server):
+            server.used_seconds += now - server.since
+            server.idle_seconds += (now - server.since) * (not server.running)
+        server.since = now
+
     def _spawn(self, coroutine: Any) -> asyncio.Task:
         """A task whose error is the dispatcher's failure."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        task.add_done_callback(self._note_failure)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
         return task
 
-    def _note_failure(self, task: asyncio.Task) -> None:
+    def _note_end(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failure.done():
             self.failure.set_exception(error)
+
+
+def sample(
+    servers: Servers,
+    requests: Sequence[GenerationRequest],
+    stop_token_ids: Sequence[int],
+    version: int,
+) -> Iterator[Completion]:
+    """Completions as they finish, all sampled by policy `version`: the dispatcher in the background
+    loop, with nothing beyond these requests. Raises its error as soon as one cannot be had;
+    requests still running are then cancelled, as they are when the iterator is closed."""
+    results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+
+    def take(job: Job, completion: Completion, spans: tuple[Span, ...]) -> None:
+        sampled_by = sorted({each for each, _, _ in spans})
+        if sampled_by != [version]:
+            raise SamplerError(
+                f"completion {tuple(job.request.key)} was sampled by policy versions {sampled_by} "
+                f"where {version} was asked for: something else updates the servers' weights"
+            )
+        results.put(completion)
+
+    def give_up(job: Job, reason: str) -> None:
+        raise SamplerError(f"request {tuple(job.request.key)} cannot be had: {reason}")
+
+    async def dispatch() -> None:
+        dispatcher: Dispatcher[Job] = Dispatcher(
+            servers, stop_token_ids, tuple, take, give_up, version
+        )
+        try:
+            dispatcher.waiting.extend(map(Job, requests))
+            dispatcher.fill()
+            await dispatcher.failure
+        except Exception as error:
+            results.put(error)
+        finally:
+            await dispatcher.close()
+
+    servers.refuse_none()
+    running = asyncio.run_coroutine_threadsafe(dispatch(), background_loop())
+    try:
+        for _ in requests:
+            result = results.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    finally:
+        running.cancel()

@@ -1,316 +1,182 @@
 """The `vllm_server` sampler: vLLM servers over HTTP, given by URL or launched by the run.
 
 Every rank spreads its own requests over all servers. Rank 0 launches and validates the servers and
-drives weight updates. At every update the ranks agree on the servers in use.
+brings them new weights; at every update the ranks agree on the servers in use, and those that were
+lost and answer again are taken back. Requests in flight are frozen during an update and go on with
+the new weights (`pause` with mode keep).
 """
 
-import asyncio
+import contextlib
 import logging
-import queue
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from transformers import PretrainedConfig
-
-from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.failures import run_collectively
-from grpo_replay.engine.models import (
-    load_config,
-    load_policy,
-)
+from grpo_replay.distributed.failures import run_collectively, run_on_main
+from grpo_replay.engine.models import load_config, load_policy
 from grpo_replay.engine.weights import (
     CheckedWeights,
-    ExpectedWeights,
     expected_weights,
     named_weights,
     refuse_problems,
 )
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import ModelSection, ServersSection
+from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening, WeightState
 from grpo_replay.sampling.server.checks import check_server
-from grpo_replay.sampling.server.dispatcher import (
-    LONGEST_CHECK_SECONDS,
-    Dispatcher,
-    Job,
-    PoolSettings,
-    Servers,
-)
-from grpo_replay.sampling.server.routes import (
-    CONTROL_SECONDS,
-    Refused,
-    Unreachable,
-    VllmServer,
-    background_loop,
-    block_on,
-)
+from grpo_replay.sampling.server.dispatcher import Servers, sample
+from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     launch_servers,
     wait_until_healthy,
 )
 from grpo_replay.sampling.server.weight_nccl import NcclTransfer
-from grpo_replay.sampling.server.weight_transfer import (
-    FolderTransfer,
-    Transfer,
-    publish,
-)
+from grpo_replay.sampling.server.weight_transfer import FolderTransfer, Transfer, switch_server
 from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
-from grpo_replay.types import Completion, GenerationRequest, NamedTensors, Span
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 logger = logging.getLogger(__name__)
 
-
-class ServerPool(Servers):
-    """The servers in use. One that is lost stays lost."""
-
-    def live(self) -> list[VllmServer]:
-        return [server for server in self.servers if server.url not in self.lost]
-
-    def lose(self, server: VllmServer, reason: str) -> None:
-        """A no-op if it is lost already. Raises SamplerError if the recipe says to stop then, or if
-        it was the last."""
-        if server.url not in self.lost:
-            self.lost[server.url] = reason
-            super().lose(server, reason)
-
-    def note_lost(self, server: VllmServer, reason: str) -> None:
-        left = len(self.live())
-        if left == 0:
-            raise SamplerError(f"the last vLLM server, {server.url}, is lost: {reason}")
-        logger.warning("the vLLM server %s is lost (%s); %d left", server.url, reason, left)
-
-    def run(
-        self,
-        requests: Sequence[GenerationRequest],
-        stop_token_ids: Sequence[int],
-        policy_version: int,
-    ) -> Iterator[Completion]:
-        """Completions as they finish, all sampled by `policy_version`. Raises SamplerError as soon
-        as one cannot be had; requests still running are then cancelled, as they are when the
-        iterator is closed."""
-        batch = _Batch(self, requests, policy_version)
-        future = asyncio.run_coroutine_threadsafe(batch.run(stop_token_ids), background_loop())
-        try:
-            for _ in requests:
-                yield batch.next_result()
-        finally:
-            future.cancel()
-
-
-class _Batch:
-    """One call of `ServerPool.run`. The methods run in the background loop, except `next_result`,
-    which waits in the caller's thread."""
-
-    def __init__(
-        self, pool: ServerPool, requests: Sequence[GenerationRequest], policy_version: int
-    ) -> None:
-        self._pool = pool
-        self._requests = requests
-        self._policy_version = policy_version
-        self._unfinished = len(requests)
-        self._finished = asyncio.Event()
-        self._last: Completion | None = None  # kept until every server that failed was looked at
-        self._results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
-
-    def next_result(self) -> Completion:
-        """The next completion. Raises the error of the run."""
-        result = self._results.get()
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    async def run(self, stop_token_ids: Sequence[int]) -> None:
-        """Put all completions, or those before the first error and then it, into the results."""
-        dispatcher: Dispatcher[Job] = Dispatcher(
-            self._pool, stop_token_ids, tuple, self._take, self._give_up, self._policy_version
-        )
-        dispatcher.waiting.extend(map(Job, self._requests))
-        dispatcher.failure.add_done_callback(lambda _: self._finished.set())
-        try:
-            dispatcher.fill()
-            await self._wait()
-            if dispatcher.failure.done():
-                dispatcher.failure.result()
-            await dispatcher.settle()
-            if self._last is not None:
-                self._results.put(self._last)
-        except Exception as error:
-            self._results.put(error)
-        finally:
-            await dispatcher.close()
-
-    async def _wait(self) -> None:
-        """Until the batch is finished or has failed. Raises SamplerError if for too long no server
-        can be used."""
-        limit, alone = self._pool.settings.request_timeout_seconds, time.monotonic()
-        while not self._finished.is_set():
-            try:
-                async with asyncio.timeout(min(limit, LONGEST_CHECK_SECONDS)):
-                    await self._finished.wait()
-            except TimeoutError:
-                if self._pool.live():
-                    alone = time.monotonic()
-                elif time.monotonic() - alone > limit:
-                    lost = self._pool.lost
-                    raise SamplerError(
-                        f"no vLLM server came back for {limit:g} s: {lost}"
-                    ) from None
-
-    def _take(self, job: Job, completion: Completion, spans: tuple[Span, ...]) -> None:
-        sampled_by = {version for version, _, _ in spans}
-        if sampled_by != {self._policy_version}:
-            raise SamplerError(
-                f"completion {tuple(job.request.key)} was sampled by policy versions "
-                f"{sorted(sampled_by)} where {self._policy_version} was asked for: something else "
-                "updates the servers' weights"
-            )
-        self._unfinished -= 1
-        if self._unfinished:
-            self._results.put(completion)
-        else:
-            self._last = completion
-            self._finished.set()
-
-    def _give_up(self, job: Job, reason: str) -> None:
-        raise SamplerError(f"request {tuple(job.request.key)} cannot be had: {reason}")
+RETURN_SECONDS = 2.0
+"""Longest wait, before an update, for the answer of a server that was lost."""
 
 
 class VllmServerSampler:
-    """Implements `sampling.sampler_protocol.Sampler` over HTTP."""
+    """Implements `sampling.sampler_protocol.Sampler` over HTTP.
+
+    In asynchronous runs the servers are updated one after the other, so that the others go on
+    sampling; `on_switch(url, version)` is called after each, with None if it did not confirm the
+    version, and `paused_seconds` sums the time that servers spent in updates.
+    """
 
     reads_files: ClassVar[bool] = True
     ranks_sample_together = False
-    pushed_while_sampling: ClassVar[bool] = False
-    pool_class: ClassVar[type[ServerPool]] = ServerPool
+    servers: Servers
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        arguments: Mapping[str, Any],
-        stop_token_ids: Sequence[int],
-        expected: ExpectedWeights,
-        comm: Comm,
-    ) -> None:
-        self._config, self._arguments = config, arguments
-        self.stop_token_ids = tuple(stop_token_ids)
-        self._expected = expected
-        self._comm = comm
+    def __init__(self, opening: SamplerOpening) -> None:
+        """Use `open`."""
+        self._opening, self._comm = opening, opening.comm
+        self._config = load_config(opening.model)
+        self._arguments = engine_arguments(
+            opening.sampling, opening.model, opening.longest, opening.on_gpu
+        )
+        self._expected = expected_weights(opening.model)
         self._launched: Sequence[LaunchedServer] = ()
-        self._transfer: Transfer | None = None
-        self._pool: ServerPool
+        self._transfer: Transfer | None = None  # on rank 0
         self._weights = WeightState()
+        self.stop_token_ids = tuple(opening.stop_token_ids)
         self.policy_version = 0
+        self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
+        self.paused_seconds = 0.0
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "VllmServerSampler":
-        """A sampler whose servers are up, match the recipe and hold the opening's weights.
-        Collective.
+        """A sampler whose servers are up, match the recipe and hold the opening's weights. Of
+        those given by URL one must be there, the others may come later. Collective.
 
         Raises RecipeError for settings that contradict each other or the model, SamplerError for a
         server that cannot be launched or reached, or does not match the recipe.
         """
-        if opening.pushed_while_sampling and cls is VllmServerSampler:
-            from grpo_replay.sampling.server.rolling import RollingServerSampler
-
-            return RollingServerSampler.open(opening)
-        section, comm = opening.model, opening.comm
-        arguments = engine_arguments(opening.sampling, section, opening.longest, opening.on_gpu)
-        expected = expected_weights(section)
-        sampler = cls(load_config(section), arguments, opening.stop_token_ids, expected, comm)
+        sampler = cls(opening)
         try:
-            run_collectively(comm, lambda: sampler._open_resources(opening))
-            sampler._connect(opening.sampling.servers)
-            run_collectively(comm, lambda: sampler._check_servers(opening.sampling.servers))
-            sampler._push_initial_weights(section, opening.seed)
+            run_collectively(opening.comm, sampler._open_resources)
+            sampler._connect()
+            run_on_main(opening.comm, sampler._check_servers)
+            sampler._push_initial_weights()
         except BaseException:
             sampler.close()
             raise
         return sampler
 
-    def _open_resources(self, opening: SamplerOpening) -> None:
+    def _open_resources(self) -> None:
         """On rank 0 only: open the weight transfer and launch servers, without waiting for them."""
+        opening, settings = self._opening, self._opening.sampling.servers
         if not self._comm.is_main:
             return
-        self._transfer = _transfer(opening, self._expected)
-        if opening.sampling.servers.launch:
+        limits = SYNC_BUCKET_BYTES, settings.request_timeout_seconds
+        if settings.over_nccl:
+            self._transfer = NcclTransfer(self._expected, *limits)
+        else:
+            needed = self._expected.bytes_needed
+            self._transfer = FolderTransfer(settings.sync_folder, needed, *limits)
+        if settings.launch:
             self._launched = launch_servers(
                 opening.sampling, self._arguments, opening.on_gpu, opening.log_folder
             )
 
-    def _connect(self, settings: ServersSection) -> None:
+    def _connect(self) -> None:
         """Create a client for every server, on every rank."""
+        settings = self._opening.sampling.servers
         own = {each.url: str(each.log) for each in self._launched}
         logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(settings)))
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
-        pool = PoolSettings.of(settings, self._config.vocab_size, self._comm.world_size)
-        self._pool = self.pool_class(servers, pool)
+        self.servers = Servers(servers, settings, self._comm.world_size)
 
-    def _push_initial_weights(self, section: ModelSection, seed: int) -> None:
+    def _check_servers(self) -> None:
+        """Wait for launched servers, and validate all; on rank 0 only."""
+        if self._launched:
+            wait_until_healthy(self._launched, self.servers.all)
+        for server in self.servers.all:
+            try:
+                self._check_server(server)
+            except Unreachable as error:
+                self.servers.lose(server, str(error))
+        self.servers.refuse_none()
+
+    def _check_server(self, server: VllmServer) -> None:
+        nccl = self._opening.sampling.servers.over_nccl
+        check_server(server, self._config, self._arguments, nccl)
+
+    def _push_initial_weights(self) -> None:
         """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
         read it from the model's files."""
         if self._comm.broadcast_json(bool(self._launched)):
             self._publish(lambda server: None, 0)
-            return
-        weights = None
-        if self._comm.is_main:
-            plain = section.model_copy(update={"attn_implementation": "eager"})
-            weights = named_weights(load_policy(plain, seed))
-        self._update(weights, 0)
-
-    def _check_servers(self, settings: ServersSection) -> None:
-        if not self._comm.is_main:
-            return
-        servers = self._pool.servers
-        if self._launched:
-            wait_until_healthy(
-                self._launched,
-                [partial(_is_healthy, server) for server in servers],
-                settings.request_timeout_seconds,
-            )
-        for server in servers:
-            self._check_server(server)
-
-    def _check_server(self, server: VllmServer) -> None:
-        nccl = isinstance(self._transfer, NcclTransfer)
-        check_server(server, self._config, self._arguments, nccl, self.pushed_while_sampling)
+        else:
+            weights = None
+            if self._comm.is_main:
+                plain = self._opening.model.model_copy(update={"attn_implementation": "eager"})
+                weights = named_weights(load_policy(plain, self._opening.seed))
+            self._update(weights, 0)
+        self.servers.refuse_none()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request, all sampled by
         `policy_version`.
 
         A failed request is retried, on another server if there is one. Raises RecipeError for a
-        request longer than the servers' longest sequence; SamplerError for an invalid one, for a
-        log-prob that is not finite, when retries or servers run out, when a server is lost and
-        `on_failure` is stop, after `close`, or if a weight update was left incomplete.
+        request longer than the servers' longest sequence; ServersLost if no server is left;
+        SamplerError for an invalid request, for a log-prob that is not finite, when retries run
+        out, after `close`, or if a weight update was left incomplete.
         """
         self._weights.refuse_incomplete()
         for request in requests:
             check_request(request, self._arguments["max_model_len"], self._config.vocab_size)
-        return self._pool.run(requests, self.stop_token_ids, self.policy_version)
+        return sample(self.servers, requests, self.stop_token_ids, self.policy_version)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights on all servers. Collective.
 
-        A server that does not confirm the new version is lost: the run then stops or goes on
-        without it, according to `on_failure`. If the tensors do not fit the model, raises
-        SamplerError on the rank concerned and PeerFailure on the others, before any server has
-        them. Raises SamplerError if `version` does not increase.
+        A server that does not confirm the new version is lost; if it was the last one, what is
+        sampled next raises ServersLost. If the tensors do not fit the model, raises SamplerError on
+        the rank concerned and PeerFailure on the others, before any server has them. Raises
+        SamplerError if `version` does not increase.
         """
         self._weights.begin(version, self.policy_version)
-        for lost in self._comm.all_gather_json(self._pool.lost):
-            self._lose_all(lost)
+        for lost in self._comm.all_gather_json(self.servers.lost):
+            self.servers.lost |= lost
         self._update(named_tensors, version)
         self._weights.complete()
         self.policy_version = version
 
     def _update(self, named_tensors: NamedTensors | None, version: int) -> None:
-        """Stage on rank 0, validate on every rank that has tensors, then publish."""
+        """Stage on rank 0, validate on every rank that has tensors, then publish. Everything is
+        gathered before anything is sent."""
         checked = None if named_tensors is None else CheckedWeights(named_tensors, self._expected)
 
         def stage() -> None:
@@ -318,7 +184,8 @@ class VllmServerSampler:
                 return
             try:
                 if self._transfer is not None:
-                    self._transfer.stage(iter(checked), version, self._pool.live())
+                    self._take_back(version)
+                    self._transfer.stage(iter(checked), version, self.servers.live())
             finally:
                 checked.drain()
             refuse_problems(checked.problems, version)
@@ -330,18 +197,41 @@ class VllmServerSampler:
             if self._transfer is not None:
                 self._transfer.discard()
 
-    def _publish(self, load_on: Callable[[VllmServer], None] | None, version: int) -> None:
-        """Publish on rank 0, which has `load_on`; every rank learns which servers failed."""
-        failures: dict[str, str] = {}
-        if self._comm.is_main and load_on is not None:
-            timeout = self._pool.settings.request_timeout_seconds
-            failures = publish(self._pool.live(), load_on, version, timeout)
-        self._lose_all(self._comm.broadcast_json(failures))
+    def _take_back(self, version: int) -> None:
+        """Give servers that were lost the version too, if they answer again."""
+        for server in self.servers.all:
+            if server.url in self.servers.lost:
+                with contextlib.suppress(Refused, Unreachable):
+                    block_on(server.check_health(RETURN_SECONDS))
+                    del self.servers.lost[server.url]
+                    logger.warning("%s is back, and gets version %d", server.url, version)
 
-    def _lose_all(self, reasons: dict[str, str]) -> None:
-        for server in self._pool.servers:
-            if server.url in reasons:
-                self._pool.lose(server, reasons[server.url])
+    def _publish(self, load_on: Callable[[VllmServer], None] | None, version: int) -> None:
+        """Switch the servers on rank 0, which has `load_on`. Every rank learns which are lost."""
+        if self._comm.is_main and load_on is not None:
+            live = self.servers.live()
+            at_once = 1 if self._opening.pushed_while_sampling else len(live)
+            with ThreadPoolExecutor(max_workers=max(at_once, 1)) as threads:
+                list(threads.map(lambda server: self._switch(server, load_on, version), live))
+        self.servers.lost = self._comm.broadcast_json(self.servers.lost)
+
+    def _switch(
+        self, server: VllmServer, load_on: Callable[[VllmServer], None], version: int
+    ) -> None:
+        """Bring one server the version, or lose it. One that was restarted is validated first."""
+        started = time.monotonic()
+        try:
+            label = block_on(server.weight_label())
+            if not label.startswith(server.prefix) and version > 0:
+                self._check_server(server)
+            timeout = self.servers.timeout_seconds
+            reason = switch_server(server, load_on, version, timeout)
+        except (Refused, Unreachable, SamplerError) as error:
+            reason = str(error)
+        self.paused_seconds += time.monotonic() - started
+        if reason is not None:
+            self.servers.lose(server, reason)
+        self.on_switch(server.url, None if reason else version)
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Frees nothing: the servers run on their own devices."""
@@ -357,26 +247,9 @@ class VllmServerSampler:
             server.stop()
 
 
-def _is_healthy(server: VllmServer) -> bool:
-    try:
-        block_on(server.check_health(CONTROL_SECONDS))
-    except (Refused, Unreachable):
-        return False
-    return True
-
-
 def _distinct_urls(settings: ServersSection) -> list[str]:
     plain = [url.rstrip("/") for url in settings.urls]
     for url in plain:
         if plain.count(url) > 1:
             raise RecipeError(f"sampling.servers.urls names {url} more than once")
     return plain
-
-
-def _transfer(opening: SamplerOpening, expected: ExpectedWeights) -> Transfer:
-    settings = opening.sampling.servers
-    limits = SYNC_BUCKET_BYTES, settings.request_timeout_seconds
-    if settings.weight_transfer == "nccl":
-        return NcclTransfer(expected, *limits)
-    needed, keeps = expected.bytes_needed, opening.pushed_while_sampling
-    return FolderTransfer(settings.sync_folder, needed, *limits, keeps=keeps)

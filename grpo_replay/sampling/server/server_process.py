@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ from grpo_replay.distributed.environment import RankEnvironment, rank_environmen
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.recipe import SamplingSection
 from grpo_replay.sampling.server import guard as server_guard
+from grpo_replay.sampling.server.routes import (
+    CONTROL_SECONDS,
+    Refused,
+    Unreachable,
+    VllmServer,
+    block_on,
+)
 from grpo_replay.sampling.vllm_requests import set_environment
 
 MODEL_NAME = "policy"
@@ -26,6 +33,9 @@ ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling", "enable_chunked_pr
 LOG_LINES = 15
 POLL_SECONDS = 0.3
 STOP_SECONDS = 20.0
+START_SECONDS = 1800.0
+"""Longest time until a launched server is ready: a large model's reads its weights, compiles and
+captures graphs. One that ends before is noticed at once."""
 
 TRAINER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
@@ -52,16 +62,9 @@ class LaunchedServer:
         """End the server and everything it started. May be called twice."""
         if not self.exited():
             self.guard.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.guard.wait(STOP_SECONDS)
-                return
-            except subprocess.TimeoutExpired:
-                self._kill_group()
-        elif self.guard.returncode == -signal.SIGKILL:
-            self._kill_group()  # a guard that was killed leaves its group behind
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # the guard has ended the others
             os.killpg(self.guard.pid, signal.SIGKILL)
         self.guard.wait()
 
@@ -144,27 +147,28 @@ def server_devices(
 
 
 def wait_until_healthy(
-    servers: Sequence[LaunchedServer],
-    is_healthy: Sequence[Callable[[], bool]],
-    timeout_seconds: float,
+    launched: Sequence[LaunchedServer], clients: Sequence[VllmServer], limit: float = START_SECONDS
 ) -> None:
-    """Wait until every server is healthy; `is_healthy[i]()` checks the i-th. Raises SamplerError
-    with the end of its log when one exits, or when the time is up."""
-    deadline = time.monotonic() + timeout_seconds
-    for server, healthy in zip(servers, is_healthy, strict=True):
-        while not healthy():
-            if server.exited():
+    """Wait for the servers, whose clients are in the same order. Raises SamplerError with the end
+    of its log when one exits, or when the time is up."""
+    deadline = time.monotonic() + limit
+    for server, client in zip(launched, clients, strict=True):
+        while not _is_healthy(client):
+            if server.exited() or time.monotonic() > deadline:
+                how = "ended before it was" if server.exited() else f"was not within {limit:g} s"
                 raise SamplerError(
-                    f"the vLLM server at {server.url} exited with code {server.guard.returncode} "
-                    f"before it was ready; its log is {server.log}:\n{server.log_tail()}"
-                )
-            if time.monotonic() > deadline:
-                raise SamplerError(
-                    f"the vLLM server at {server.url} was not ready after {timeout_seconds:g} s "
-                    f"(sampling.servers.request_timeout_seconds); its log is {server.log}:\n"
+                    f"the vLLM server at {server.url} {how} ready; its log is {server.log}:\n"
                     f"{server.log_tail()}"
                 )
             time.sleep(POLL_SECONDS)
+
+
+def _is_healthy(client: VllmServer) -> bool:
+    try:
+        block_on(client.check_health(CONTROL_SECONDS))
+    except (Refused, Unreachable):
+        return False
+    return True
 
 
 def _launch(

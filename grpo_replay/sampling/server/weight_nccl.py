@@ -144,7 +144,7 @@ class _FanOutClient:
         self._servers = servers
         self._timeout_seconds = timeout_seconds
         self._give_up = give_up
-        self.world_sizes = [server.world_size() for server in servers]
+        self.world_sizes = [server.get("/get_world_size")["world_size"] for server in servers]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         offsets = rank_offsets(init_info["rank_offset"], self.world_sizes)
@@ -174,7 +174,7 @@ class _FanOutClient:
     ) -> None:
         def post(server: VllmServer, body: Any) -> None:
             try:
-                server.http.post(path, body, timeout_seconds or self._timeout_seconds)
+                server.post(path, body, timeout_seconds or self._timeout_seconds)
             except (Refused, Unreachable) as error:
                 on_failure(error)
                 raise

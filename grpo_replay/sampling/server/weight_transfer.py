@@ -1,4 +1,4 @@
-"""Publish new weights to the servers.
+"""Bring new weights to the servers.
 
 A transfer first stages one version (writes it to files, or streams it), then every server switches
 to it. A server is used again only after it has confirmed the label of the new policy version.
@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 
 from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
+from grpo_replay.sampling.server.routes import UPDATING, Refused, Unreachable, VllmServer, block_on
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "grpo-replay-weights-"
@@ -49,25 +48,18 @@ class Transfer(Protocol):
 class FolderTransfer:
     """Transfer through safetensors files in a folder of this run under `parent` (if None, under
     this machine's shared memory), which trainer and servers share. Host memory holds one file of
-    about `bucket_bytes` at a time. With `keeps`, a version stays until the next one is published,
-    for servers that come later.
+    about `bucket_bytes` at a time.
 
     Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
     """
 
     def __init__(
-        self,
-        parent: str | None,
-        bytes_needed: int,
-        bucket_bytes: int,
-        timeout_seconds: float,
-        keeps: bool = False,
+        self, parent: str | None, bytes_needed: int, bucket_bytes: int, timeout_seconds: float
     ) -> None:
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._parent = Path(parent) if parent else shared
         self._bytes_needed, self._bucket_bytes = bytes_needed, bucket_bytes
-        self._timeout_seconds, self._keeps = timeout_seconds, keeps
-        self._staged: list[Path] = []  # whole versions, the newest last
+        self._timeout_seconds = timeout_seconds
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             self._held = HeldFolder(PREFIX, self._parent)
@@ -78,6 +70,7 @@ class FolderTransfer:
                 "share"
             ) from error
         os.chmod(self._held.path, 0o755)  # a server may run as another user
+        self._staged = self._held.path / "none"
 
     def stage(
         self,
@@ -95,44 +88,27 @@ class FolderTransfer:
                 "the path of a larger folder that the servers share (in a container, raise "
                 "--shm-size)"
             )
-        folder = self._folder_of(version)
-        folder.mkdir()
+        self._staged = self._held.path / f"version-{version}"
+        self._staged.mkdir()
         bucket: dict[str, torch.Tensor] = {}
         size = files = 0
         for name, tensor in named_tensors:
             if bucket and size + tensor.nbytes > self._bucket_bytes:
-                save_file(bucket, folder / f"model-{files:05d}.safetensors")
+                save_file(bucket, self._staged / f"model-{files:05d}.safetensors")
                 bucket, size, files = {}, 0, files + 1
             bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
             size += tensor.nbytes
-        if bucket:
-            save_file(bucket, folder / f"model-{files:05d}.safetensors")
-        self._staged.append(folder)
-
-    def _folder_of(self, version: int) -> Path:
-        return self._held.path / f"version-{version}"
-
-    def holds(self, version: int) -> bool:
-        """True if this version is staged."""
-        return self._folder_of(version) in self._staged
+        save_file(bucket, self._staged / f"model-{files:05d}.safetensors")
 
     def load_on(self, server: VllmServer) -> None:
-        assert self._staged, "nothing was staged"
-        server.reload_weights(str(self._staged[-1]), self._timeout_seconds)
+        server.reload_weights(str(self._staged), self._timeout_seconds)
 
     def discard(self) -> None:
-        """Discard the staged versions, but the newest if it is kept."""
-        for folder in self._staged[:-1] if self._keeps else self._staged:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._staged = self._staged[-1:] if self._keeps else []
+        shutil.rmtree(self._staged, ignore_errors=True)
 
     def close(self) -> None:
         """Remove everything. May be called twice."""
         self._held.release()
-
-
-UPDATING = "updating"
-"""Label of a server while it loads weights, after the run's prefix: not a version."""
 
 
 def switch_server(
@@ -159,23 +135,4 @@ def switch_server(
         confirmed = block_on(server.weight_label())
     except (Refused, Unreachable) as error:
         return f"it did not take policy version {version}: {error}"
-    except (KeyError, TypeError) as error:
-        return f"it answers, but not like vLLM 0.32: {error!r}"
     return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
-
-
-def publish(
-    servers: Sequence[VllmServer],
-    load_on: Callable[[VllmServer], None],
-    version: int,
-    timeout_seconds: float,
-) -> dict[str, str]:
-    """`switch_server` on all servers in parallel. Returns URL -> reason for those that did not
-    confirm the label."""
-
-    def switch(server: VllmServer) -> str | None:
-        return switch_server(server, load_on, version, timeout_seconds)
-
-    with ThreadPoolExecutor(max_workers=max(len(servers), 1)) as threads:
-        reasons = list(threads.map(switch, servers))
-    return {s.url: reason for s, reason in zip(servers, reasons, strict=True) if reason}

@@ -1,4 +1,4 @@
-"""The request pool against fake servers that fail in chosen ways. Needs no vLLM."""
+"""Requests of one step to fake servers that fail in chosen ways. Needs no vLLM."""
 
 import asyncio
 import time
@@ -8,14 +8,12 @@ import pytest
 from fake_server import Answer, FakeServer
 from tiny_policy import make_requests
 
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server import dispatcher
-from grpo_replay.sampling.server.routes import (
-    VllmServer,
-    block_on,
-)
-from grpo_replay.sampling.server.sampler import PoolSettings, ServerPool
+from grpo_replay.sampling.server.dispatcher import Servers, sample
+from grpo_replay.sampling.server.routes import VllmServer, block_on
+from grpo_replay.types import Completion
 
 STOP = (1,)
 
@@ -33,15 +31,13 @@ def fakes() -> Iterator[Callable[[int], list[FakeServer]]]:
         fake.stop()
 
 
-def make_pool(fakes: list[FakeServer], **settings) -> ServerPool:
-    defaults = {
-        "in_flight_per_server": 4,
-        "request_timeout_seconds": 5.0,
-        "drop_lost": False,
-        "vocabulary": 24,
-    }
-    servers = [VllmServer(fake.url, "run") for fake in fakes]
-    return ServerPool(servers, PoolSettings(**(defaults | settings)))
+def make_pool(fakes: list[FakeServer], seconds: float = 5.0) -> Servers:
+    section = ServersSection(max_in_flight=4, request_timeout_seconds=seconds)
+    return Servers([VllmServer(fake.url, "run") for fake in fakes], section)
+
+
+def run(pool: Servers, count: int, version: int = 0) -> list[Completion]:
+    return list(sample(pool, make_requests(count=count), STOP, version))
 
 
 async def other_tasks() -> int:
@@ -52,7 +48,7 @@ async def other_tasks() -> int:
 
 def test_ranks_share_the_requests_in_flight():
     section = ServersSection(max_in_flight=8)
-    each = [PoolSettings.of(section, 24, ranks).in_flight_per_server for ranks in (1, 3, 16)]
+    each = [Servers([], section, ranks).in_flight_per_server for ranks in (1, 3, 16)]
     assert each == [8, 2, 1]
 
 
@@ -61,7 +57,7 @@ def test_every_request_gets_its_completion_and_servers_share_them(fakes):
     for server in servers:
         server.seconds = 0.02
     requests = make_requests(count=24)
-    completions = list(make_pool(servers).run(requests, STOP, 0))
+    completions = list(sample(make_pool(servers), requests, STOP, 0))
     assert sorted(c.key for c in completions) == sorted(r.key for r in requests)
     assert [server.served for server in servers] == pytest.approx([12, 12], abs=8)
     assert all(2 <= server.most_in_flight <= 4 for server in servers)
@@ -70,7 +66,7 @@ def test_every_request_gets_its_completion_and_servers_share_them(fakes):
 def test_a_failed_request_is_tried_on_the_other_server(fakes):
     servers = fakes(2)
     servers[0].statuses = [500] * 100
-    completions = list(make_pool(servers).run(make_requests(count=8), STOP, 0))
+    completions = run(make_pool(servers), 8)
     assert len(completions) == 8
     assert (servers[0].served, servers[1].served) == (0, 8)
 
@@ -78,7 +74,7 @@ def test_a_failed_request_is_tried_on_the_other_server(fakes):
 def test_an_aborted_completion_is_asked_for_again(fakes):
     (server,) = fakes(1)
     server.aborts = 2
-    assert len(list(make_pool([server]).run(make_requests(count=1), STOP, 0))) == 1
+    assert len(run(make_pool([server]), 1)) == 1
     assert server.served == 3
 
 
@@ -86,7 +82,7 @@ def test_a_request_that_keeps_failing_stops_the_run(fakes):
     (server,) = fakes(1)
     server.statuses = [500] * 100
     with pytest.raises(SamplerError, match="HTTP 500: as told"):
-        list(make_pool([server]).run(make_requests(count=1), STOP, 0))
+        run(make_pool([server]), 1)
     assert len(server.seeds) == 3
 
 
@@ -94,7 +90,7 @@ def test_a_refused_request_is_not_tried_again(fakes):
     servers = fakes(2)
     servers[0].statuses = servers[1].statuses = [400]
     with pytest.raises(SamplerError, match="HTTP 400: as told"):
-        list(make_pool(servers).run(make_requests(count=1), STOP, 0))
+        run(make_pool(servers), 1)
     assert len(servers[0].seeds) + len(servers[1].seeds) == 1
 
 
@@ -102,10 +98,10 @@ def test_a_refused_request_is_not_tried_again(fakes):
 def test_a_server_that_came_back_with_other_weights_is_lost(fakes, label):
     """Restarted, or updated by another run."""
     servers = fakes(2)
-    servers[0].label = label
+    servers[0].label, servers[1].seconds = label, 0.1
     servers[0].statuses = [500] * 100
-    pool = make_pool(servers, drop_lost=True)
-    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    pool = make_pool(servers)
+    assert len(run(pool, 8)) == 8
     assert list(pool.lost) == [servers[0].url] and repr(label) in pool.lost[servers[0].url]
 
 
@@ -113,19 +109,14 @@ def test_a_completion_of_another_version_stops_the_run(fakes):
     (server,) = fakes(1)
     server.label = "run/3"
     with pytest.raises(SamplerError, match="sampled by policy versions"):
-        list(make_pool([server]).run(make_requests(count=1), STOP, 2))
+        run(make_pool([server]), 1, 2)
 
 
-@pytest.mark.parametrize("tokens, logprobs", [([24, 1], [-0.5, -0.5]), ([7, 1], [-0.5])])
-def test_an_answer_that_is_no_completion_of_the_model_stops_the_run(
-    fakes, monkeypatch, tokens, logprobs
-):
-    """A token that the model does not have; a log-prob too few."""
+def test_a_completion_with_a_log_prob_too_few_stops_the_run(fakes, monkeypatch):
     (server,) = fakes(1)
-    answer = Answer(tokens, logprobs, ["run/0"] * len(tokens))
-    monkeypatch.setattr(server, "sample", lambda body: answer)
+    monkeypatch.setattr(server, "sample", lambda body: Answer([7, 1], [-0.5], ["run/0"] * 2))
     with pytest.raises(SamplerError, match=r"completion \(1, 0, 0\)"):
-        list(make_pool([server]).run(make_requests(count=1), STOP, 0))
+        run(make_pool([server]), 1)
 
 
 @pytest.mark.timeout(30)
@@ -136,19 +127,22 @@ def test_an_unexpected_error_reaches_the_caller(fakes, monkeypatch):
     monkeypatch.setattr(VllmServer, "generate", lambda *_: server.no_such_thing)
     for count in (1, 8):
         with pytest.raises(AttributeError, match="no_such_thing"):
-            list(pool.run(make_requests(count=count), STOP, 0))
+            run(pool, count)
     monkeypatch.undo()
-    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    assert len(run(pool, 8)) == 8
 
 
 def test_a_server_that_is_gone_is_dropped_and_the_last_one_stops_the_run(fakes):
     servers = fakes(2)
     servers[0].stop()
-    pool = make_pool(servers, drop_lost=True)
-    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    servers[1].seconds = 0.1
+    pool = make_pool(servers)
+    assert len(run(pool, 8)) == 8
     servers[1].stop()
-    with pytest.raises(SamplerError, match=servers[1].url):
-        list(pool.run(make_requests(count=8), STOP, 0))
+    with pytest.raises(ServersLost, match=servers[1].url):
+        run(pool, 8)
+    with pytest.raises(ServersLost):
+        run(pool, 8)
 
 
 @pytest.mark.slow
@@ -156,8 +150,8 @@ def test_a_server_that_is_gone_is_dropped_and_the_last_one_stops_the_run(fakes):
 def test_a_completion_may_take_as_long_as_the_server_generates(fakes):
     servers = fakes(2)
     servers[0].seconds = 2.5
-    pool = make_pool(servers, request_timeout_seconds=0.4)
-    assert len(list(pool.run(make_requests(count=3), STOP, 0))) == 3
+    pool = make_pool(servers, 0.4)
+    assert len(run(pool, 3)) == 3
     assert pool.lost == {}, "neither the slow one nor the one that was idle meanwhile"
 
 
@@ -165,9 +159,9 @@ def test_a_completion_may_take_as_long_as_the_server_generates(fakes):
 def test_a_server_that_generates_nothing_for_too_long_is_lost(fakes):
     servers = fakes(2)
     servers[0].seconds, servers[0].generates = 8.0, False
-    pool = make_pool(servers, request_timeout_seconds=0.4, drop_lost=True)
+    pool = make_pool(servers, 0.4)
     started = time.monotonic()
-    assert len(list(pool.run(make_requests(count=6), STOP, 0))) == 6
+    assert len(run(pool, 6)) == 6
     assert time.monotonic() - started < 6, "what waited for it was cut"
     assert list(pool.lost) == [servers[0].url]
 
@@ -178,9 +172,9 @@ def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes,
     servers = fakes(2)
     servers[0].statuses, servers[0].label, servers[0].seconds = [500], "default", 8.0
     monkeypatch.setattr(dispatcher, "MAX_RETRIES", 1)
-    pool = make_pool(servers, drop_lost=True, request_timeout_seconds=60.0)
+    pool = make_pool(servers, 60.0)
     started = time.monotonic()
-    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    assert len(run(pool, 8)) == 8
     assert time.monotonic() - started < 5
     assert list(pool.lost) == [servers[0].url]
 
@@ -188,7 +182,7 @@ def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes,
 def test_an_abandoned_iterator_cancels_its_requests(fakes):
     (server,) = fakes(1)
     server.seconds = 0.05
-    iterator = make_pool([server]).run(make_requests(count=16), STOP, 0)
+    iterator = sample(make_pool([server]), make_requests(count=16), STOP, 0)
     next(iterator)
     server.seconds = 1.0
     time.sleep(0.2)
@@ -204,6 +198,6 @@ def test_an_abandoned_iterator_cancels_its_requests(fakes):
 def test_a_completion_survives_that_the_server_closes_the_kept_connection(fakes):
     (server,) = fakes(1)
     pool = make_pool([server])
-    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    assert len(run(pool, 8)) == 8
     server.close_connections()
-    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    assert len(run(pool, 8)) == 8

@@ -16,9 +16,9 @@ from tiny_policy import changed, make_requests, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import Recipe, ServersSection
 from grpo_replay.sampling.sampler_protocol import Sampler, SamplerOpening
-from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, PoolSettings, Servers
+from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.tiny import BASE_DIR
@@ -179,12 +179,8 @@ def sampled_during(
     found: list[tuple[Completion, tuple[Span, ...], int]] = []
 
     async def play() -> None:
-        servers = Servers(
-            [VllmServer(server.url, run)],
-            PoolSettings(
-                in_flight_per_server=1, request_timeout_seconds=30.0, drop_lost=True, vocabulary=24
-            ),
-        )
+        section = ServersSection(max_in_flight=1, request_timeout_seconds=30.0)
+        servers = Servers([VllmServer(server.url, run)], section)
         done = asyncio.Event()
         dispatcher: Dispatcher[Job] = Dispatcher(
             servers,
@@ -227,7 +223,7 @@ DIFFERENCES: dict[str, tuple[Callable[[FakePolicyServer], None], str]] = {
     "depth": (with_outline("(0-2): 3 x", "(0-1): 2 x"), "number of layers 2"),
     "vocabulary": (with_outline("=24", "=25"), "vocabulary 25"),
     "no count of tokens": (lambda server: setattr(server, "generates", None), "log-stats"),
-    "a vLLM without labels": (lambda server: setattr(server, "vllm_version", "0.26.0"), "0.26.0"),
+    "a vLLM without labels": (lambda server: setattr(server, "vllm_version", "0.31.0"), "0.31.0"),
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_completions_equal_those_of_the_in_process_engine(tied, tied_sampler, sa
 def test_a_straddler_has_the_log_probs_of_the_weights_that_sampled_each_token(tied, pair):
     """It runs while the weights change. In its second part, keys of the old ones would be seen."""
     with http_sampler(tied, pair[:1]) as sampler:
-        client, old = sampler._pool.servers[0], tied.model
+        client, old = sampler.servers.all[0], tied.model
         request = replace(make_requests(count=1)[0], max_tokens=200)
         for seed in range(40, 50):  # one may end before the update
             before = block_on(client.generated_tokens(30))
@@ -135,26 +135,26 @@ def test_weights_travel_in_several_files_and_leave_nothing_behind(tied, pair, tm
 
 
 def test_the_other_server_takes_over_from_one_that_hangs(tied, pair):
-    with http_sampler(tied, pair, on_failure="drop", request_timeout_seconds=20) as sampler:
+    with http_sampler(tied, pair, request_timeout_seconds=20) as sampler:
         requests = make_requests(count=48)
         with frozen(pair[1]):
             started = time.monotonic()
             completions = list(sampler.generate(requests))
             assert time.monotonic() - started < 90
-            assert list(sampler._pool.lost) == [pair[1].url]
+            assert list(sampler.servers.lost) == [pair[1].url]
             version = push(sampler, changed(tied, 37))
             assert {c.policy_version for c in sampler.generate(requests)} == {version}
         assert gaps(tied.model, requests, completions).max() < 1e-4
 
 
 def test_a_server_that_does_not_take_a_version_is_not_used(tied, pair):
-    with http_sampler(tied, pair, on_failure="drop", request_timeout_seconds=12) as sampler:
+    with http_sampler(tied, pair, request_timeout_seconds=12) as sampler:
         model = changed(tied, 38)
         with frozen(pair[0]):
             push(sampler, model)
         requests = make_requests()
         completions = list(sampler.generate(requests))
-        assert list(sampler._pool.lost) == [pair[0].url]
+        assert list(sampler.servers.lost) == [pair[0].url]
         assert gaps(model, requests, completions).max() < 1e-4
 
 
@@ -179,7 +179,7 @@ def test_a_killed_trainer_leaves_no_server_behind(tied, tmp_path):
 
 def test_a_server_killed_during_a_step_is_replaced_and_the_last_one_stops_the_run(tied, pair):
     """Last: the pair is gone afterwards."""
-    with http_sampler(tied, pair, on_failure="drop") as sampler:
+    with http_sampler(tied, pair) as sampler:
         requests = make_requests(count=64)
         iterator = sampler.generate(requests)
         completions = [next(iterator)]
@@ -188,7 +188,7 @@ def test_a_server_killed_during_a_step_is_replaced_and_the_last_one_stops_the_ru
         assert gaps(tied.model, requests, completions).max() < 1e-4
         push(sampler, changed(tied, 39))
         assert len(list(sampler.generate(requests))) == 64
-        assert list(sampler._pool.lost) == [pair[1].url]
+        assert list(sampler.servers.lost) == [pair[1].url]
     assert wait_for(lambda: not group_members(pair[1].guard.pid), seconds=30)
     with http_sampler(tied, pair[:1]) as sampler:
         iterator = sampler.generate(make_requests(count=400))  # not over before the kill

@@ -37,10 +37,7 @@ BUFFER_ONLY: dict[str, Any] = {
 
 
 def async_recipe(urls: Sequence[str], *layers: dict[str, Any]) -> Recipe:
-    servers = {
-        "urls": list(urls), "on_failure": "drop", "request_timeout_seconds": 20.0,
-        "max_in_flight": 16,
-    }  # fmt: skip
+    servers = {"urls": list(urls), "request_timeout_seconds": 20.0, "max_in_flight": 16}
     return resolve_recipe([SMALL, ASYNCHRONOUS, {"sampling": {"servers": servers}}, *layers])
 
 
