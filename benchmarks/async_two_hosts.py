@@ -145,7 +145,7 @@ def start_server(recipe_name: str, folder: Path, index: int, stack: contextlib.E
     arguments = engine_arguments(
         recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
     )
-    command = server_command(arguments, address(index), PORT, "folder")
+    command = server_command(arguments, address(index), PORT)
     log = folder / f"{HOSTS[index]}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -282,14 +282,14 @@ class ServersSection(Section):
     max_in_flight: Positive = 256
     """Maximum number of outstanding requests per server."""
     weight_transfer: str = "folder"
-    """How weights reach the servers: `folder`, as safetensors in shared memory of this machine;
-    `/path`, in a folder that trainer and servers share; `nccl`, over NCCL."""
+    """How weights reach the servers, as safetensors: `folder`, in shared memory of this machine;
+    `/path`, in a folder that trainer and servers share."""
 
     @field_validator("weight_transfer")
     @classmethod
     def _is_a_way(cls, way: str) -> str:
-        if way not in ("folder", "nccl") and not way.startswith(("/", "~")):
-            raise ValueError("use folder, nccl, or the absolute path of a shared folder")
+        if way != "folder" and not way.startswith(("/", "~")):
+            raise ValueError("use folder, or the absolute path of a shared folder")
         return way
 
     @field_validator("address")
@@ -301,13 +301,9 @@ class ServersSection(Section):
         return address
 
     @property
-    def over_nccl(self) -> bool:
-        return self.weight_transfer == "nccl"
-
-    @property
     def sync_folder(self) -> str | None:
         """The shared folder for the weights, if the recipe names one."""
-        return None if self.weight_transfer in ("folder", "nccl") else self.weight_transfer
+        return None if self.weight_transfer == "folder" else self.weight_transfer
 
     @property
     def host(self) -> str:

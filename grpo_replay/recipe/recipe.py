@@ -325,11 +325,6 @@ def _asynchronous_contradictions(recipe: Recipe) -> Iterable[str]:
             f"run.mode 'async' with sampling.backend {recipe.sampling.backend!r}: sampling goes on "
             "while the trainer works, which needs servers; set sampling.backend vllm_server"
         )
-    if recipe.sampling.servers.over_nccl:
-        yield (
-            "run.mode 'async' with sampling.servers.weight_transfer 'nccl': servers that are "
-            "updated one after the other read the weights from files; set it to folder"
-        )
     if recipe.replays and recipe.replay.composition == "pool":
         yield (
             "run.mode 'async' with replay.composition 'pool' is not available: use fresh_anchored "

@@ -196,8 +196,8 @@ REFUSED = {
     ),
     "asynchronous, log-probs recomputed": (["run.mode=async"], "behavior_logprobs"),
     "asynchronous, no server": (ASYNCHRONOUS[:2], "sampling.backend vllm_server"),
-    "asynchronous over NCCL": (
-        [*ASYNCHRONOUS, "sampling.servers.weight_transfer=nccl"],
+    "weights by another way": (
+        ["sampling.servers.weight_transfer=nccl"],
         "weight_transfer.*folder",
     ),
     "asynchronous pool": ([*ASYNCHRONOUS, "replay.preset=uniform"], "'pool'"),

@@ -32,7 +32,6 @@ from grpo_replay.sampling.server.server_process import (
     server_command,
     server_devices,
 )
-from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
 from grpo_replay.sampling.server.weight_transfer import FolderTransfer
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
 from grpo_replay.sampling.vllm_process import SleepState
@@ -89,8 +88,8 @@ def test_float32_tensors_are_good_enough_for_a_bfloat16_policy(tied):
 
 def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
     model = changed(tied, 1)
-    folder = FolderTransfer(str(tmp_path), 1, 30_000, 1.0)
-    folder.stage(named_tensors(model), 3, ())
+    folder = FolderTransfer(str(tmp_path), 1, 30_000)
+    folder.stage(named_tensors(model), 3)
     files = sorted(tmp_path.glob("*/version-3/*.safetensors"))
     assert len(files) > 5
     # The largest tensor of this model is 48 KiB; no file holds more than it or the bucket.
@@ -105,9 +104,9 @@ def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
 
 
 def test_a_version_stays_until_every_server_has_read_it(tmp_path):
-    folder = FolderTransfer(str(tmp_path), 1, 1, 1.0)
+    folder = FolderTransfer(str(tmp_path), 1, 1)
     for version in (1, 2):
-        folder.stage([("a", torch.zeros(1))], version, ())
+        folder.stage([("a", torch.zeros(1))], version)
         assert [path.name for path in tmp_path.glob("*/version-*")] == [f"version-{version}"]
         folder.discard()
         assert not list(tmp_path.glob("*/version-*"))
@@ -115,9 +114,9 @@ def test_a_version_stays_until_every_server_has_read_it(tmp_path):
 
 
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path):
-    folder = FolderTransfer(str(tmp_path), 2**60, 1, 1.0)
+    folder = FolderTransfer(str(tmp_path), 2**60, 1)
     with pytest.raises(SamplerError, match=r"1073741824\.00 GiB.*weight_transfer"):
-        folder.stage([("a", torch.zeros(1))], 1, ())
+        folder.stage([("a", torch.zeros(1))], 1)
     assert not list(tmp_path.rglob("*.safetensors"))
     folder.close()
 
@@ -127,14 +126,13 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
     arguments = engine_arguments(
         recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
     )
-    command = server_command(arguments, "127.0.0.1", 8300, "nccl")
+    command = server_command(arguments, "127.0.0.1", 8300)
     text = " ".join(command)
     assert f"--model {tied.folder} --dtype float32 --max-model-len 224" in text
     assert "--logprobs-mode processed_logprobs --no-enable-prefix-caching" in text
     assert "--enforce-eager" in command and "--trust-remote-code" not in command
     assert "--revision" not in command, "no revision was named"
     assert "--no-enable-chunked-prefill" in command
-    assert command[-2:] == ["--weight-transfer-config", '{"backend": "nccl"}']
     assert "gpu_memory_utilization" not in arguments
     on_gpu = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
     assert on_gpu["gpu_memory_utilization"] == 0.6 and on_gpu["enforce_eager"] is False
@@ -148,7 +146,7 @@ def test_an_fp32_head_asked_of_vllm_is_the_trainers_too(tied):
     assert section_at(recipe.model, "/elsewhere").fp32_head, "an evaluated checkpoint's as well"
     assert isinstance(find_head(load_policy(recipe.model, 0)), Fp32Head)
     found = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
-    command = server_command(found, "127.0.0.1", 8300, "folder")
+    command = server_command(found, "127.0.0.1", 8300)
     text = command[command.index("--hf-overrides") + 1]
     assert json.loads(text) == overrides, "vLLM reads JSON"
     with pytest.raises(RecipeError, match="head_dtype float32 or model"):
@@ -163,13 +161,13 @@ def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):
         recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True
     )
     assert (arguments["async_scheduling"], arguments["enforce_eager"]) == (False, True)
-    command = server_command(arguments, "127.0.0.1", 8300, "folder")
+    command = server_command(arguments, "127.0.0.1", 8300)
     assert {"--no-async-scheduling", "--enforce-eager"} <= set(command)
     default = tiny_recipe(tied.folder)
     arguments = engine_arguments(
         default.sampling, default.model, default.longest_sequence, on_gpu=True
     )
-    command = server_command(arguments, "127.0.0.1", 8300, "folder")
+    command = server_command(arguments, "127.0.0.1", 8300)
     assert arguments["async_scheduling"] is None
     assert not any("async-scheduling" in word for word in command), "vLLM's own choice"
 
@@ -319,11 +317,6 @@ def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch,
     recipe = tiny_recipe(tied.folder, backend="vllm_server", servers={"launch": 2})
     with pytest.raises(RecipeError, match=r"8 of the 16 ranks .* set sampling\.servers\.urls"):
         launch_servers(recipe.sampling, {}, on_gpu=False, log_folder=tmp_path)
-
-
-def test_every_worker_of_every_server_has_its_own_rank():
-    assert rank_offsets(1, [2, 1, 4]) == [1, 3, 4]
-    assert local_address("http://127.0.0.1:8000") == "127.0.0.1"
 
 
 def answer(tokens: list[int], finish: str | None, logprob: float = -0.5):

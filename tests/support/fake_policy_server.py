@@ -58,7 +58,6 @@ class FakePolicyServer(FakeServer):
             },
             "scheduler_config": {"enable_chunked_prefill": False},
             "device_config": {"device": "cpu"},
-            "weight_transfer_config": None,
         }  # fmt: skip
         self._aborts = 0  # pauses that aborted what was running
         self._keys_are_new = True

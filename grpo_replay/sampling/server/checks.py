@@ -27,17 +27,16 @@ HOW_TO_START = (
 
 
 def check_server(
-    server: VllmServer, config: PretrainedConfig, arguments: Mapping[str, Any], nccl: bool
+    server: VllmServer, config: PretrainedConfig, arguments: Mapping[str, Any]
 ) -> None:
     """Raises Unreachable, or SamplerError that lists every mismatch between the server and one that
-    the run would launch with these EngineArgs for a model of this configuration. `nccl`: weights
-    come over NCCL."""
+    the run would launch with these EngineArgs for a model of this configuration."""
     try:
         block_on(server.check_health(CONTROL_SECONDS))
         problems = [
             *_version_problems(server),
             *_model_problems(server, config, arguments["max_model_len"]),
-            *_setting_problems(server, arguments, nccl),
+            *_setting_problems(server, arguments),
         ]
     except (Refused, KeyError, IndexError, TypeError, ValueError) as error:
         problems = [f"it does not answer like vLLM 0.32 in development mode ({error!r})"]
@@ -94,9 +93,7 @@ def read_outline(outline: str) -> dict[str, int]:
     return facts
 
 
-def _setting_problems(
-    server: VllmServer, arguments: Mapping[str, Any], nccl: bool
-) -> Iterator[str]:
+def _setting_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Iterator[str]:
     settings = server.get("/server_info?config_format=json")["vllm_config"]
     model = settings["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
@@ -121,9 +118,3 @@ def _setting_problems(
     on_cpu = settings["device_config"]["device"] == "cpu"
     if on_cpu and settings["scheduler_config"]["enable_chunked_prefill"]:
         yield "it splits prompts, and vLLM 0.32 then dies on a CPU: --no-enable-chunked-prefill"
-    transfer = (settings["weight_transfer_config"] or {}).get("backend")
-    if nccl and transfer != "nccl":
-        yield (
-            'it was started without --weight-transfer-config \'{"backend": "nccl"}\', which '
-            "sampling.servers.weight_transfer nccl needs"
-        )

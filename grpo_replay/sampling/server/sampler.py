@@ -34,8 +34,7 @@ from grpo_replay.sampling.server.server_process import (
     launch_servers,
     wait_until_healthy,
 )
-from grpo_replay.sampling.server.weight_nccl import NcclTransfer
-from grpo_replay.sampling.server.weight_transfer import FolderTransfer, Transfer, switch_server
+from grpo_replay.sampling.server.weight_transfer import FolderTransfer, switch_server
 from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
@@ -66,7 +65,7 @@ class VllmServerSampler:
         )
         self._expected = expected_weights(opening.model)
         self._launched: Sequence[LaunchedServer] = ()
-        self._transfer: Transfer | None = None  # on rank 0
+        self._transfer: FolderTransfer | None = None  # on rank 0
         self._weights = WeightState()
         self.stop_token_ids = tuple(opening.stop_token_ids)
         self.policy_version = 0
@@ -97,12 +96,8 @@ class VllmServerSampler:
         opening, settings = self._opening, self._opening.sampling.servers
         if not self._comm.is_main:
             return
-        limits = SYNC_BUCKET_BYTES, settings.request_timeout_seconds
-        if settings.over_nccl:
-            self._transfer = NcclTransfer(self._expected, *limits)
-        else:
-            needed = self._expected.bytes_needed
-            self._transfer = FolderTransfer(settings.sync_folder, needed, *limits)
+        needed = self._expected.bytes_needed
+        self._transfer = FolderTransfer(settings.sync_folder, needed, SYNC_BUCKET_BYTES)
         if settings.launch:
             self._launched = launch_servers(
                 opening.sampling, self._arguments, opening.on_gpu, opening.log_folder
@@ -123,20 +118,16 @@ class VllmServerSampler:
             wait_until_healthy(self._launched, self.servers.all)
         for server in self.servers.all:
             try:
-                self._check_server(server)
+                check_server(server, self._config, self._arguments)
             except Unreachable as error:
                 self.servers.lose(server, str(error))
         self.servers.refuse_none()
-
-    def _check_server(self, server: VllmServer) -> None:
-        nccl = self._opening.sampling.servers.over_nccl
-        check_server(server, self._config, self._arguments, nccl)
 
     def _push_initial_weights(self) -> None:
         """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
         read it from the model's files."""
         if self._comm.broadcast_json(bool(self._launched)):
-            self._publish(lambda server: None, 0)
+            self._publish(None, 0)
         else:
             weights = None
             if self._comm.is_main:
@@ -185,14 +176,14 @@ class VllmServerSampler:
             try:
                 if self._transfer is not None:
                     self._take_back(version)
-                    self._transfer.stage(iter(checked), version, self.servers.live())
+                    self._transfer.stage(iter(checked), version)
             finally:
                 checked.drain()
             refuse_problems(checked.problems, version)
 
         try:
             run_collectively(self._comm, stage)
-            self._publish(self._transfer.load_on if self._transfer else None, version)
+            self._publish(self._transfer, version)
         finally:
             if self._transfer is not None:
                 self._transfer.discard()
@@ -206,26 +197,26 @@ class VllmServerSampler:
                     del self.servers.lost[server.url]
                     logger.warning("%s is back, and gets version %d", server.url, version)
 
-    def _publish(self, load_on: Callable[[VllmServer], None] | None, version: int) -> None:
-        """Switch the servers on rank 0, which has `load_on`. Every rank learns which are lost."""
-        if self._comm.is_main and load_on is not None:
+    def _publish(self, staged: FolderTransfer | None, version: int) -> None:
+        """Switch the servers on rank 0, to what is staged if they do not have it. Every rank learns
+        which are lost."""
+        if self._comm.is_main:
             live = self.servers.live()
             at_once = 1 if self._opening.pushed_while_sampling else len(live)
             with ThreadPoolExecutor(max_workers=max(at_once, 1)) as threads:
-                list(threads.map(lambda server: self._switch(server, load_on, version), live))
+                list(threads.map(lambda server: self._switch(server, staged, version), live))
         self.servers.lost = self._comm.broadcast_json(self.servers.lost)
 
-    def _switch(
-        self, server: VllmServer, load_on: Callable[[VllmServer], None], version: int
-    ) -> None:
+    def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
         """Bring one server the version, or lose it. One that was restarted is validated first."""
         started = time.monotonic()
         try:
             label = block_on(server.weight_label())
             if not label.startswith(server.prefix) and version > 0:
-                self._check_server(server)
+                check_server(server, self._config, self._arguments)
             timeout = self.servers.timeout_seconds
-            reason = switch_server(server, load_on, version, timeout)
+            folder = str(staged.path) if staged else None
+            reason = switch_server(server, folder, version, timeout)
         except (Refused, Unreachable, SamplerError) as error:
             reason = str(error)
         self.paused_seconds += time.monotonic() - started

@@ -92,7 +92,7 @@ def launch_servers(
         )
     return [
         _launch(
-            server_command(arguments, settings.host, port, settings.weight_transfer),
+            server_command(arguments, settings.host, port),
             _server_environment(device, on_gpu),
             settings.host,
             port,
@@ -102,9 +102,7 @@ def launch_servers(
     ]
 
 
-def server_command(
-    arguments: Mapping[str, Any], host: str, port: int, weight_transfer: str
-) -> list[str]:
+def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[str]:
     """The command line of a server with these EngineArgs."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():
@@ -119,10 +117,7 @@ def server_command(
             command += [f"--{option}", text]
     command += ["--host", host, "--port", str(port), "--served-model-name", MODEL_NAME]
     # Enables /inference/v1/generate: token ids in, token ids and weight versions out.
-    command += ["--enable-scale-out", "--uvicorn-log-level", "warning"]
-    if weight_transfer == "nccl":
-        command += ["--weight-transfer-config", '{"backend": "nccl"}']
-    return command
+    return [*command, "--enable-scale-out", "--uvicorn-log-level", "warning"]
 
 
 def server_devices(

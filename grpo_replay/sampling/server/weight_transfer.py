@@ -1,15 +1,12 @@
-"""Bring new weights to the servers.
-
-A transfer first stages one version (writes it to files, or streams it), then every server switches
-to it. A server is used again only after it has confirmed the label of the new policy version.
+"""Bring new weights to the servers: a version is staged as files, then every server switches to it.
+A server is used again only after it has confirmed the label of the new policy version.
 """
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -22,44 +19,18 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "grpo-replay-weights-"
 
 
-class Transfer(Protocol):
-    def stage(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        servers: Sequence[VllmServer],
-    ) -> None:
-        """Consume all tensors: write them to files, or broadcast them. Raises SamplerError."""
-        ...
-
-    def load_on(self, server: VllmServer) -> None:
-        """Make one server load the staged version. Raises Unreachable or Refused."""
-        ...
-
-    def discard(self) -> None:
-        """Discard the staged version."""
-        ...
-
-    def close(self) -> None:
-        """Free all resources. May be called twice."""
-        ...
-
-
 class FolderTransfer:
     """Transfer through safetensors files in a folder of this run under `parent` (if None, under
     this machine's shared memory), which trainer and servers share. Host memory holds one file of
-    about `bucket_bytes` at a time.
+    about `bucket_bytes` at a time. `path` is the folder of the staged version.
 
     Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
     """
 
-    def __init__(
-        self, parent: str | None, bytes_needed: int, bucket_bytes: int, timeout_seconds: float
-    ) -> None:
+    def __init__(self, parent: str | None, bytes_needed: int, bucket_bytes: int) -> None:
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._parent = Path(parent) if parent else shared
         self._bytes_needed, self._bucket_bytes = bytes_needed, bucket_bytes
-        self._timeout_seconds = timeout_seconds
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             self._held = HeldFolder(PREFIX, self._parent)
@@ -70,14 +41,9 @@ class FolderTransfer:
                 "share"
             ) from error
         os.chmod(self._held.path, 0o755)  # a server may run as another user
-        self._staged = self._held.path / "none"
+        self.path = self._held.path / "none"
 
-    def stage(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        servers: Sequence[VllmServer],
-    ) -> None:
+    def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Write one version. Tied tensors are written under every name: otherwise vLLM would keep
         its old output head. Raises SamplerError if the disk has no room."""
         free = shutil.disk_usage(self._parent).free
@@ -88,23 +54,21 @@ class FolderTransfer:
                 "the path of a larger folder that the servers share (in a container, raise "
                 "--shm-size)"
             )
-        self._staged = self._held.path / f"version-{version}"
-        self._staged.mkdir()
+        self.path = self._held.path / f"version-{version}"
+        self.path.mkdir()
         bucket: dict[str, torch.Tensor] = {}
         size = files = 0
         for name, tensor in named_tensors:
             if bucket and size + tensor.nbytes > self._bucket_bytes:
-                save_file(bucket, self._staged / f"model-{files:05d}.safetensors")
+                save_file(bucket, self.path / f"model-{files:05d}.safetensors")
                 bucket, size, files = {}, 0, files + 1
             bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
             size += tensor.nbytes
-        save_file(bucket, self._staged / f"model-{files:05d}.safetensors")
-
-    def load_on(self, server: VllmServer) -> None:
-        server.reload_weights(str(self._staged), self._timeout_seconds)
+        save_file(bucket, self.path / f"model-{files:05d}.safetensors")
 
     def discard(self) -> None:
-        shutil.rmtree(self._staged, ignore_errors=True)
+        """Remove the staged version."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Remove everything. May be called twice."""
@@ -112,13 +76,10 @@ class FolderTransfer:
 
 
 def switch_server(
-    server: VllmServer,
-    load_on: Callable[[VllmServer], None],
-    version: int,
-    timeout_seconds: float,
+    server: VllmServer, folder: str | None, version: int, timeout_seconds: float
 ) -> str | None:
-    """Pause a server, load the weights with `load_on`, empty its prefix cache, set its label and
-    resume it. Returns why it did not confirm the label, or None.
+    """Pause a server, load the weights in `folder` (None: it has them), empty its prefix cache, set
+    its label and resume it. Returns why it did not confirm the label, or None.
 
     The label is "updating" in between: a server that fails half-way must not be used as the old
     version or as the new one.
@@ -127,7 +88,8 @@ def switch_server(
     try:
         server.pause(timeout_seconds)
         server.set_weight_label(server.prefix + UPDATING)
-        load_on(server)
+        if folder is not None:
+            server.reload_weights(folder, timeout_seconds)
         if not server.drop_cached_prompts():
             return f"its prompt cache could not be emptied for policy version {version}"
         server.set_weight_label(label)

@@ -163,7 +163,7 @@ def test_a_server_whose_prompt_cache_is_not_emptied_has_not_the_new_version():
 
     server.control = failing
     try:
-        assert switch_server(VllmServer(server.url, "run"), lambda _: None, 1, 5.0)
+        assert switch_server(VllmServer(server.url, "run"), None, 1, 5.0)
         assert server.label == "run/updating"
     finally:
         server.stop()
