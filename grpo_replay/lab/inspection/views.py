@@ -98,8 +98,10 @@ def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
 
 def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
     history = source.recipes
-    if row["group_reward_std"] is None or row["reward"] is None:
-        return "never stored: its reward, or those of its group, did not come"
+    if row["reward"] is None:
+        return "never stored: the reward function gave no reward, so it counts nowhere"
+    if row["group_reward_std"] is None:
+        return "never stored: fewer than two rewards of its group came, so there is no comparison"
     if not row["kept"] and row["group_reward_std"] == 0:
         return "never stored: all rewards of its group are equal, so there is no learning signal"
     if not row["kept"]:
