@@ -125,9 +125,9 @@ def worker(case: tuple[Any, ...]) -> None:
 
     logging.disable(logging.WARNING)
     from grpo_replay.distributed.failures import exit_rank
-    from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
+    from grpo_replay.engine.processes import initialize_processes
     from grpo_replay.recipe import resolve_recipe
     from grpo_replay.replay.batch import TrainRow
 

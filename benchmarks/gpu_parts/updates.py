@@ -168,9 +168,9 @@ def open_engine(recipe: "Recipe", stack: ExitStack) -> "DeepSpeedEngine":
     """The recipe's engine in this process as the only rank; weights are drawn on the device."""
     import torch
 
-    from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
+    from grpo_replay.engine.processes import initialize_processes
 
     comm, device = initialize_processes(recipe)
     with torch.device(recipe.engine.device):

@@ -37,7 +37,8 @@ class CommandGroup(TyperGroup):
             finally:
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            if os.environ.get("RANK", "0") == "0":
+                print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
         except Exception as error:
             if isinstance(error, typer.Exit):  # the exit code of a command

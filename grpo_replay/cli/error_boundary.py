@@ -56,7 +56,11 @@ def _end_quietly(error: BrokenPipeError) -> int:
 
 def report_error(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
-    from grpo_replay.distributed.failures import is_lost_peer, lost_contact, report_failure
+    from grpo_replay.distributed.failures import (
+        is_lost_peer,
+        is_reported_elsewhere,
+        lost_contact,
+    )
     from grpo_replay.terminal.console import printable
     from grpo_replay.terminal.quiet import without_secrets
 
@@ -67,7 +71,7 @@ def report_error(error: Exception) -> int:
     elif reason := _failed_write(error):
         error = OutputDirectoryError(reason)
     code = error.exit_code if isinstance(error, GrpoReplayError) else 1
-    if not report_failure(error, code):
+    if is_reported_elsewhere(error):
         return code
     if isinstance(error, GrpoReplayError):
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

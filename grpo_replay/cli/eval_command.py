@@ -13,7 +13,6 @@ from rich.progress import Progress as Bar
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
-from grpo_replay.distributed.failures import sigterm_interrupts
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluate import Progress
@@ -39,6 +38,7 @@ from grpo_replay.evaluation.session import (
     resolve_evaluation,
 )
 from grpo_replay.recipe import Recipe
+from grpo_replay.stop import StopToken
 from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
 
@@ -88,7 +88,7 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
         )
     check_output(output)
     environment = rank_environment()
-    if not environment.is_launched and (options.num_processes or 1) > 1:
+    if not environment.is_launched and options.num_processes and options.num_processes > 1:
         from grpo_replay.distributed.launch import launch_ranks
 
         return launch_ranks(sys.argv[1:], options.num_processes, recipe.engine.threads_per_process)
@@ -98,7 +98,7 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
             print(notice, file=sys.stderr)
     ranks = environment.world_size
     what = "evaluating" if ranks == 1 else f"evaluating (rank 0 of {ranks})"
-    with sigterm_interrupts(), _progress(what) as on_progress, warnings_on_stderr():
+    with StopToken().on_signals(), _progress(what) as on_progress, warnings_on_stderr():
         report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
     if report is not None:
         report.write(output)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from grpo_replay.errors import DataError
 from grpo_replay.recipe import Recipe
+from grpo_replay.stop import StopToken
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
 from grpo_replay.terminal.quiet import without_secrets
 from grpo_replay.training import Observer
@@ -36,9 +37,8 @@ REWARD_STEPS = 20
 class RunDisplay(Observer):
     """Prints progress to stderr and the result to stdout."""
 
-    def __init__(self, console: Console, stream: GuardedStream | None = None) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._stream = stream
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -68,9 +68,6 @@ class RunDisplay(Observer):
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-
-    def lost_reader(self) -> bool:
-        return self._stream is not None and self._stream.lost_reader
 
     def on_status(self, text: str) -> None:
         if self._live is None:
@@ -338,13 +335,12 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def open_display(is_main: bool) -> Iterator[Observer]:
-    """The display of this rank."""
+def open_display(is_main: bool, stop: StopToken) -> Iterator[Observer]:
+    """The display of this rank. A run whose display nobody reads any more is asked to stop."""
     if not is_main:
         yield Observer()
         return
-    with (
-        guarded_stderr() as stream,
-        RunDisplay(open_console(file=cast(TextIO, stream)), stream) as display,
-    ):
-        yield display
+    with guarded_stderr() as stream:
+        stream.on_lost = lambda: stop.request("its closed output")
+        with RunDisplay(open_console(file=cast(TextIO, stream))) as display:
+            yield display

@@ -11,6 +11,7 @@ from grpo_replay.cli.run_display import RunDisplay, open_display
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
 from grpo_replay.recipe import Recipe, TrackingSection, load_recipe
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
@@ -107,27 +108,26 @@ def _spelled(name: str) -> str:
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
-    from grpo_replay.distributed.failures import sigterm_interrupts, wait_for_rank_0
+    from grpo_replay.distributed.failures import leave_run
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries, send_to_log
 
-    # Its workers load while this process loads torch. Until there is a run to save, SIGTERM is an
-    # interruption like any other.
+    stop = StopToken()
     with (
-        sigterm_interrupts(),
-        open_display(is_main) as display,
-        RewardScorer.open(recipe.reward) as scorer,
+        stop.on_signals(),
+        open_display(is_main, stop) as display,
+        RewardScorer.open(recipe.reward) as scorer,  # its workers load while this process does
     ):
         display.on_status("loading torch, transformers and DeepSpeed")
         with quiet_libraries():
             with loading_libraries():
                 from grpo_replay.training.run import run_training
             send_to_log()
-            result = run_training(recipe, run_dir, resume, display, scorer)
+            result = run_training(recipe, run_dir, resume, display, scorer, stop)
     if isinstance(display, RunDisplay):
         display.conclude(result)
     logging.shutdown()
     if not result.interrupted:
         return 0
-    wait_for_rank_0()
+    leave_run()
     return INTERRUPTED

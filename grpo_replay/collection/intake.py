@@ -46,6 +46,7 @@ from grpo_replay.collection.messages import (
 from grpo_replay.errors import CollectorError, JournalError, SamplerError, ServersLost
 from grpo_replay.recipe import Recipe, ServersSection
 from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
+from grpo_replay.stop import StopToken
 from grpo_replay.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ class Intake:
     def wait(
         self,
         is_ready: Callable[[], bool],
-        stop_requested: Callable[[], bool],
+        stop: StopToken,
         what: str,
         version: int,
     ) -> bool:
@@ -266,7 +267,7 @@ class Intake:
         long."""
         self._patience.begin()
         while not is_ready():
-            if stop_requested():
+            if stop.requested:
                 return False
             self.poll(version, POLL_SECONDS)
             self.give_credit(version)

@@ -1,5 +1,5 @@
 """The ranks of a run: environment, launching, joining, messages, failures, hangs, interruption.
 
-May import recipe, terminal and the floors below; torch only in rendezvous.py, processes.py and
+May import recipe, terminal and the floors below; torch only in rendezvous.py and
 inside functions.
 """

@@ -1,133 +1,33 @@
-"""Messages between ranks over a CPU process group, and where a rank is in the run: written by its
-main thread, read by others. DeepSpeed exchanges gradients and parameters.
+"""Messages between ranks over a CPU process group. DeepSpeed exchanges gradients and parameters.
 
 Payloads are bytes (JSON, Arrow IPC, or `encode`), never pickles. A single process needs no process
 group.
 """
 
-import functools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-_Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
-
-
-class Place(NamedTuple):
-    """A place in the run. `part` is the current part of the stage ("micro-batch 3 of 8");
-    `collective` is the method of Comm in which the rank waits, or ""."""
-
-    step: int = 0
-    stage: str = "start"
-    part: str = ""
-    collective: str = ""
-
-    def __str__(self) -> str:
-        words = [f"step {self.step}", self.stage, self.part]
-        waiting = f"in {self.collective}" if self.collective else ""
-        return ", ".join(filter(None, [*words, waiting]))
-
-
-class Position:
-    """The place of one rank, and when it got there.
-
-    DeepSpeed's own collectives are not marked: a rank that waits in one of them stays at the part
-    in which it called DeepSpeed. A move replaces one tuple, so a reader in another thread needs no
-    lock.
-    """
-
-    def __init__(self) -> None:
-        self._held = (Place(), time.monotonic())
-        self._enclosing = ""  # what `note` puts before the part
-
-    def read(self) -> tuple[Place, float]:
-        """The place, and the `time.monotonic()` at which it was reached."""
-        return self._held
-
-    def _move(self, place: Place) -> None:
-        self._held = (place, time.monotonic())
-
-    def begin_step(self, step: int) -> None:
-        self._enclosing = ""
-        self._move(Place(step, "between stages"))
-
-    def note(self, part: str) -> None:
-        """Move to another part of the stage, or of the current item of `each`."""
-        self._move(self._held[0]._replace(part=self._enclosing + part))
-
-    # No `finally` in these: after an exception, the place where it was raised is reported.
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        before, enclosing = self._held[0], self._enclosing
-        self._enclosing = ""
-        self._move(Place(before.step, name))
-        yield
-        self._enclosing = enclosing
-        self._move(before)
-
-    @contextmanager
-    def waiting(self, collective: str) -> Iterator[None]:
-        """Mark a collective of Comm. Nested ones keep the name of the outermost."""
-        before = self._held[0]
-        self._move(before._replace(collective=before.collective or collective))
-        yield
-        self._move(before)
-
-    def each(self, name: str, items: Iterable[_Item], total: int | None = None) -> Iterator[_Item]:
-        """The items, with the part "`name` 3 of `total`" while one is waited for or in use."""
-        of_total = f" of {total}" if total is not None else ""
-        before, enclosing = self._held[0], self._enclosing
-        self.note(f"{name} 1{of_total}")
-        for number, item in enumerate(items, start=1):
-            self._enclosing = f"{enclosing}{name} {number}{of_total}, "
-            yield item
-            self._enclosing = enclosing
-            if number != total:
-                self.note(f"{name} {number + 1}{of_total}")
-        self._move(before)
-
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def _marked(
-    method: Callable[Concatenate["Comm", _Arguments], _Result],
-) -> Callable[Concatenate["Comm", _Arguments], _Result]:
-    """The collective, which marks in `comm.position` that this rank waits in it."""
-
-    @functools.wraps(method)
-    def collective(comm: "Comm", *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with comm.position.waiting(method.__name__):
-            return method(comm, *args, **kwargs)
-
-    return collective
 
 
 class Comm:
     """The ranks of a run. `group` is a torch gloo process group, or None for one process.
 
     Every method is collective: all ranks call it, in the same order. Rank 0 is the root.
-    `position` is where this rank is in the run; the code that runs the steps updates it.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.position = Position()
         self._group = group
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @_marked
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order, on every rank."""
         if self.world_size == 1:
@@ -140,7 +40,6 @@ class Comm:
         dist.all_gather(received, padded, group=self._group)
         return _unpadded(received, sizes)
 
-    @_marked
     def gather(self, payload: bytes | bytearray) -> list[bytes] | None:
         """Every rank's payload, in rank order, on rank 0; None on the other ranks, which hold only
         their own payload."""
@@ -174,7 +73,6 @@ class Comm:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return list(map(int, sizes)), padded
 
-    @_marked
     def broadcast(self, payload: bytes | None) -> bytes:
         """Rank 0's payload on every rank."""
         if self.world_size == 1:
@@ -191,7 +89,6 @@ class Comm:
         dist.broadcast(buffer, src=0, group=self._group)
         return buffer.numpy().tobytes()
 
-    @_marked
     def scatter(self, payloads: Iterable[bytearray] | None) -> bytearray | memoryview:
         """On each rank, the payload with its index. Rank 0 gives all payloads and sends each one
         before it takes the next, so a generator is never held in memory as a whole. Payloads must
@@ -239,7 +136,6 @@ class Comm:
         """Rank 0's JSON value on every rank."""
         return json.loads(self.broadcast(json.dumps(value).encode() if self.is_main else None))
 
-    @_marked
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
         self.all_gather(b"")

@@ -1,21 +1,15 @@
-"""This process's place among the ranks, the launcher that started it, and whether it reaches the
-Hugging Face hub.
+"""This process's place among the ranks, and the launcher that started it.
 
 The place comes from environment variables of our launcher, torchrun, DeepSpeed's launcher or Slurm.
 """
 
 import ctypes
-import functools
-import logging
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from grpo_replay.errors import LaunchError
 
@@ -23,8 +17,8 @@ DEFAULT_MASTER_PORT = 29500
 CORES_VARIABLE = "GRPO_REPLAY_CORES"
 """Cores that this process and its children may use, if fewer than the machine offers. A sweep sets
 it for runs that share a machine."""
-LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
-"""Folder where the ranks of our launcher write their failures; the launcher prints the first."""
+LAUNCHER_VARIABLE = "GRPO_REPLAY_LAUNCHER"
+"""Process id of `launch_ranks`, set for the ranks that it starts."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -169,7 +163,7 @@ def threads_per_rank(asked: int | None, ranks: int) -> int:
         return asked
     share = max(1, available_cores() // ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCH_FOLDER_VARIABLE not in os.environ
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER_VARIABLE not in os.environ
     if limit == "" or (limit == "1" and by_torchrun):
         return share
     if not limit.isdecimal() or int(limit) < 1:
@@ -178,9 +172,12 @@ def threads_per_rank(asked: int | None, ranks: int) -> int:
 
 
 def prepare_rank(environment: RankEnvironment) -> None:
-    """Set torch's variables for this rank, and silence stdout on ranks other than 0."""
+    """Set torch's variables for this rank, silence stdout on ranks other than 0, and end a rank of
+    `launch_ranks` with its launcher."""
     if not environment.is_launched:
         return
+    if launcher := os.environ.get(LAUNCHER_VARIABLE):
+        stop_with_parent(int(launcher))
     os.environ.update(environment.variables())
     if environment.rank > 0:
         sys.stdout.flush()
@@ -196,28 +193,3 @@ def stop_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if parent_pid != os.getppid():  # it died before we asked
         raise SystemExit(1)
-
-
-_CONNECT_SECONDS = 5
-
-logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def use_cache_without_hub() -> None:
-    """If the hub cannot be reached, have its libraries read their cache from now on, as
-    HF_HUB_OFFLINE=1 does: they would try each file again for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or (80 if hub.scheme == "http" else 443)
-    try:
-        socket.create_connection((hub.hostname or "", port), _CONNECT_SECONDS).close()
-    except OSError as error:
-        logger.warning("%s cannot be reached (%s): only its cache is read", hub.hostname, error)
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is not imported yet, and for processes
-        constants.HF_HUB_OFFLINE = True
-        if "datasets" in sys.modules:
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = True

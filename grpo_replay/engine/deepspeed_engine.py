@@ -202,7 +202,7 @@ class DeepSpeedEngine:
         return self._row_logprobs(self._reference, rows)
 
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        microbatches = self._in_turn(self._microbatches(rows))
+        microbatches = self._microbatches(rows)
         parts = [(each, self._logprobs_of(module, self._layout, each)) for each in microbatches]
         mine = [pair for part in parts for pair in values_of_rows(*part)]
         gathered = self._comm.gather_values(list[RowValues], mine)
@@ -221,9 +221,6 @@ class DeepSpeedEngine:
 
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
         return scatter_microbatches(self._comm, rows, self._layout)
-
-    def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
     def _inputs(self, batch: MicroBatch, layout: Layout) -> tuple[torch.Tensor | int | None, ...]:
         if layout.pack_multiple is not None and len(batch.input_ids_SL) == 1:
@@ -244,7 +241,7 @@ class DeepSpeedEngine:
         microbatches = self._microbatches(rows)
         tables = []
         with self._dropout():
-            for index, microbatch in enumerate(self._in_turn(microbatches)):
+            for index, microbatch in enumerate(microbatches):
                 self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
                 tables.append(self._backward(microbatch))
         mine = rank_statistics(microbatches, tables)
@@ -253,7 +250,6 @@ class DeepSpeedEngine:
         if gathered is not None:
             table, padding_share = join_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
-        self._comm.position.note("optimizer step")
         self._complete_gradients()
         unsharded_norm = self._unsharded_grad_norm()
         self._engine.step()
@@ -346,8 +342,7 @@ class DeepSpeedEngine:
         iterator."""
         self._prepare_gather()
         change = MergedChange() if self._adapters is not None else None
-        tensors = full_tensors(self._model, bucket_bytes, change)
-        yield from self._comm.position.each("tensor", tensors)
+        yield from full_tensors(self._model, bucket_bytes, change)
         self.merged_share = None if change is None else change.share
 
     def _prepare_gather(self) -> None:

@@ -11,11 +11,9 @@ a change there shows as a CheckpointError about sizes or names.
 """
 
 import json
-import pickle
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from torch import nn
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.deepspeed_quirks import only_data
 from grpo_replay.engine.weights import is_adapter
 from grpo_replay.errors import CheckpointError
 from grpo_replay.recipe import LoraSection, OptimizerSection, Recipe
@@ -210,36 +209,6 @@ def _mapped(file: Path) -> dict[str, Any]:
     with only_data(file):
         content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True)
     return content
-
-
-@contextmanager
-def only_data(place: Path) -> Iterator[None]:
-    """A context in which torch.load, also when DeepSpeed calls it, makes tensors, containers and
-    three plain classes of DeepSpeed, and refuses anything else in a file: nothing of it is called.
-    Raises CheckpointError for what it refuses."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    load = torch.load
-
-    def load_data(*arguments: Any, **keywords: Any) -> Any:
-        return load(*arguments, **{**keywords, "weights_only": True})
-
-    torch.load = load_data
-    try:
-        allowed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-        with torch.serialization.safe_globals(allowed):
-            yield
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"{found[1]}, which" if found else "something that"
-        raise CheckpointError(
-            f"{place}: a file there holds {what} is no state of an optimizer: it is damaged, or "
-            "made to run code. Nothing of it was run. Resume from another checkpoint"
-        ) from error
-    finally:
-        torch.load = load
 
 
 def _refuse_missing_shards(shards: Sequence[dict[str, Any]], place: Path) -> None:

@@ -30,9 +30,9 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
+from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import BASES

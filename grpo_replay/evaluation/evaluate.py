@@ -39,6 +39,7 @@ from grpo_replay.prompts.sources import ChatMessage
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
 
@@ -46,10 +47,6 @@ VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
 
 PROGRESS_SECONDS = 0.2
 """Shortest time between two progress reports."""
-
-
-class EvaluationStopped(Exception):
-    """An evaluation that was asked to stop, on every rank. Nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +77,22 @@ def evaluate(
     model: Mapping[str, Any] | None = None,
     generations_folder: Path | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    stop: StopToken | None = None,
 ) -> EvaluationReport | None:
-    """The report of the sampler's model on rank 0, None elsewhere.
+    """The report of the sampler's model on rank 0; None elsewhere, and if `stop` is requested.
 
     `scorer` must grade with `plan.settings.reward` and have nothing pending. `model` is copied into
-    the report. `generations_folder` caches the completions of this model. `should_stop` is asked
-    between completions, and raises EvaluationStopped on every rank if it is true on any; once true
-    it must stay so. Collective: all ranks call it.
+    the report. `generations_folder` caches the completions of this model. `stop` is asked
+    between completions, and a request to any rank ends it on all. Collective: all ranks call it.
     """
     mine = [i for i, each in enumerate(plan.samples) if _rank_of(each, comm) == comm.rank]
     grading = _Grading(plan, tokenizer, scorer, len(mine), on_progress)
     missing = _recall(grading, mine, generations_folder) if generations_folder else mine
-    _generate(grading, sampler, missing, generations_folder, comm, should_stop or _never)
-    grading.wait(should_stop or _never)
-    if should_stop is not None and any(comm.all_gather_json(should_stop())):
-        raise EvaluationStopped
+    stop = stop or StopToken()
+    _generate(grading, sampler, missing, generations_folder, stop)
+    grading.wait(stop)
+    if any(comm.all_gather_json(stop.requested)):
+        return None
     table, unparsable = grading.finish()
     payloads = comm.gather(to_bytes(table))
     unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
@@ -162,9 +159,9 @@ class _Grading:
         )  # fmt: skip
         self._report_progress()
 
-    def wait(self, should_stop: Callable[[], bool]) -> None:
+    def wait(self, stop: StopToken) -> None:
         """Wait until everything submitted is graded, or until asked to stop."""
-        while not (self._scorer.wait(PROGRESS_SECONDS) or should_stop()):
+        while not (self._scorer.wait(PROGRESS_SECONDS) or stop.requested):
             self._report_progress()
 
     def finish(self) -> tuple[pa.Table, set[str]]:
@@ -215,17 +212,12 @@ def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     return [index for index, digest in digests.items() if digest not in cached]
 
 
-def _never() -> bool:
-    return False
-
-
 def _generate(
     grading: _Grading,
     sampler: Sampler,
     missing: Sequence[int],
     folder: Path | None,
-    comm: Comm,
-    should_stop: Callable[[], bool],
+    stop: StopToken,
 ) -> None:
     """Sample what is missing, add it to the cache, and submit it, until asked to stop."""
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
@@ -234,13 +226,12 @@ def _generate(
     if folder is not None:
         keeping = GenerationWriter(folder)
     with keeping as writer:
-        finished = completions_of(sampler, requests)
-        for completion in comm.position.each("completion", finished, len(requests)):
+        for completion in completions_of(sampler, requests):
             index = by_key[completion.key]
             if writer is not None:
                 writer.add(grading.plan.samples[index].request, completion)
             grading.submit(index, completion.token_ids, completion.finish_reason)
-            if should_stop():
+            if stop.requested:
                 break
 
 

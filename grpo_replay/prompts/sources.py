@@ -16,8 +16,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
+from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path, shown
 

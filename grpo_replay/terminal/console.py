@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
@@ -204,14 +204,14 @@ _READER_GONE = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung u
 
 
 class GuardedStream:
-    """A text stream that drops what is written once its reader is gone: then `lost_reader` is True,
+    """A text stream that drops what is written once its reader is gone: then it calls `on_lost`,
     and its descriptor leads to /dev/null, so that nothing fails when Python ends. With `may_fail`
     any failed write, on a full disk for example, leads it there."""
 
     def __init__(self, stream: TextIO, may_fail: bool = False) -> None:
         self._stream = stream
         self._may_fail = may_fail
-        self.lost_reader = False
+        self.on_lost: Callable[[], None] = lambda: None
 
     def write(self, text: str) -> int:
         with self._reader_may_go():
@@ -230,8 +230,9 @@ class GuardedStream:
             is_gone = error.errno in _READER_GONE
             if not (is_gone or self._may_fail):
                 raise
-            self.lost_reader = self.lost_reader or is_gone
             self._lead_nowhere()
+            if is_gone:
+                self.on_lost()
 
     def _lead_nowhere(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor

@@ -34,7 +34,3 @@ class Observer:
 
     def on_status(self, text: str) -> None:
         """Long work begins."""
-
-    def lost_reader(self) -> bool:
-        """Whether nobody reads the output any more: its pipe or terminal was closed."""
-        return False

@@ -10,7 +10,7 @@ already have an age.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -81,7 +81,7 @@ class FollowerSource:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
         self._is_live = False
 
-    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
+    def take(self, step: int) -> StepRollouts | None:
         """A step that the journal has never waits. After its last one, a run that repeats it raises
         SamplerError; any other goes live, and waits for what the collector delivers."""
         if self.comm.broadcast_json(self._is_recorded()):
@@ -95,8 +95,7 @@ class FollowerSource:
         if not self._is_live:
             self._is_live = True
             self._go_live()
-        with self.comm.position.stage("waiting for rollouts"):
-            ready = run_on_main(self.comm, lambda: self._wait(step, stop_requested))
+        ready = run_on_main(self.comm, lambda: self._wait(step))
         waited_seconds = time.perf_counter() - started
         return self._take_arrived(step, waited_seconds) if self.comm.broadcast_json(ready) else None
 
@@ -104,7 +103,7 @@ class FollowerSource:
         """On rank 0: whether the next step is in the journal."""
         return False
 
-    def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
+    def _wait(self, step: int) -> bool:
         """On rank 0: whether the rollouts of the step are there, or a stop was requested first."""
         return False
 
@@ -204,7 +203,7 @@ class MainSource(FollowerSource):
             log=self.parts.run_dir.path / "log" / "collector.log",
         )
 
-    def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
+    def _wait(self, step: int) -> bool:
         """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
         until the buffer can give one batch. False if a stop was requested, or no server is left."""
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
@@ -225,12 +224,12 @@ class MainSource(FollowerSource):
 
         version = self.state.policy_version
         try:
-            ready = self.intake.wait(is_ready, stop_requested, what, version)
+            ready = self.intake.wait(is_ready, self.parts.stop, what, version)
             if ready:
                 self.intake.poll(version)
             return ready
         except ServersLost as error:
-            self.parts.ending = error
+            self.parts.stop.end(error)
             return False
 
     def _rollouts_of_a_batch(self) -> int:

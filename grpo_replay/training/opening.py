@@ -39,6 +39,7 @@ from grpo_replay.sampling.sampler_protocol import (
     open_sampler,
     sampler_class,
 )
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer
@@ -82,9 +83,11 @@ class RunOpener:
         run_dir: RunDirectory,
         observer: Observer,
         stack: ExitStack,
-        scorer: RewardScorer | None = None,
+        scorer: RewardScorer | None,
+        stop: StopToken,
     ) -> None:
         self.recipe, self.comm, self.device, self.scorer = recipe, comm, device, scorer
+        self.stop = stop
         self.run_dir, self.observer, self.stack = run_dir, observer, stack
         self.stage = recipe.zero_stage(comm.world_size)
         self.notices: list[str] = []
@@ -93,28 +96,25 @@ class RunOpener:
     def open(self, resume: bool) -> OpenedRun:
         """Prepare the directory, load the components, and restore the last checkpoint if the run
         is resumed. What comes after the checkpoint is removed only then. Collective."""
-        recipe, comm, position = self.recipe, self.comm, self.comm.position
+        recipe, comm = self.recipe, self.comm
         self._load_named_functions()
         check_passed_settings(recipe, self.stage, self.device.type == "cuda")
         start = take_directory(recipe, self.run_dir, comm, resume, self.stack)
         self.notices += start.notices
         tokenizer = load_tokenizer(recipe.model)
         scorer = self._open_scorer(start)
-        position.note("prompts")
         prompts = self._load_prompts(tokenizer)
         self._remember_prompts(prompts, start.state)
         evaluation = self._plan_evaluation(tokenizer)
-        position.note("rewards")
         self._try_rewards(scorer, prompts, evaluation)
-        position.note("engine")
         engine = self._open_engine(start, tokenizer)
         self._note_limits()
-        position.note("sampler")
         sampler = self._open_sampler(start, engine, tokenizer)
         buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
         parts = Parts(
-            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir
-        )
+            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir,
+            self.stop,
+        )  # fmt: skip
         source = open_source(parts, start.state, start.checkpoint, self.stack)
         self._restore_buffer(start, buffer)
         if resume:

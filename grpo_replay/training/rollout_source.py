@@ -10,20 +10,20 @@ its updates, and never asks which source it has.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo_replay.distributed.comm import Comm, Position
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
-from grpo_replay.errors import GrpoReplayError
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.weight_sync import LogprobGap
@@ -38,11 +38,9 @@ STAGES = ("generation", "reward", "logprob", "training", "sync")
 
 
 class Stopwatch:
-    """Seconds spent in each named stage of a step; the rest is `other`. `position` learns which
-    stage the rank is in."""
+    """Seconds spent in each named stage of a step; the rest is `other`."""
 
-    def __init__(self, position: Position) -> None:
-        self._position = position
+    def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
@@ -54,8 +52,7 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with self._position.stage(name):
-                yield
+            yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 
@@ -82,13 +79,8 @@ class Parts:
     tokenizer: Any
     buffer: ReplayBuffer
     run_dir: RunDirectory
-    ending: GrpoReplayError | None = None
-    """Why this rank's source has no more rollouts, although no stop was requested: the run ends
-    with it, after a checkpoint."""
-    clock: Stopwatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.clock = Stopwatch(self.comm.position)
+    stop: StopToken = field(default_factory=StopToken)
+    clock: Stopwatch = field(default_factory=Stopwatch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,10 +132,10 @@ class RolloutSource(Protocol):
     counters of `RunState` it writes in `save`.
     """
 
-    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
+    def take(self, step: int) -> StepRollouts | None:
         """The graded rollouts of `step` (from 1), with advantages, as `assemble_rollouts` makes
-        them. May wait; None on every rank if a stop was requested on rank 0 meanwhile, or if one
-        of them has set `parts.ending`.
+        them. May wait; None on every rank if `parts.stop` was requested on rank 0 meanwhile, or if
+        it has an error on any.
 
         `rollout.birth_step` must be at most `step`, and `rollout.policy_version` and
         `policy_version_end` those that sampled its first and its last token: ages, the gap between

@@ -1,23 +1,22 @@
 """A whole run: open, step, evaluate, record, checkpoint, summarise."""
 
+import faulthandler
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.failures import Interruption
-from grpo_replay.distributed.rendezvous import initialize_processes
+from grpo_replay.engine.processes import initialize_processes
 from grpo_replay.errors import ServersLost
-from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.recipe import EngineSection, Recipe
+from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.checkpoint import MODEL_CARD, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
@@ -53,32 +52,20 @@ def run_training(
     resume: bool,
     observer: Observer,
     scorer: RewardScorer | None = None,
+    stop: StopToken | None = None,
 ) -> RunResult:
     """Train as the recipe says, in `run_path`. Called on every rank. `scorer` is the recipe's, if
-    the caller has opened it already; the caller closes it."""
-    comm, device = initialize_processes(recipe)
-    # Ranks that a launcher started apart would name a directory after different times.
-    run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
-    with ExitStack() as stack, _watch(recipe.engine, comm):
-        with comm.position.stage("opening"):
-            opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
-            opened = opener.open(resume)
-            run = Run(opened, observer, stack)
-        interruption = Interruption()
-        with interruption.caught():
-            return run.train(interruption)
-
-
-def _watch(engine: EngineSection, comm: Comm) -> AbstractContextManager[object]:
-    """The watchdog that reports a rank which stays in one place for long; a no-op for one rank."""
-    if comm.world_size == 1:
-        return nullcontext()
-    from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
-    from grpo_replay.distributed.rendezvous import has_joined, own_connection
-
-    if not has_joined():
-        return nullcontext()
-    return HangWatch(comm, own_connection(STORE_SECONDS), engine.timeout_seconds / 6)
+    the caller has opened it already; the caller closes it. `stop` asks for an end, as signals do.
+    """
+    stop = stop or StopToken()
+    with ExitStack() as stack, stop.on_signals():
+        comm, device = initialize_processes(recipe)
+        # Ranks that a launcher started apart would name a directory after different times.
+        run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
+        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer, stop)
+        run = Run(opener.open(resume), observer, stack)
+        stop.can_save = True
+        return run.train()
 
 
 WARNINGS_SHOWN = ("grpo_replay.sampling", "grpo_replay.collection")
@@ -106,14 +93,14 @@ class Run:
     def __init__(self, opened: OpenedRun, observer: Observer, stack: ExitStack) -> None:
         parts, state = opened.parts, opened.state
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
-        self.observer, self.state = observer, state
+        self.stop, self.observer, self.state = parts.stop, observer, state
         self.trainer = Trainer(parts, state, opened.source)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
         self._checkpoint_bytes = opened.checkpoint_bytes
         self._told_of_stop = False
-        self._interruption = Interruption()
         self._started = 0.0
+        stack.callback(faulthandler.cancel_dump_traceback_later)
         if self.comm.is_main:
             self._announce(opened.notices, stack)
 
@@ -131,17 +118,16 @@ class Run:
             logging.getLogger(name).addHandler(shown)
             stack.callback(logging.getLogger(name).removeHandler, shown)
 
-    def train(self, interruption: Interruption) -> RunResult:
+    def train(self) -> RunResult:
         """Step until the recipe's last step, or until something asks to stop. Raises what ended its
         source, after a checkpoint."""
         state, recipe = self.state, self.recipe
-        self._interruption = interruption
         self._started = time.perf_counter() - state.wall_seconds
         going_on = self._evaluate_pending()
         while going_on and state.step < recipe.run.steps:
             going_on = self._step()
-        if not going_on and self.trainer.parts.ending is not None:
-            raise self.trainer.parts.ending
+        if not going_on and self.stop.error is not None:
+            raise self.stop.error
         if not going_on:
             return RunResult(self.run_dir.path, state.step, True, None)
         summary = None
@@ -157,19 +143,20 @@ class Run:
         """One step, with its evaluation, record and checkpoint as they are due; returns whether to
         go on. A request to stop saves first: an evaluation that is due waits for the resume."""
         state, recipe = self.state, self.recipe
-        metrics = self.trainer.train_step(self._hears_request)
+        if self.comm.world_size > 1:
+            log_stacks_after(recipe.engine.timeout_seconds * HANG_SHARE)
+        metrics = self.trainer.train_step()
         if metrics is None:
             self._save_what_is_unsaved()
             return False
         step, last = state.step, state.step == recipe.run.steps
         report, is_evaluated = self._evaluate(step)
-        stop = self._is_asked_to_stop() or self.trainer.parts.ending is not None
+        stop = self._is_asked_to_stop()
         state.wall_seconds = time.perf_counter() - self._started
         if self.comm.is_main:
             self._record(metrics, report)
         if last or stop or step % recipe.checkpoint.every_steps == 0:
-            with self.comm.position.stage("checkpoint"):
-                self._checkpoint()
+            self._checkpoint()
         return not stop or (last and is_evaluated)
 
     def _evaluate(self, step: int) -> tuple[EvaluationReport | None, bool]:
@@ -180,14 +167,13 @@ class Run:
         if self._is_asked_to_stop():
             return None, False
         try:
-            return self.evaluation.evaluate(step, self._hears_request), True
-        except EvaluationStopped:
-            return None, False
+            report = self.evaluation.evaluate(step)
         except ServersLost as error:
             if self.comm.world_size > 1:  # the others still evaluate
                 raise
-            self.trainer.parts.ending = error
+            self.stop.end(error)
             return None, False
+        return report, bool(self.comm.broadcast_json(report is not None))
 
     def _evaluate_pending(self) -> bool:
         """Evaluate the base model, or after a resume what the stop did not wait for. Returns
@@ -213,18 +199,12 @@ class Run:
     def _model_card(self) -> str:
         return model_card(self.recipe, self.state, self.evaluation.base_and_last())
 
-    def _hears_request(self) -> bool:
-        """Whether this rank was asked to stop."""
-        if self.observer.lost_reader():
-            self._interruption.request("its closed output")
-        return self._interruption.requested
-
     def _is_asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop. Collective."""
-        asked = any(self.comm.all_gather_json(self._hears_request()))
+        asked = any(self.comm.all_gather_json(self.stop.requested))
         if asked and not self._told_of_stop:
             self._told_of_stop = True
-            reason = self._interruption.reason or "another rank"
+            reason = self.stop.reason or "another rank"
             logger.warning("stopping, asked by %s, with a checkpoint first", reason)
         return asked
 
@@ -233,8 +213,7 @@ class Run:
         step = self.state.step
         written = self.run_dir.checkpoints / checkpoint_name(step)
         if not self.comm.broadcast_json(step == 0 or written.is_dir()):
-            with self.comm.position.stage("checkpoint"):
-                self._checkpoint()
+            self._checkpoint()
 
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
         if report is not None:
@@ -268,6 +247,18 @@ class Run:
         write_checkpoint(parts, source, state, self._checkpoint_bytes, self._model_card)
         seconds = time.perf_counter() - started
         logger.info("checkpoint of step %d: %.1f s", state.step, seconds)
+
+
+HANG_SHARE = 1 / 6
+"""Of the time-out of collectives, after which the stacks of a step are in the log."""
+
+
+def log_stacks_after(seconds: float) -> None:
+    """Have the stacks of all threads written to this rank's log unless this is called again within
+    `seconds`, and again after as long: a rank that waits for another one shows where."""
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            faulthandler.dump_traceback_later(seconds, repeat=True, file=handler.stream)
 
 
 def _accuracies(report: EvaluationReport) -> dict[str, float]:

@@ -12,7 +12,7 @@ from grpo_replay import __version__
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan
 from grpo_replay.evaluation.cache import sampler_facts
-from grpo_replay.evaluation.evaluate import EvaluationStopped, evaluate
+from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, are_comparable, read_report
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.recipe.layers import is_on_hub
@@ -46,10 +46,9 @@ class RunEvaluation:
             return self.recipe.eval.at_start
         return last or (every is not None and step % every == 0)
 
-    def evaluate(self, step: int, should_stop: Callable[[], bool]) -> EvaluationReport | None:
+    def evaluate(self, step: int) -> EvaluationReport | None:
         """Evaluate the current policy into eval/, or read the report if it is there already.
-        Returns the report on rank 0. Collective. Raises EvaluationStopped on every rank if
-        `should_stop` becomes true on any."""
+        Returns the report on rank 0, None if any rank was asked to stop first. Collective."""
         if self.plan is None:
             return None
         path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
@@ -60,21 +59,17 @@ class RunEvaluation:
         started = time.perf_counter()
         parts = self.parts
         self._catch_up()
-        with self.comm.position.stage("evaluation"), self._scorer() as scorer:
-            try:
-                report = evaluate(
-                    parts.sampler,
-                    parts.tokenizer,
-                    self.plan,
-                    self.comm,
-                    scorer,
-                    model=self._described(step),
-                    # Ranks that sample together: none can leave alone.
-                    should_stop=None if parts.sampler.ranks_sample_together else should_stop,
-                )
-            except EvaluationStopped:
-                parts.sampler.sleep()  # makes room for the checkpoint
-                raise
+        with self._scorer() as scorer:
+            report = evaluate(
+                parts.sampler,
+                parts.tokenizer,
+                self.plan,
+                self.comm,
+                scorer,
+                model=self._described(step),
+                # Ranks that sample together: none can leave alone.
+                stop=None if parts.sampler.ranks_sample_together else parts.stop,
+            )
             parts.sampler.sleep()  # with its weights: the next step samples before any push
         if report is None:
             return None

@@ -4,7 +4,7 @@ Every rank samples and scores its share of the step's completions; rank 0 gather
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class SynchronousSource:
             kept = pushed.keep(tensors, version) if pushed else tensors
             self.parts.sampler.load_weights(kept, version)
 
-    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
+    def take(self, step: int) -> StepRollouts | None:
         """Take prompts, sample G completions of each, score them as they finish, and compute
         group advantages; again for dropped groups, up to `sampling.max_refills` times (DAPO).
         None if no server was left on a rank."""
@@ -108,8 +108,8 @@ class SynchronousSource:
             try:
                 sampled += self._sample(requests, prompts)
             except ServersLost as error:
-                parts.ending = error
-            if any(comm.all_gather_json(parts.ending is not None)):
+                parts.stop.end(error)
+            if any(comm.all_gather_json(parts.stop.error is not None)):
                 return None
             if is_last:
                 self._sleep()
@@ -134,7 +134,7 @@ class SynchronousSource:
         parts = self.parts
         sizes = Counter(request.key.prompt_index for request in requests)
         finished = completions_of(parts.sampler, requests)
-        for completion in self.comm.position.each("completion", finished, len(requests)):
+        for completion in finished:
             step, number = completion.key.step, completion.key.prompt_index
             prompt = prompts[number]
             text = parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)

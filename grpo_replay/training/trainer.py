@@ -11,7 +11,7 @@ Rank 0 owns the buffer, the draw and the files. On the other ranks, which train 
 lists of rollouts are empty.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,6 @@ MERGED_ENOUGH = 0.9
 """Share of the adapters' change in the merged weights below which a run says so."""
 
 
-def never() -> bool:
-    """No stop is requested."""
-    return False
-
-
 class Trainer:
     """Runs training steps. Only `state`, the buffer and the source persist between them."""
 
@@ -67,15 +62,14 @@ class Trainer:
         """The tokens that end a completion, in words."""
         return name_stop_tokens(self.parts.sampler, self.parts.tokenizer)
 
-    def train_step(self, stop_requested: Callable[[], bool] = never) -> dict[str, Any] | None:
+    def train_step(self) -> dict[str, Any] | None:
         """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks;
         None if a stop was requested while it waited for rollouts. Raises RewardError if the reward
         function failed on most of them, LogprobGapError if the sampler is not the policy."""
         step, seed = self.state.step + 1, self.recipe.run.seed
         self.parts.clock.restart()
-        self.comm.position.begin_step(step)
         self.parts.engine.begin_step(step)
-        taken = self.source.take(step, stop_requested)
+        taken = self.source.take(step)
         if taken is None:
             return None
         refuse_failed_verdicts(
@@ -138,7 +132,7 @@ class Trainer:
         outcomes: list[RolloutOutcome | None] = [None] * len(batch.rollouts)
         with self.parts.clock.stage("training"):
             count = self.comm.broadcast_json(len(parts))
-            for index in self.comm.position.each("update", range(count), count):
+            for index in range(count):
                 members = parts[index] if self.comm.is_main else np.zeros(0, dtype=np.int64)
                 result = self._update_once([batch.rollouts[i] for i in members])
                 if result is None:

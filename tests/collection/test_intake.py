@@ -26,6 +26,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import CollectorError, JournalError
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.stop import StopToken
 
 PER_STEP, STEPS = 2, 4
 
@@ -84,7 +85,7 @@ class Run:
                 self.go_live()
             needed = intake.arrivals.groups_per_step or 1
             ready = lambda: len(intake.arrivals.young(step)) >= needed  # noqa: E731
-            assert intake.wait(ready, lambda: False, f"step {step}", self.done)
+            assert intake.wait(ready, StopToken(), f"step {step}", self.done)
             intake.poll(self.done)
             taken = intake.cut(step, self.done, self.done)
         self.taken[step] = [rollout.rollout_id for rollout in taken]
@@ -295,7 +296,9 @@ def test_a_stop_request_ends_the_wait(server, tmp_path):
     server.seconds = 30.0
     run = Run(recipe(server), tmp_path)
     run.go_live()
-    assert not run.intake.wait(lambda: False, lambda: True, "nothing", 0)
+    stop = StopToken()
+    stop.request("a test")
+    assert not run.intake.wait(lambda: False, stop, "nothing", 0)
     run.close()
 
 
@@ -303,7 +306,7 @@ def test_groups_journalled_after_the_last_step_wait_for_the_next_one(server, tmp
     run = Run(recipe(server), tmp_path)
     run.step()
     ready = lambda: isinstance(list(read_journal(tmp_path))[-1], Group)  # noqa: E731
-    assert run.intake.wait(ready, lambda: False, "another group", run.done)
+    assert run.intake.wait(ready, StopToken(), "another group", run.done)
     run.close()
     again = Run(recipe(server), tmp_path, done=1)
     known = again.intake.arrivals.arrived_groups

@@ -1,6 +1,5 @@
 """A rank's place, read from the environment of each launcher; agreement and failure of ranks."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,12 +13,11 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import RankEnvironment, first_slurm_host, rank_environment
 from grpo_replay.distributed.failures import (
     PeerFailure,
-    describe_disagreement,
     exit_rank,
     is_lost_peer,
+    is_reported_elsewhere,
     lost_contact,
     raise_first_failure,
-    report_failure,
     run_collectively,
 )
 from grpo_replay.errors import DatasetError, LaunchError, RecipeError
@@ -43,7 +41,7 @@ ALONE = """
 import json, torch
 from core_engine import engine_recipe
 from torch._C._distributed_c10d import _dump_fr_trace_json
-from grpo_replay.distributed.rendezvous import initialize_processes
+from grpo_replay.engine.processes import initialize_processes
 initialize_processes(engine_recipe(engine={"threads_per_process": None}))
 torch.distributed.all_reduce(torch.ones(1))
 print(len(json.loads(_dump_fr_trace_json()).get("entries", [])), torch.get_num_threads())
@@ -123,18 +121,6 @@ def test_contradicting_variables_are_refused(environ, said):
         rank_environment(environ)
 
 
-def test_disagreement_names_the_leaf_both_values_and_the_ranks():
-    base = {"recipe": {"replay": {"ratio": 0.5, "unit": "rollout"}}, "version": "0.1"}
-    other = {"recipe": {"replay": {"ratio": 0.25, "unit": "rollout"}}, "version": "0.1"}
-    assert describe_disagreement([base, base]) is None
-    assert describe_disagreement([base, other, base, other]) == (
-        "  recipe.replay.ratio: 0.5 on rank 0, 0.25 on ranks 1, 3"
-    )
-    lines = describe_disagreement([{str(i): 0 for i in range(9)}, {str(i): 1 for i in range(9)}])
-    assert len(lines.splitlines()) == 6 and lines.endswith("and 4 more")
-    assert "(absent)" in describe_disagreement([{"a": 1}, {}])
-
-
 def test_the_lowest_failed_rank_raises_its_error_and_the_others_its_exit_code():
     outcomes = [None, ["no field 'answer'", 3], ["no field 'answer'", 3]]
     with pytest.raises(DatasetError, match=r"no field 'answer' \(on ranks 1, 2 of 3\)"):
@@ -209,21 +195,14 @@ def test_lost_peers_are_told_from_real_errors(monkeypatch):
     assert not is_lost_peer(gloo)
 
 
-def test_a_process_of_its_own_reports_every_failure(monkeypatch):
-    for name in ("WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    assert report_failure(RecipeError("x"), 2)
-
-
-def test_a_rank_of_our_launcher_leaves_its_failure_instead_of_printing(monkeypatch, tmp_path):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("GRPO_REPLAY_LAUNCH_FOLDER", str(tmp_path))
-    assert not report_failure(DatasetError("row 12"), 3)
-    (file,) = tmp_path.iterdir()
-    record = json.loads(file.read_text())
-    assert (record["rank"], record["kind"], record["message"]) == (11, "DatasetError", "row 12")
-    assert record["exit_code"] == 3 and record["echo"] is False
+def test_one_rank_prints_a_failure(monkeypatch):
+    """What follows from another rank's failure is printed by that rank, or by our launcher."""
+    assert is_reported_elsewhere(PeerFailure("rank 1: row 12", 3))
+    assert not is_reported_elsewhere(DatasetError("row 12"))
+    lost = lost_contact(RuntimeError("Connection closed by peer"))
+    assert not is_reported_elsewhere(lost)  # under torchrun or srun each rank is on its own
+    monkeypatch.setenv("GRPO_REPLAY_LAUNCHER", "1")
+    assert is_reported_elsewhere(lost) and not is_reported_elsewhere(DatasetError("row 12"))
 
 
 def test_rank_modules_load_without_torch():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_replay.distributed.rendezvous import choose_device
+from grpo_replay.engine.processes import choose_device
 from grpo_replay.errors import LaunchError
 from grpo_replay.recipe import EngineSection
 

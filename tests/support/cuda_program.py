@@ -32,7 +32,7 @@ dist.init_process_group = with_gloo
 
 
 def join() -> None:
-    from grpo_replay.distributed.rendezvous import initialize_processes
+    from grpo_replay.engine.processes import initialize_processes
     from grpo_replay.recipe import resolve_recipe
     from grpo_replay.terminal.quiet import quiet_libraries
 

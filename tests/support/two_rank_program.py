@@ -30,7 +30,7 @@ from core_engine import (
 )
 from small_runs.trained import hopeless_after, train_small_run
 
-from grpo_replay.distributed.rendezvous import initialize_processes
+from grpo_replay.engine.processes import initialize_processes
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.sampling.hf import HfSampler
 

@@ -58,9 +58,9 @@ class Waiting:
         self.arrivals = Arrivals.of(recipe)
         self.replaying, self.newest_report, self.done = False, Report(), []
 
-    def wait(self, is_ready, stop_requested, what, version) -> bool:
+    def wait(self, is_ready, stop, what, version) -> bool:
         self.is_ready, self.what = is_ready, what
-        return not stop_requested()
+        return not stop.requested
 
     def outstanding_groups(self) -> int:
         return 7
@@ -98,7 +98,7 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
     )
     source, intake = main_source(recipe)
     source.parts.buffer.insert([make_rollout(i) for i in range(2)], 1)
-    assert source._wait(3, lambda: False)
+    assert source._wait(3)
     assert intake.what.startswith(f"the {fill} stored rollouts of one batch, of which the buffer")
     arrived = 2
     for index in range(6):
@@ -115,7 +115,7 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
     )
     source, intake = main_source(recipe)
     for index, version in enumerate([0, 1, 2]):
-        assert source._wait(3, lambda: False)
+        assert source._wait(3)
         assert not intake.is_ready()
         intake.arrivals.take_in(group((0, index), version))
     assert intake.is_ready()
@@ -127,7 +127,7 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
     run = object.__new__(Run)
     run.recipe, run.state, run.comm = small_recipe(), RunState(step=3), Comm()
     run.run_dir = SimpleNamespace(checkpoints=tmp_path)
-    run.trainer = SimpleNamespace(train_step=lambda stop_requested: None)
+    run.trainer = SimpleNamespace(train_step=lambda: None)
     run._checkpoint = lambda: saved.append(run.state.step)
     assert run._step() is False and saved == [3]
     (tmp_path / checkpoint_name(3)).mkdir()
@@ -137,7 +137,8 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
 def test_a_stop_while_a_step_waits_takes_nothing():
     source, intake = main_source(async_recipe(URLS))
     source._is_live = True
-    assert source.take(3, lambda: True) is None
+    source.parts.stop.request("a test")
+    assert source.take(3) is None
     assert intake.done == []
 
 
@@ -149,15 +150,15 @@ def test_the_loss_of_the_last_server_takes_nothing_and_ends_the_run_afterwards(m
         raise lost
 
     monkeypatch.setattr(intake, "wait", wait)
-    assert source.take(3, lambda: False) is None
-    assert source.parts.ending is lost and intake.done == []
+    assert source.take(3) is None
+    assert source.parts.stop.error is lost and intake.done == []
 
 
 def test_a_journal_that_has_ended_is_not_sampled_further():
     recipe = async_recipe(URLS, {"sampling": {"collection": {"replay_journal": "before"}}})
     source, intake = main_source(recipe)
     with pytest.raises(SamplerError, match=r"no step 3; lower run\.steps"):
-        source.take(3, lambda: False)
+        source.take(3)
     source.advance(3)
     assert intake.done == []
 
@@ -172,7 +173,7 @@ def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(
     monkeypatch.setattr(asynchronous, "_push", lambda parts, version: found.append(version))
     monkeypatch.setattr(asynchronous, "run_on_main", lambda comm, action: True)
     for step in (3, 4):
-        taken = source.take(step, lambda: False)
+        taken = source.take(step)
         assert (taken.generated, taken.measured, taken.generation_seconds) == ((), (), None)
         source.parts.sampler.policy_version = 2
     assert found == pushed
@@ -256,7 +257,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     ]
     intake.cut = lambda *words: intake.done.append(("cut", *words)) or arrived
     intake.newest_report = Report(idle_seconds=1.0, server_seconds=4.0)
-    taken = source.take(3, lambda: False)
+    taken = source.take(3)
     assert intake.done == [("went_live",), ("poll", 2), ("cut", 3, 2, 2)]
     assert (taken.generated, taken.generation_seconds) == (arrived, 3.0)
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 12.0})
@@ -276,7 +277,7 @@ def test_a_recorded_step_is_repeated_without_waiting():
     source, intake = main_source(async_recipe(URLS))
     intake.replaying = True
     intake.take_recorded = lambda step: [make_rollout(step)]
-    taken = source.take(3, lambda: False)
+    taken = source.take(3)
     assert [rollout.rollout_id for rollout in taken.generated] == [3]
     assert taken.generation_seconds is None
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 2.0})

@@ -13,7 +13,7 @@ from buffer_makers import make_rollout
 from small_runs.trained import small_recipe
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.failures import Interruption
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer
@@ -33,7 +33,6 @@ class Listener(Observer):
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
-        self.reader_is_gone = False
 
     def on_start(self, recipe, run_dir, state, notices) -> None:
         self.told.append(("start", run_dir, list(notices)))
@@ -46,9 +45,6 @@ class Listener(Observer):
 
     def on_notice(self, text) -> None:
         self.told.append(("notice", text))
-
-    def lost_reader(self) -> bool:
-        return self.reader_is_gone
 
 
 class Tracking:
@@ -68,7 +64,7 @@ class Tracking:
 
 
 class OtherRank(Comm):
-    """Rank 1 of two; rank 0 says and hears nothing."""
+    """Rank 1 of two. Rank 0 is asked nothing, and evaluates all that it should."""
 
     def __init__(self) -> None:
         super().__init__(1, 2)
@@ -77,7 +73,7 @@ class OtherRank(Comm):
         return [payload]
 
     def broadcast(self, payload):
-        return b"false"
+        return b"true"
 
 
 class Made:
@@ -99,7 +95,12 @@ class Made:
         run_dir.checkpoints.mkdir(parents=True)
         words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
         parts = SimpleNamespace(
-            recipe=recipe, comm=comm or Comm(), run_dir=run_dir, buffer=None, tokenizer=words
+            recipe=recipe,
+            comm=comm or Comm(),
+            run_dir=run_dir,
+            buffer=None,
+            tokenizer=words,
+            stop=StopToken(),
         )
         opened = OpenedRun(parts, self.state, None, None, 123, ["a notice"])
         self.run = Run(opened, self.listener, self.stack)
@@ -108,19 +109,18 @@ class Made:
             is_due=lambda step: step in self.due, evaluate=self.evaluate,
             base_and_last=lambda: (None, None),
         )  # fmt: skip
-        self.interruption = Interruption()
 
     def open_trackers(self, recipe, folder, first_step):
         self.first_steps.append(first_step)
         return [self.tracking]
 
-    def train_step(self, stop_requested):
+    def train_step(self):
         self.now += SECONDS
         self.state.step += 1
         self.at.get(self.state.step, lambda: None)()
         return {"step": self.state.step} if self.run.comm.is_main else {}
 
-    def evaluate(self, step, should_stop):
+    def evaluate(self, step):
         self.evaluated.append(step)
         return SimpleNamespace(accuracies=lambda: ACCURACY) if self.run.comm.is_main else None
 
@@ -129,10 +129,10 @@ class Made:
         self.saved.append((state.step, state.wall_seconds))
 
     def train(self) -> RunResult:
-        return self.run.train(self.interruption)
+        return self.run.train()
 
     def stop(self) -> None:
-        self.interruption.request("a test")
+        self.run.stop.request("a test")
 
     def lines(self) -> list[dict[str, Any]]:
         return self.run.run_dir.read_metrics()
@@ -182,12 +182,6 @@ def test_a_stop_during_the_last_step_ends_the_run_unless_its_evaluation_is_due(
     assert made.evaluated == [] and made.saved[-1][0] == 5
 
 
-def test_a_reader_that_is_gone_is_a_request_to_stop(tmp_path, monkeypatch):
-    made = Made(tmp_path, monkeypatch)
-    made.at[3] = lambda: setattr(made.listener, "reader_is_gone", True)
-    assert (made.train().step, made.interruption.reason) == (3, "its closed output")
-
-
 def test_an_evaluation_that_the_stop_did_not_wait_for_is_made_up(tmp_path, monkeypatch):
     """Its metrics join the line of its step, and its results the model card, once."""
     state = RunState(step=4, wall_seconds=40.0)
@@ -198,9 +192,9 @@ def test_an_evaluation_that_the_stop_did_not_wait_for_is_made_up(tmp_path, monke
     card.write_text(f"# before\n{NOT_EVALUATED}\n")
     evaluate = made.evaluate
 
-    def slowly(step, should_stop):
+    def slowly(step):
         made.now += 7.0
-        return evaluate(step, should_stop)
+        return evaluate(step)
 
     made.run.evaluation.evaluate = slowly
     assert made.train().interrupted is False

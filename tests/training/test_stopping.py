@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.cli.run_display import RunDisplay
-from grpo_replay.distributed.failures import Interruption
 from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from grpo_replay.terminal.console import GuardedStream
 from grpo_replay.training import Observer, run_evaluation
@@ -32,8 +32,11 @@ EVALUATED = {
 }  # fmt: skip
 
 
-def train(path: Path, observer: Observer | None = None, resume=False, **sections) -> RunResult:
-    return run_training(small_recipe(**sections), path, resume, observer or Observer())
+def train(
+    path: Path, observer: Observer | None = None, resume=False, stop=None, **sections
+) -> RunResult:
+    given = small_recipe(**sections), path, resume, observer or Observer()
+    return run_training(*given, stop=stop)
 
 
 class After(Observer):
@@ -60,10 +63,11 @@ def test_a_signal_is_a_request_to_save_and_stop(tmp_path, processes, caplog):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
 def test_each_signal_is_heard_and_a_second_ctrl_c_stops(number, capfd):
-    interruption = Interruption()
-    with interruption.caught():
+    stop = StopToken()
+    stop.can_save = True
+    with stop.on_signals():
         os.kill(os.getpid(), number)
-        assert interruption.requested and interruption.reason == number.name
+        assert stop.requested and stop.reason == number.name
         assert ("Ctrl-C again" in capfd.readouterr().err) == (number == signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -72,10 +76,10 @@ def test_each_signal_is_heard_and_a_second_ctrl_c_stops(number, capfd):
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        interruption = Interruption()
-        with interruption.caught():
+        stop = StopToken()
+        with stop.on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
-        assert not interruption.requested
+        assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -83,11 +87,12 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored():
 def test_a_closed_output_is_a_request_to_save_and_stop(tmp_path, processes, caplog):
     """What `grpo-replay train … 2>&1 | head -2` does: the reader goes after two lines."""
     reading, writing = os.pipe()
-    stream = GuardedStream(os.fdopen(writing, "w", buffering=1))
-    display = RunDisplay(Console(file=stream), stream)
+    stream, stop = GuardedStream(os.fdopen(writing, "w", buffering=1)), StopToken()
+    stream.on_lost = lambda: stop.request("its closed output")
+    display = RunDisplay(Console(file=stream))
     os.close(reading)
     with caplog.at_level(logging.WARNING, "grpo_replay.training.run"), display:
-        result = train(tmp_path / "run", display, **PLAIN)
+        result = train(tmp_path / "run", display, stop=stop, **PLAIN)
         display.conclude(result)
     assert (result.interrupted, result.step) == (True, 1)
     assert find_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000001"
@@ -118,16 +123,9 @@ def stop_during_the_evaluation(monkeypatch, at_step: int) -> None:
     evaluate = run_evaluation.evaluate
 
     def stopped(*arguments, model, **options):
-        asked = []
-
-        def after_one_completion():
-            asked.append(1)
-            if model["step"] == at_step and len(asked) == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return options["should_stop"]()
-
-        given = {**options, "should_stop": after_one_completion}
-        return evaluate(*arguments, model=model, **given)
+        if model["step"] == at_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments, model=model, **options)
 
     monkeypatch.setattr(run_evaluation, "evaluate", stopped)
 

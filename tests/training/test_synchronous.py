@@ -124,7 +124,7 @@ def test_a_sampler_rests_as_soon_as_no_group_is_missing(monkeypatch, survive, sl
         recipe=recipe, comm=Comm(), clock=SimpleNamespace(seconds={"generation": 0.0})
     )
     source = SynchronousSource(parts, RunState())
-    taken, count = source.take(1, lambda: False), 2 if survive else 6
+    taken, count = source.take(1), 2 if survive else 6
     assert len(slept) == sleeps and len(taken.generated) == count
     assert (taken.prompts, taken.groups) == (count, count)
     assert taken.nominal_rollouts == count * recipe.sampling.group_size

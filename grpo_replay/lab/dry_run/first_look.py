@@ -17,6 +17,7 @@ from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.stop import StopToken
 from grpo_replay.training.reward_watch import advice_on_cut_off
 from grpo_replay.types import Rollout
 
@@ -99,7 +100,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
     """Rollouts and metrics of the recipe's first step, and the tokens that end a completion.
     Nothing of it stays."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
-    from grpo_replay.distributed.rendezvous import initialize_processes
+    from grpo_replay.engine.processes import initialize_processes
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
     from grpo_replay.training import Observer
@@ -113,7 +114,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         scorer = stack.enter_context(RewardScorer.open(recipe.reward))
         comm, device = initialize_processes(recipe)
         run_dir, observer = RunDirectory(folder / "first-look"), Observer()
-        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
+        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer, StopToken())
         opened = opener.open(resume=False)
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()

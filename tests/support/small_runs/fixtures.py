@@ -57,7 +57,7 @@ def processes():
     import torch
     from core_engine import engine_recipe
 
-    from grpo_replay.distributed.rendezvous import initialize_processes
+    from grpo_replay.engine.processes import initialize_processes
 
     torch.set_num_threads(1)
     return initialize_processes(engine_recipe())

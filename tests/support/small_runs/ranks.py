@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
@@ -15,10 +16,10 @@ from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import (
     exit_rank,
     is_lost_peer,
+    is_reported_elsewhere,
+    leave_run,
     lost_contact,
-    report_failure,
     run_on_main,
-    wait_for_rank_0,
 )
 from grpo_replay.distributed.launch import launch_ranks
 from grpo_replay.errors import DatasetError, GrpoReplayError
@@ -31,27 +32,29 @@ def boundary(action) -> None:
         code = action()
     except GrpoReplayError as error:
         code = error.exit_code
-        if report_failure(error, code):
+        if not is_reported_elsewhere(error):
             print(f"error: {error}", file=sys.stderr)
     except Exception as raw:
         error, code = raw, 1
         if is_lost_peer(raw):
             error = lost_contact(raw)
             code = error.exit_code
-        if report_failure(error, code):
+        if not is_reported_elsewhere(error):
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
     exit_rank(code)
 
 
-def join(facts) -> Comm:
+def join(seed: int) -> Comm:
     import torch.distributed as dist
 
-    from grpo_replay.distributed.rendezvous import form_process_group, join_run
+    from grpo_replay.distributed.rendezvous import form_group, refuse_disagreement
+    from grpo_replay.recipe import load_recipe
 
     environment = rank_environment()
-    store = join_run(environment, facts, TIMEOUT_SECONDS)
-    form_process_group(environment, store, "gloo", TIMEOUT_SECONDS)
-    return Comm(environment.rank, environment.world_size, dist.group.WORLD)
+    form_group(environment, "gloo", timedelta(seconds=TIMEOUT_SECONDS))
+    comm = Comm(environment.rank, environment.world_size, dist.group.WORLD)
+    refuse_disagreement(comm, load_recipe("tiny", [f"run.seed={seed}"]))
+    return comm
 
 
 def run_mode(mode: str, argument: str = "") -> int:
@@ -66,10 +69,8 @@ def run_mode(mode: str, argument: str = "") -> int:
             time.sleep(0.05)
         time.sleep(1.0)  # they wait for it
         os.kill(os.getpid(), signal.SIGKILL)
-    facts = {"recipe": {"replay": {"ratio": 0.5}}, "version": "1"}
-    if mode == "disagree" and rank == 1:
-        facts["recipe"]["replay"]["ratio"] = 0.25
-    return MODES.get(mode, sums)(join(facts))
+    seed = 2 if mode == "disagree" and rank == 1 else 1
+    return MODES.get(mode, sums)(join(seed))
 
 
 def sums(comm: Comm) -> int:
@@ -122,7 +123,7 @@ def long_work(comm: Comm) -> int:
 def until_signal(comm: Comm) -> int:
     """Like the trainer: a signal asks all ranks to stop after the step; exit 130."""
     received = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: received.append(number))
     comm.barrier()
     print("ready", flush=True)
@@ -134,7 +135,7 @@ def until_signal(comm: Comm) -> int:
     if comm.is_main:
         time.sleep(0.7)  # closes its trackers, while the other ranks are done
     print(f"stopped after {counts}", flush=True)
-    wait_for_rank_0()
+    leave_run()
     return 130
 
 
@@ -149,13 +150,9 @@ MODES = {
 }
 
 
-def rank_main() -> None:
-    boundary(lambda: run_mode(*sys.argv[1:]))
-
-
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
     if verb == "rank":
         boundary(lambda: run_mode(*rest))
     count, *arguments = rest
-    boundary(lambda: launch_ranks(arguments, int(count), entry="small_runs.ranks:rank_main"))
+    boundary(lambda: launch_ranks(["rank", *arguments], int(count), program=[__file__]))
