@@ -257,7 +257,7 @@ def log_stacks_after(seconds: float) -> None:
     """Have the stacks of all threads written to this rank's log unless this is called again within
     `seconds`, and again after as long: a rank that waits for another one shows where."""
     for handler in logging.root.handlers:
-        if isinstance(handler, logging.FileHandler):
+        if isinstance(handler, logging.FileHandler) and handler.stream:
             faulthandler.dump_traceback_later(seconds, repeat=True, file=handler.stream)
 
 
