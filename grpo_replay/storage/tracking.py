@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the numbers of a step. Values that are None are skipped."""
+        """Record the numbers of a step. None is skipped, NaN is NaN in all of them."""
         ...
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -70,7 +70,11 @@ def _markdown_cell(value: Any) -> str:
 
 class HostedTracker:
     """W&B or trackio, which have the same functions. A resumed run continues its own record there:
-    W&B knows it by the id that the run directory keeps, trackio by its name."""
+    W&B knows it by the id that the run directory keeps, trackio by its name.
+
+    W&B drops what is logged under a step of its own that it has had, as a resume does from the
+    checkpoint on: there the steps are a metric, and the axis of all others.
+    """
 
     def __init__(self, name: str, recipe: Recipe, run_dir: Path) -> None:
         self._module = importlib.import_module(name)
@@ -82,16 +86,25 @@ class HostedTracker:
             resume="allow",
             **known,
         )
+        self._has_own_axis = name == "wandb"
+        if self._has_own_axis:
+            self._module.define_metric("step")
+            self._module.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        numbers = {k: v for k, v in metrics.items() if v is not None and k != "step"}
-        self._module.log(numbers, step=step)
+        self._log(step, {k: v for k, v in metrics.items() if v is not None and k != "step"})
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._has_own_axis:
+            self._module.log({"step": step, **values})
+        else:
+            self._module.log(values, step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         import pandas
 
         table = self._module.Table(dataframe=pandas.DataFrame(rows))
-        self._module.log({"samples": table}, step=step)
+        self._log(step, {"samples": table})
 
     def close(self) -> None:
         self._module.finish()
