@@ -5,6 +5,7 @@ Not recomputed: times and what is computed from them, the log-prob gap, and what
 (loss, gradient norm, KL to the reference).
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -146,10 +147,10 @@ def _chosen(columns: Columns, chosen_N: np.ndarray) -> Columns:
 
 
 def _side(side: str, columns: Columns) -> Values:
-    highest = columns["ratio_max"]
+    highest = np.where(columns["tokens"] > 0, columns["ratio_max"], 0.0)
     return {
         **{f"{side}/{name}": _token_mean(columns, name) for name in _OUTCOMES},
-        f"{side}/ratio_max": float(np.nan_to_num(highest).max()) if len(highest) else None,
+        f"{side}/ratio_max": _known(highest.max()) if len(highest) else None,
     }
 
 
@@ -158,7 +159,12 @@ def _token_mean(columns: Columns, name: str) -> float | None:
     if tokens.sum() == 0:
         return None
     # A rollout without tokens has no outcome (null).
-    return float((np.where(tokens > 0, columns[name], 0.0) * tokens).sum() / tokens.sum())
+    return _known((np.where(tokens > 0, columns[name], 0.0) * tokens).sum() / tokens.sum())
+
+
+def _known(value: float) -> float | None:
+    """None for NaN: a loss of another trainer may leave its statistics unknown."""
+    return None if math.isnan(value) else float(value)
 
 
 _ENDS = ("inserted", "zero_variance", "no_reward", "stale", "cancelled", "lost")
