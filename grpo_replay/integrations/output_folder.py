@@ -8,17 +8,19 @@ Loads no torch.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
 from grpo_replay.storage.rollout_log import first_steps, remove_later, write_step
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
+METRICS = "metrics.jsonl"
 _UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards are not."
 
 
@@ -26,23 +28,24 @@ class OutputFolder:
     """The files of one run. Only the main process writes."""
 
     def __init__(self, folder: Path, settings: ReplaySection, others: Mapping[str, Any]) -> None:
-        """`others` are the sections of the recipe other than `replay`. Raises RecipeError."""
+        """`others` are the sections of the recipe other than `replay`. Raises RecipeError, in the
+        names of TRL's GRPOConfig."""
         replay = settings.model_dump(mode="json")
-        self.recipe = resolve_recipe([{**others, "replay": replay}], source="the trainer")
+        try:
+            self.recipe = resolve_recipe([{**others, "replay": replay}], source="GRPOConfig")
+        except RecipeError as error:
+            named = str(error).replace("loss.dual_clip", "delta")
+            named = named.replace("sampling.group_size", "num_generations")
+            named = re.sub(r"(GRPOConfig: )(?:loss|sampling|optimizer|run)\.", r"\1", named)
+            raise RecipeError(named) from error
         self.folder = folder
-        self.metrics = folder / "metrics.jsonl"
+        self.metrics = folder / METRICS
 
     def open(self, step: int, goes_on: bool) -> None:
-        """Begin a run, or go on with it after `step`: later files go. A new run in a folder
-        that holds another raises OutputDirectoryError."""
-        if not goes_on and self.metrics.exists():
-            raise OutputDirectoryError(
-                f"{self.folder} already holds the rollouts and metrics of another run: choose "
-                "another output_dir, or continue that run with resume_from_checkpoint"
-            )
+        """Begin a run, or go on with it after `step`: later files go."""
         for name in ("rollouts", "draws"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        if goes_on and self.metrics.exists():
+        if goes_on:
             kept = first_steps(self.metrics, step)
             write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
         remove_later(self.folder, step)
@@ -64,13 +67,34 @@ class OutputFolder:
             file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 
 
+def refuse_another_run(folder: Path, may_resume: bool = False) -> None:
+    """Raises OutputDirectoryError if the folder holds a run, unless it `may_resume` from one of its
+    checkpoints."""
+    resumable = may_resume and any(folder.glob("checkpoint-*"))
+    if (folder / METRICS).exists() and not resumable:
+        raise OutputDirectoryError(
+            f"{folder} already holds the rollouts and metrics of another run: choose another "
+            "output_dir, or continue that run with resume_from_checkpoint"
+        )
+
+
+def refuse_without_history(folder: Path, origin: Path, step: int) -> None:
+    """Raises CheckpointError if the files of the steps up to `step` are not in the folder."""
+    if step and not (folder / METRICS).exists():
+        raise CheckpointError(
+            f"{folder} has no {METRICS}, rollouts/ and draws/ of the {step} steps that filled the "
+            f"buffer of the checkpoint: resume with output_dir {origin}, or copy them and "
+            f"{RECIPE_FILE} from there"
+        )
+
+
 def sections_of(args: Any, model: str, is_rounded: bool, max_steps: int) -> dict[str, Any]:
     """The recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig `args`, as far as
     known. Steps are generation batches, which make one draw each, however many updates TRL makes.
     `is_rounded`: the model computes in 16 bits, as far as log-probs are concerned in bfloat16."""
     updates = args.steps_per_generation / args.gradient_accumulation_steps
-    loss = {"beta": args.beta}
-    if args.loss_type == "dapo":
+    loss, longest = {"beta": args.beta}, args.max_completion_length
+    if args.loss_type in ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"):
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         loss |= {"epsilon": args.epsilon, "epsilon_high": high, "dual_clip": args.delta}
     return {
@@ -82,7 +106,7 @@ def sections_of(args: Any, model: str, is_rounded: bool, max_steps: int) -> dict
             "prompts_per_step": args.generation_batch_size // args.num_generations,
             "group_size": args.num_generations,
             "temperature": args.temperature,
-            "max_completion_length": args.max_completion_length,
+            **({"max_completion_length": longest} if longest else {}),
         },
         "reward": {"mask_truncated": args.mask_truncated_completions},
         "advantage": {

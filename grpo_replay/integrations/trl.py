@@ -12,15 +12,18 @@ the correction of vLLM's own is stored with the rollout (`importance_sampling_ra
 
 A step of the buffer is a generation batch (`steps_per_generation` micro-batches). With preset
 `grpo` or ratio 0 this is TRL's own trainer, bit for bit.
+
+What TRL and a subclass compute is heard at the outermost override, wherever it stands in the order
+of classes: rewards, log-probs of birth, the batch. What trains is held against what was heard.
 """
 
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,11 +32,20 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 
 from grpo_replay.errors import CheckpointError, UsageError
-from grpo_replay.integrations.output_folder import OutputFolder, sections_of
+from grpo_replay.integrations.output_folder import (
+    METRICS,
+    OutputFolder,
+    refuse_another_run,
+    refuse_without_history,
+    sections_of,
+)
+from grpo_replay.integrations.trl_listening import Forwards, evaluating, heard
 from grpo_replay.integrations.trl_rows import (
+    EXTRAS,
     ROW,
     Tensors,
     Texts,
+    clipped_tokens,
     make_rollouts,
     outcomes_of,
     rows_of,
@@ -53,10 +65,6 @@ from grpo_replay.types import Rollout, RolloutOutcome
 
 SNAPSHOT = "buffer.parquet"
 _COUNTERS = ("last_step", "next_rollout_id", "next_group_id")
-LOSSES = ("dapo", "cispo", "vespo")
-"""Losses that are means over the tokens of the generation batch. The others are means over rows,
-whose number changes with replay, and `bnpo` is one over the tokens of a micro-batch."""
-
 _Result = TypeVar("_Result")
 _Host: Any = object  # a GRPOTrainer, for the type checker
 
@@ -69,6 +77,20 @@ class ReplayMixin(_Host):
     with it. Raises UsageError for settings of TRL under which replay would be wrong.
     """
 
+    stored_keys: Mapping[str, float] = MappingProxyType({})
+    """Further keys that a subclass puts into the generation batch, with their padding: tensors
+    [B, T] or [B, 1], stored with a rollout and back in the batch when it is replayed."""
+    _buffered_inputs: Any  # TRL's: the micro-batches of the generation batch
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if GRPOTrainer in order and order.index(GRPOTrainer) < order.index(ReplayMixin):
+            raise TypeError(
+                f"class {cls.__name__}: ReplayMixin stands behind GRPOTrainer, so that nothing "
+                f"would be replayed; let it stand first: class {cls.__name__}(ReplayMixin, …)"
+            )
+
     def __init__(self, *args: Any, replay: ReplayConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.replay = ReplayConfig() if replay is None else checked_settings(replay)
@@ -76,6 +98,7 @@ class ReplayMixin(_Host):
         if not self.replay.replays:
             return
         _refuse(self)
+        self._from_main(lambda: refuse_another_run(Path(self.args.output_dir), may_resume=True))
         self.replay_buffer = ReplayBuffer(self.replay, self.num_generations, self.args.seed)
         self._folder: OutputFolder | None = None
         if self.args.max_steps > 0:  # by epochs, the length is known when training begins
@@ -90,34 +113,55 @@ class ReplayMixin(_Host):
         sections = sections_of(args, self.model.config._name_or_path, is_rounded, max_steps)
         return OutputFolder(Path(self.args.output_dir), self.replay, sections)
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.replay.replays and self._folder is None and not resume_from_checkpoint:
+            self._from_main(lambda: refuse_another_run(Path(self.args.output_dir)))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     # The generation batch
 
-    def _generate_and_score_completions(self, inputs: Any) -> Tensors:
+    def _prepare_inputs(self, generation_batch: Any) -> Tensors:
         if not (self.replay.replays and self.model.training):
-            return super()._generate_and_score_completions(inputs)
+            return super()._prepare_inputs(generation_batch)
+        self._tensors: Tensors = {}
+        with heard(self, _generate_and_score_completions=self._through_buffer):
+            inputs = super()._prepare_inputs(generation_batch)
+        if self._tensors:
+            _deal_all(self._tensors, self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    def _through_buffer(self, generate: Any, inputs: Any) -> Tensors:
+        """What is trained on in place of what `generate` returns."""
         if self._folder is None:
             folder = self._folder = self._folder_of(self.state.max_steps)
             self._from_main(lambda: folder.open(self.replay_buffer.last_step, self._goes_on))
         self._seconds = dict.fromkeys(("generation", "reward", "logprob", "training", "sync"), 0.0)
+        self._texts: Texts | None = None
         began = self._began = time.perf_counter()
-        output = super()._generate_and_score_completions(inputs)
-        generated = time.perf_counter()
-        if "old_per_token_logps" not in output:
-            output["old_per_token_logps"] = self._logprobs(output)
+        with heard(
+            self,
+            _calculate_rewards=self._hear_rewards,
+            _get_per_token_logps_and_entropies=evaluating,
+        ):
+            output = generate(inputs)
+            generated = time.perf_counter()
+            if "old_per_token_logps" not in output:
+                output["old_per_token_logps"] = self._logprobs(output)
         self._seconds["logprob"] = time.perf_counter() - generated
         self._seconds["generation"] = generated - began - self._seconds["reward"]
-        return self._replayed(output)
+        self._tensors = self._replayed(output)
+        return self._tensors
 
-    def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    def _hear_rewards(
+        self, calculate: Any, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
         began = time.perf_counter()
-        scores_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.replay.replays and self.model.training:
-            first = self.accelerator.process_index * len(prompts)
-            mine = scores_NF[first : first + len(prompts)].double().cpu().numpy()
-            self._texts = Texts(prompts, completions, completion_ids_list, mine)
-            self._seconds["reward"] = time.perf_counter() - began
+        scores_NF = calculate(inputs, prompts, completions, completion_ids_list)
+        first = self.accelerator.process_index * len(prompts)
+        mine = scores_NF[first : first + len(prompts)].double().cpu().numpy()
+        self._texts = Texts(prompts, completions, completion_ids_list, mine)
+        self._seconds["reward"] += time.perf_counter() - began
         return scores_NF
 
     def _logprobs(self, output: Tensors) -> torch.Tensor:
@@ -133,26 +177,29 @@ class ReplayMixin(_Host):
             )[0]
 
     def _replayed(self, output: Tensors) -> Tensors:
-        """The generation batch of this process after the step of the buffer."""
-        scores = rows_of(output, self._texts, self.reward_weights.cpu().numpy(), _eos_ids(self))
-        rows = gather_object(scores)
+        """The generation batch of this process after the step of the buffer: the rows that train,
+        and rows of padding where there are fewer than micro-batches, or processes are left over."""
+        weights_F = self.reward_weights.cpu().numpy()
+        rows = gather_object(
+            rows_of(output, self._texts, weights_F, _eos_ids(self), {**EXTRAS, **self.stored_keys})
+        )
         trained, filler = self._from_main(lambda: self._compose(rows))
-        processes = self.accelerator.num_processes
-        unit = processes * self.args.steps_per_generation
-        padding = -len(trained) % unit or (0 if trained else unit)
-        numbers = [*range(len(trained)), *[-1] * padding][
-            self.accelerator.process_index :: processes
-        ]
+        processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
+        each = max(math.ceil(len(trained) / processes), micro_batches)
+        padding = [-1] * (each * processes - len(trained))
+        numbers = [*range(len(trained)), *padding][self.accelerator.process_index :: processes]
         tensors = to_tensors(
             [trained[i] if i >= 0 else filler for i in numbers],
             numbers,
             output,
             _tokenizer(self).pad_token_id,
             getattr(self, "pad_to_multiple_of", None),
+            {**EXTRAS, **self.stored_keys},
         )
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
-        self._micro_batches_left = self.args.steps_per_generation
+        self._trained_rows = len(trained)
+        self._micro_batches_left = micro_batches
         self._composed = time.perf_counter()
         return tensors
 
@@ -189,25 +236,50 @@ class ReplayMixin(_Host):
                 self._finish_step()
         return loss
 
-    def _compute_loss(self, model: Any, inputs: Tensors) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
-        if ROW in inputs:
-            logprobs_BT, entropies_BT = self._forward
-            by_sequence = self.importance_sampling_level == "sequence"
-            self._outcomes |= outcomes_of(
-                inputs, logprobs_BT, entropies_BT, *_clip_range(self), by_sequence
+    def compute_loss(self, model: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not (self.replay.replays and self.model.training):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if ROW not in inputs:
+            raise UsageError(
+                f"{type(self).__name__} trains on a batch that did not go through the replay "
+                "buffer: generate it in _generate_and_score_completions, which _prepare_inputs "
+                "calls, and keep its keys; or train without replay"
             )
-        return loss
+        tokens = inputs["num_items_in_batch"].float().requires_grad_()
+        logged = {name: len(values) for name, values in self._metrics["train"].items()}
+        forwards = Forwards(inputs["completion_ids"].shape)
+        with heard(self, _get_per_token_logps_and_entropies=forwards.hear):
+            loss = super().compute_loss(
+                model, {**inputs, "num_items_in_batch": tokens}, *args, **kwargs
+            )
+        of_tokens = forwards.trace(loss, tokens)
+        self._outcomes |= outcomes_of(inputs, forwards.made, self._clipped(inputs, forwards))
+        weight = self._weight(len(inputs[ROW]), of_tokens)
+        if weight == 0:  # what TRL logs of padding
+            for name, values in self._metrics["train"].items():
+                del values[logged.get(name, 0) :]
+        return loss if weight == 1 else weight * loss
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Any, ...]:
-        """Log-probs of birth are those of the policy, without dropout."""
-        of_birth = self.replay.replays and not torch.is_grad_enabled()
-        with _evaluating(model) if of_birth else nullcontext():
-            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        self._forward = result[:2]
-        return result
+    def _weight(self, rows: int, of_tokens: bool) -> float:
+        """What the loss of a micro-batch of so many rows is multiplied by. A loss that divides by
+        the tokens of the generation batch needs nothing (`of_tokens`). One that is a mean over the
+        micro-batch does: every row is to have the weight that it has where all micro-batches have
+        equally many, none of them padding. 0 if all is padding, auxiliary losses included."""
+        processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
+        if (micro_batches - self._micro_batches_left) * processes >= self._trained_rows:
+            return 0.0
+        return 1.0 if of_tokens else rows * processes * micro_batches / self._trained_rows
+
+    def _clipped(self, inputs: Tensors, forwards: Forwards) -> torch.Tensor | None:
+        """[B, T], True where the clip took the gradient; None if that is not known. For a loss that
+        is not TRL's: where it has no gradient, which a KL term would hide."""
+        if forwards.made is None:
+            return None
+        if type(self)._compute_loss is GRPOTrainer._compute_loss:
+            by_sequence = self.importance_sampling_level == "sequence"
+            return clipped_tokens(inputs, forwards.made[0], *_clip_range(self), by_sequence)
+        idle_BT = forwards.gradient_BT == 0
+        return None if self.beta else idle_BT & (inputs["advantages"] != 0)[:, None]
 
     def _finish_step(self) -> None:
         """After the last micro-batch of a generation batch: write its files, log its metrics."""
@@ -264,16 +336,20 @@ class ReplayMixin(_Host):
         if checkpoint is not None and self.replay.replays:
             self._from_main(lambda: self._load_buffer(Path(checkpoint) / SNAPSHOT))
             # As in a new trainer, even if this one was stopped inside a generation batch.
-            self._folder, self._micro_batches_left, self._goes_on = None, 0, True
+            self._folder, self._micro_batches_left = None, 0
             self._step, self._buffered_inputs = 0, None
             self._outcomes.clear()
 
     def _load_buffer(self, path: Path) -> None:
+        folder = Path(self.args.output_dir)
         if not path.exists():
-            raise CheckpointError(
-                f"{path} is missing: this checkpoint was written without replay; resume from "
-                "another, or train from its weights in a new output_dir"
-            )
+            if (folder / METRICS).exists():
+                raise CheckpointError(
+                    f"{path} is missing, and {folder} has rollouts of a run with replay: resume "
+                    "from another checkpoint, or train from its weights in a new output_dir"
+                )
+            warnings.warn(f"{path} is missing: the buffer begins empty", stacklevel=2)
+            return
         buffer = ReplayBuffer.load(path)
         if buffer.settings.model_dump() != self.replay.model_dump():
             raise CheckpointError(
@@ -285,7 +361,15 @@ class ReplayMixin(_Host):
                 f"{path} has groups of {buffer.group_size}, num_generations is "
                 f"{self.num_generations}: resume with num_generations {buffer.group_size}"
             )
-        self.replay_buffer = buffer
+        refuse_without_history(folder, path.parent.parent, buffer.last_step)
+        self.replay_buffer, self._goes_on = buffer, True
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.replay.replays and self.is_world_process_zero():
+            with card.open("a", encoding="utf-8") as file:
+                file.write(f"\nTrained with rollout replay (grpo-replay): `{self.replay!r}`.\n")
 
     def _from_main(self, make: Callable[[], _Result]) -> _Result:
         """What `make` returns on the main process, on every process; or raises, on every one."""
@@ -318,16 +402,16 @@ def _restored(
     return before
 
 
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Within, every module of the model is in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _deal_all(whole: Tensors, micro_batches: list[Tensors]) -> None:
+    """TRL deals equally many rows to each micro-batch and leaves out the rest: the first get one
+    more each. A micro-batch of padding alone comes last."""
+    dealt = {row for each in micro_batches for row in each[ROW].tolist()}
+    left = [i for i, row in enumerate(whole[ROW].tolist()) if row not in dealt]
+    for each, i in zip(micro_batches, left, strict=False):
+        for name, rows in each.items():
+            if rows.dim():
+                each[name] = torch.cat([rows, whole[name][i : i + 1]])
+    micro_batches.sort(key=lambda each: each[ROW].tolist() == [-1])
 
 
 def _refuse(trainer: Any) -> None:
@@ -349,17 +433,10 @@ def _refuse(trainer: Any) -> None:
 
 
 def _loss_problems(trainer: Any) -> Iterator[str]:
-    if trainer.loss_type not in LOSSES:
-        rows = "rows, whose number replay changes"
-        tokens = "the tokens of each micro-batch, in which replay's rows of padding have none"
+    if getattr(trainer.args, "use_adaptive_entropy", False):
         yield (
-            f"loss_type {trainer.loss_type!r} is a mean over "
-            f"{tokens if trainer.loss_type == 'bnpo' else rows}: set {', '.join(LOSSES)}"
-        )
-    if any(getattr(trainer.args, name, 0) for name in ("entropy_coef", "use_adaptive_entropy")):
-        yield (
-            "entropy_coef and use_adaptive_entropy take the mean entropy of each micro-batch, in "
-            "which replay's rows of padding have none: set 0 and False"
+            "use_adaptive_entropy follows the entropy of every update, which is 0 in one of "
+            "padding alone: set False (entropy_coef may stay)"
         )
     if getattr(trainer, "use_liger_kernel", False):
         yield "use_liger_kernel hides the log-probs of the update: set False"
@@ -406,7 +483,7 @@ def _clip_range(trainer: Any) -> tuple[float, float, float | None]:
     advantage."""
     if trainer.loss_type == "cispo":
         return 0.0, trainer.epsilon_high, None
-    if trainer.loss_type == "vespo":
+    if trainer.loss_type in ("vespo", "sapo"):
         return 0.0, np.inf, None
     return 1 - trainer.epsilon_low, 1 + trainer.epsilon_high, trainer.args.delta
 

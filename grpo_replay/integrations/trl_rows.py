@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.errors import UsageError
+from grpo_replay.replay.advantages import GroupAdvantage, group_advantages
 from grpo_replay.types import Rollout, RolloutOutcome
 
 Tensors = dict[str, torch.Tensor]
@@ -31,7 +32,7 @@ the policy, exp(ref - policy) of the KL term included."""
 
 KNOWN = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask",
-    "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps", *EXTRAS,
+    "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps",
 }  # fmt: skip
 
 ROW = "replay_row"
@@ -51,22 +52,27 @@ class Texts:
 
 
 def rows_of(
-    output: Tensors, texts: Texts, weights_F: np.ndarray, eos_ids: Collection[int]
-) -> list[dict[str, Any]]:
+    output: Tensors, texts: Texts | None, weights_F: np.ndarray, eos_ids: Collection[int],
+    extras: Mapping[str, float] = EXTRAS,
+) -> list[dict[str, Any]]:  # fmt: skip
     """The fields of a rollout that are known before groups meet, for each row of a process.
+    `extras` are the per-row tensors that are stored, with their padding.
 
-    Raises ValueError for tensors that cannot be stored with a rollout.
+    Raises UsageError for tensors that cannot be stored with a rollout, and if `texts` is not of the
+    rows of the batch.
     """
-    if unknown := sorted(set(output) - KNOWN):
-        raise ValueError(
+    if unknown := sorted(set(output) - KNOWN - set(extras)):
+        raise UsageError(
             f"the generation batch has {', '.join(unknown)}: replay stores text, tokens, masks and "
-            "log-probs only, not images or values of other trainers"
+            "log-probs, and what a subclass names in stored_keys; no images"
         )
     if output["advantages"].dim() != 1:
-        raise ValueError(
+        raise UsageError(
             f"advantages have shape {tuple(output['advantages'].shape)}: replay needs one for each "
             "completion"
         )
+    _refuse_others(output, texts)
+    assert texts is not None
     arrays = {name: value.cpu() for name, value in output.items() if value.dim() > 0}
     rewards_B = np.nansum(texts.scores_BF * weights_F, axis=1).astype(np.float32)
     rewards_B[np.isnan(texts.scores_BF).all(axis=1)] = np.nan
@@ -74,15 +80,28 @@ def rows_of(
         _row(
             {name: array[i] for name, array in arrays.items()},
             texts.prompts[i], texts.completions[i], texts.token_ids[i], texts.scores_BF[i],
-            rewards_B[i], eos_ids,
+            rewards_B[i], eos_ids, extras,
         )
         for i in range(len(rewards_B))
     ]  # fmt: skip
 
 
+def _refuse_others(output: Tensors, texts: Texts | None) -> None:
+    """Raises UsageError if the batch is not that which `_calculate_rewards` was called with."""
+    scored = [] if texts is None else [list(ids) for ids in texts.token_ids]
+    lengths = [len(ids) for ids in scored]
+    batch = [row[:n] for row, n in zip(output["completion_ids"].tolist(), lengths, strict=False)]
+    if len(scored) != len(output["completion_ids"]) or batch != scored:
+        raise UsageError(
+            f"the last call of _calculate_rewards scored {len(scored)} completions that are not "
+            f"the {len(output['completion_ids'])} of the generation batch, in its order: replay "
+            "stores the rewards of a batch from one call with all its completions"
+        )
+
+
 def _row(
     tensors: Tensors, prompt: Any, completion: Any, token_ids: Sequence[int],
-    scores_F: np.ndarray, reward: float, eos_ids: Collection[int],
+    scores_F: np.ndarray, reward: float, eos_ids: Collection[int], extras: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
     tokens_T = np.array(token_ids, np.int32)
     masked = not tensors["completion_mask"].any()  # `mask_truncated_completions`: none trains
@@ -114,7 +133,7 @@ def _row(
         "finish_reason": "stop" if token_ids and token_ids[-1] in eos_ids else "length",
         "verdict": "scored" if came else "none",
         "completion_mask": mask_T,
-        "extras": {name: per_token(name) for name in EXTRAS if name in tensors},
+        "extras": {name: per_token(name) for name in extras if name in tensors},
         "kept": came and not masked and (mask_T is None or bool(mask_T.any())),
     }
 
@@ -122,7 +141,14 @@ def _row(
 def _text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
-    return "\n".join(str(message.get("content") or "") for message in completion)
+    parts = []
+    for message in completion:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        parts += [
+            str(message.get("content") or ""),
+            *(json.dumps(call, default=str) for call in calls),
+        ]
+    return "\n".join(part for part in parts if part)
 
 
 def make_rollouts(
@@ -137,11 +163,13 @@ def make_rollouts(
     """The rollouts of a step from the rows of all processes, which are ordered by group. Dropped
     ones have `kept` False: all rewards of the group are equal or all its advantages 0 (unless
     `keep_zero_variance`), fewer than two of the group came, its own did not come, or no token
-    trains. Of several reward functions the first decides what is correct."""
+    trains. Of several reward functions the first decides what is correct. Raises UsageError for a
+    group that is none."""
     rollouts: list[Rollout] = []
     for start in range(0, len(rows), group_size):
         group = rows[start : start + group_size]
         facts = group_advantages([row["reward"] for row in group], std)
+        _refuse_group(start // group_size, group, facts)
         signal = bool(facts.std) and any(row["advantage"] for row in group if row["kept"])
         correct = sum(_is_correct(row) for row in group)
         for index, row in enumerate(group):
@@ -164,6 +192,26 @@ def make_rollouts(
     return rollouts
 
 
+def _refuse_group(number: int, group: Sequence[Mapping[str, Any]], facts: GroupAdvantage) -> None:
+    """Raises UsageError for completions of several prompts, and for advantages that equal rewards
+    cannot have. A mean of float32 rounds: TRL's own are then not exactly 0."""
+    prompts = {(row["prompt_id"], row["prompt_token_ids"].tobytes()) for row in group}
+    if len(prompts) > 1:
+        raise UsageError(
+            f"the {len(group)} completions of group {number} have {len(prompts)} different "
+            "prompts: an environment's reset, or a rollout_func, drew a task for each completion. "
+            "Draw it from what all of a group are given: reset(seed, …) with a column seed in "
+            "train_dataset"
+        )
+    largest = max(abs(row["advantage"]) for row in group)
+    if facts.std == 0 and largest > 1e-2 * (1 + abs(facts.mean or 0.0)):
+        raise UsageError(
+            f"all rewards of group {number} are {facts.mean}, but an advantage is {largest:.3g}: "
+            "put into _calculate_rewards what changes the advantages after it, so that the buffer "
+            "knows the rewards that count"
+        )
+
+
 def _is_correct(row: Mapping[str, Any]) -> bool:
     """By the score of the first of several functions; by the reward if that did not come."""
     score = next(iter(row["reward_scores"]), row["reward"])
@@ -172,7 +220,7 @@ def _is_correct(row: Mapping[str, Any]) -> bool:
 
 def to_tensors(
     rollouts: Sequence[Rollout], rows: Sequence[int], like: Tensors, padding_id: int,
-    multiple: int | None = None,
+    multiple: int | None = None, extras: Mapping[str, float] = EXTRAS,
 ) -> Tensors:  # fmt: skip
     """The rollouts as a generation batch with the keys of `like`. `rows[i]` is the row of
     `rollouts[i]` in the composed batch; a row of -1 is padding: no token of it trains. Prompts and
@@ -202,8 +250,8 @@ def to_tensors(
     if "sampling_per_token_logps" in like:
         sampler = [rollout.sampler_logprobs for rollout in rollouts]
         batch["sampling_per_token_logps"] = numbers(sampler, 0.0)
-    for name in EXTRAS.keys() & like.keys():
-        of_name = numbers([rollout.extras[name] for rollout in rollouts], EXTRAS[name])
+    for name in extras.keys() & like.keys():
+        of_name = numbers([rollout.extras[name] for rollout in rollouts], extras[name])
         of_sequence = like[name].shape != like["completion_ids"].shape  # [B, 1]
         batch[name] = of_name[:, :1] if of_sequence else of_name
     return {name: tensor.to(like["prompt_ids"].device) for name, tensor in batch.items()}
@@ -227,30 +275,49 @@ def _mask(rollout: Rollout) -> np.ndarray:
     return np.ones(len(rollout.completion_token_ids), bool) if mask_T is None else mask_T
 
 
-def outcomes_of(
+def clipped_tokens(
     batch: Mapping[str, torch.Tensor], logprobs_BT: torch.Tensor,
-    entropies_BT: torch.Tensor | None, low: float, high: float, dual: float | None,
-    by_sequence: bool = False,
-) -> dict[int, RolloutOutcome]:  # fmt: skip
-    """Statistics of the rows of a micro-batch, by row of the composed batch. A token is clipped if
-    its ratio is below `low` at a negative advantage, above `high` at a positive one, or above
-    `dual` at a negative one. With `by_sequence` that is the ratio of its row, exp of the mean
-    log-ratio: all tokens are clipped or none."""
-    mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-    tokens_B = mask_BT.sum(1)
-    gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
-    log_ratio_BT = torch.where(mask_BT, gap_BT, 0.0)
-    ratio_BT = log_ratio_BT.exp()
+    low: float, high: float, dual: float | None, by_sequence: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """[B, T], True where a ratio is below `low` at a negative advantage, above `high` at a positive
+    one, or above `dual` at a negative one. With `by_sequence` that is the ratio of its row, exp of
+    the mean log-ratio: all tokens are clipped or none."""
+    mask_BT, log_ratio_BT = _log_ratios(batch, logprobs_BT)
+    if by_sequence:
+        mean_B = log_ratio_BT.sum(1) / mask_BT.sum(1).clamp(min=1)
+        log_ratio_BT = mean_B[:, None].expand_as(log_ratio_BT)
+    weight_BT = log_ratio_BT.exp()
+    sign_BT = batch["advantages"].sign()[:, None].expand_as(weight_BT)
+    below_BT = (weight_BT < low) | (weight_BT > (np.inf if dual is None else dual))
+    return torch.where(sign_BT < 0, below_BT, (weight_BT > high) & (sign_BT > 0))
 
-    def mean(values_BT: torch.Tensor) -> torch.Tensor:
+
+def _log_ratios(
+    batch: Mapping[str, torch.Tensor], logprobs_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens train, and their log-ratios to birth, 0 elsewhere."""
+    mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+    gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
+    return mask_BT, torch.where(mask_BT, gap_BT, 0.0)
+
+
+def outcomes_of(
+    batch: Mapping[str, torch.Tensor],
+    forward: tuple[torch.Tensor, torch.Tensor | None] | None,
+    clipped_BT: torch.Tensor | None,
+) -> dict[int, RolloutOutcome]:
+    """Statistics of the rows of a micro-batch, by row of the composed batch, from the log-probs and
+    entropies of its update; NaN for what is not known (None)."""
+    unknown_BT = torch.full_like(batch["old_per_token_logps"], torch.nan)
+    logprobs_BT, entropy_BT = (unknown_BT, None) if forward is None else forward
+    mask_BT, log_ratio_BT = _log_ratios(batch, logprobs_BT)
+    tokens_B, ratio_BT = mask_BT.sum(1), log_ratio_BT.exp()
+
+    def mean(values_BT: torch.Tensor | None) -> torch.Tensor:
+        values_BT = unknown_BT if values_BT is None else values_BT.detach()
         return torch.where(mask_BT, values_BT.double(), 0.0).sum(1) / tokens_B.clamp(min=1)
 
     mean_B = mean(log_ratio_BT)
-    weight_BT = mean_B.exp()[:, None].expand_as(ratio_BT) if by_sequence else ratio_BT
-    sign_BT = batch["advantages"].sign()[:, None].expand_as(ratio_BT)
-    below_BT = (weight_BT < low) | (weight_BT > (np.inf if dual is None else dual))
-    clipped_BT = torch.where(sign_BT < 0, below_BT, (weight_BT > high) & (sign_BT > 0))
-    entropy_BT = torch.zeros_like(ratio_BT) if entropies_BT is None else entropies_BT.detach()
     columns = (
         tokens_B,
         mean(clipped_BT),

@@ -1,5 +1,6 @@
 """The folder of a run in another trainer. TRL is not needed here."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,15 @@ from typer.testing import CliRunner
 from grpo_replay import ReplayConfig
 from grpo_replay.cli.app import app
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
-from grpo_replay.integrations.output_folder import OutputFolder, sections_of
+from grpo_replay.integrations.output_folder import (
+    OutputFolder,
+    refuse_another_run,
+    refuse_without_history,
+    sections_of,
+)
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.report.finished_run import UnfinishedRun, read_finished_run
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.storage.recipe_history import read_recipe_file
 from grpo_replay.storage.run_directory import refuse_missing
 
 ARGS = SimpleNamespace(
@@ -50,7 +55,11 @@ def test_going_back_removes_what_came_later(tmp_path):
         (tmp_path / "rollouts" / f"step_00000{step}.parquet").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with pytest.raises(OutputDirectoryError, match="another run"):
-        folder(tmp_path).open(0, False)
+        refuse_another_run(tmp_path, may_resume=True)
+    (tmp_path / "checkpoint-2").mkdir()
+    refuse_another_run(tmp_path, may_resume=True)
+    with pytest.raises(OutputDirectoryError, match="another run"):
+        refuse_another_run(tmp_path)
     folder(tmp_path).open(2, True)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
@@ -73,9 +82,34 @@ def test_a_folder_of_another_trainer_is_neither_resumed_nor_a_run_to_continue(tm
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_a_run_resumed_in_another_folder_has_its_recipe_there(tmp_path):
-    folder(tmp_path).open(2, True)
-    assert read_recipe_file(tmp_path / "recipe.yaml").replay.warmup_steps == 1
+def test_a_run_is_not_resumed_where_its_history_is_not(tmp_path):
+    with pytest.raises(CheckpointError, match="resume with output_dir runs/a"):
+        refuse_without_history(tmp_path, Path("runs/a"), 2)
+    refuse_without_history(tmp_path, Path("runs/a"), 0)
+    (tmp_path / "metrics.jsonl").touch()
+    refuse_without_history(tmp_path, Path("runs/a"), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"delta": 0.5}, "GRPOConfig: delta: Input should be greater than 1, found 0.5"),
+        ({"epsilon": 0.0}, "GRPOConfig: epsilon: Input should be greater than 0, found 0.0"),
+        ({"learning_rate": 0.0}, "GRPOConfig: learning_rate: Input should be greater than 0"),
+        ({"num_generations": 1}, "GRPOConfig: num_generations: Input should be greater than"),
+    ],
+)
+def test_settings_are_refused_by_the_names_of_trl(tmp_path, changes, named):
+    args = SimpleNamespace(**{**vars(ARGS), **changes})
+    with pytest.raises(RecipeError) as seen:
+        OutputFolder(tmp_path, ReplayConfig.preset("ours"), sections_of(args, "m", False, 1000))
+    assert named in str(seen.value) and "loss." not in str(seen.value)
+
+
+def test_a_length_without_limit_leaves_the_default_of_the_recipe():
+    args = SimpleNamespace(**{**vars(ARGS), "max_completion_length": None})
+    recipe = resolve_recipe([sections_of(args, "m", False, 70)])
+    assert recipe.sampling.max_completion_length == 8192
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,15 @@ from trl_runs import make, preset, weights_of
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
-from grpo_replay.errors import CheckpointError, RecipeError, UsageError
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
+from grpo_replay.integrations.trl_listening import evaluating, heard
 from grpo_replay.integrations.trl_rows import Texts
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
+from grpo_replay.replay.batch import token_weights
 from grpo_replay.replay.loss import clipped_surrogate
 from grpo_replay.training.metrics import depends_on_time
 
@@ -38,7 +40,13 @@ THREE_OF_FOUR = {"steps_per_generation": 3, "gradient_accumulation_steps": 4,
 """Generation batches that end inside an optimizer step."""
 
 
-class Watched(ReplayGRPOTrainer):
+class Hearing(ReplayGRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self.forward = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self.forward
+
+
+class Watched(Hearing):
     """Keeps (step, first update, rollout id, birth step, largest |log-ratio|, log-probs of birth)
     of every row that is trained on."""
 
@@ -50,7 +58,7 @@ class Watched(ReplayGRPOTrainer):
         loss = super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"].bool()
         old = inputs["old_per_token_logps"]
-        gaps = torch.where(mask, self._forward[0].detach() - old, 0).abs().amax(1).tolist()
+        gaps = torch.where(mask, self.forward[0].detach() - old, 0).abs().amax(1).tolist()
         first = self._micro_batches_left == self.args.steps_per_generation
         for i, row in enumerate(inputs["replay_row"].tolist()):
             if row >= 0:
@@ -124,6 +132,31 @@ def test_a_run_replays_as_the_settings_say_and_can_be_looked_into(whole):
     assert estimate_from_run(open_source(folder)).mu > 0
 
 
+def test_verify_reads_the_buffers_of_the_checkpoints(tmp_path, whole):
+    checks = {check.name: check for check in verify_run(whole[0]).checks}
+    assert all(check.passed for check in checks.values()) and checks["snapshots"].checked > 100
+    shutil.copytree(whole[0], tmp_path / "copy")
+    path = tmp_path / "copy" / "checkpoint-4" / "buffer.parquet"
+    shutil.copy(tmp_path / "copy" / "checkpoint-8" / "buffer.parquet", path)
+    ReplayBuffer.load(path)  # it is whole, but not of its step
+    later = verify_run(tmp_path / "copy")
+    assert later.passed
+    assert not any("somebody" in note or "buffer.parquet" in note for note in later.unchecked)
+    buffer = ReplayBuffer.load(path)
+    buffer.rollouts()[0].behavior_logprobs.flags.writeable = True
+    buffer.rollouts()[0].behavior_logprobs[0] -= 1
+    buffer.save(path.parents[1] / "checkpoint-8" / "buffer.parquet")
+    path.unlink()
+    failed = [check for check in verify_run(tmp_path / "copy").checks if not check.passed]
+    assert [check.name for check in failed] == ["snapshots"]
+    assert "behavior_logprobs is not what it was at birth" in failed[0].detail
+
+
+def test_the_model_card_names_the_replay(whole):
+    card = (whole[0] / "README.md").read_text()
+    assert card.count("rollout replay (grpo-replay)") == 1 and "max_age_steps=2" in card
+
+
 def test_where_generation_and_updates_are_aligned_log_probs_of_birth_are_computed(tmp_path):
     """TRL has none there."""
     aligned = {"gradient_accumulation_steps": 2, "max_steps": 3}
@@ -132,7 +165,7 @@ def test_where_generation_and_updates_are_aligned_log_probs_of_birth_are_compute
     check_run(tmp_path, trainer, "ours")
 
 
-class BothLosses(ReplayGRPOTrainer):
+class BothLosses(Hearing):
     """Computes the loss of this package for the rows of every micro-batch beside TRL's. Log-probs
     of birth are moved, so that every clip binds."""
 
@@ -140,49 +173,65 @@ class BothLosses(ReplayGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.compared = []
 
-    def _compute_loss(self, model, inputs):
+    def compute_loss(self, model, inputs, **kwargs):
         mask = inputs["completion_mask"].bool()
         moved = torch.randn(mask.shape, generator=torch.Generator().manual_seed(len(self.compared)))
         old = inputs["old_per_token_logps"] + 3 * moved
-        loss = super()._compute_loss(model, inputs | {"old_per_token_logps": old})
-        logprobs = self._forward[0]
-        settings = LossSection(epsilon=0.2, epsilon_high=0.28, dual_clip=10.0)
+        loss = super().compute_loss(model, inputs | {"old_per_token_logps": old}, **kwargs)
+        logprobs, rows = self.forward[0], inputs["replay_row"].tolist()
+        if rows == [-1]:
+            return loss
+        settings = LossSection(
+            kind="gspo" if self.importance_sampling_level == "sequence" else "clipped",
+            aggregation=AGGREGATIONS[self.loss_type],
+            epsilon=0.2, epsilon_high=0.28, dual_clip=10.0,
+        )  # fmt: skip
+        everything = [rollout.trained_tokens for rollout in self._batch.rollouts]
+        weights = token_weights(np.array(everything), settings, self.max_completion_length)[rows]
         advantages = inputs["advantages"].unsqueeze(1).expand_as(logprobs)[mask]
-        result = clipped_surrogate(logprobs[mask], old[mask], advantages, settings)
+        lengths = mask.sum(1)
+        ours = clipped_surrogate(logprobs[mask], old[mask], advantages, settings, lengths.tolist())
         updates = self.args.steps_per_generation / self.current_gradient_accumulation_steps
-        ours = result.losses_C.sum() / inputs["num_items_in_batch"] * updates
+        each = torch.tensor(weights).repeat_interleave(lengths)
+        total = (ours.losses_C * each).sum() * updates
         gradients = [torch.autograd.grad(each, logprobs, retain_graph=True)[0]
-                     for each in (loss, ours)]  # fmt: skip
-        dual = (advantages < 0) & (result.log_ratios_C > np.log(10))
+                     for each in (loss, total)]  # fmt: skip
+        dual = (advantages < 0) & (ours.log_ratios_C > np.log(10))
         gap = (gradients[0] - gradients[1]).abs().max().item()
         size = gradients[0].abs().max().item()
-        self.compared.append((loss.item(), ours.item(), gap, size, int(dual.sum())))
+        self.compared.append((loss.item(), total.item(), gap, size, int(dual.sum()), len(rows)))
         return loss
 
 
-def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path):
-    """Dual-clipped tokens and replayed rows included (paper A, eq. 3)."""
+AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
+
+
+@pytest.mark.parametrize(
+    "loss_type, level",
+    [("dapo", "token"), ("grpo", "token"), ("dr_grpo", "token"), ("grpo", "sequence")],
+)
+def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path, loss_type, level):
+    """Dual-clipped tokens, replayed rows and micro-batches of unequal size included (paper A, eq.
+    3); `grpo` with the ratio of a sequence is GSPO as its paper has it."""
     trainer = make(
-        tmp_path,
-        preset("ours"),
-        BothLosses,
-        per_device_train_batch_size=32,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        delta=10.0,
-    )
+        tmp_path, ReplayConfig.preset("ours", ratio=0.3, max_age_steps=2, warmup_steps=1),
+        BothLosses, per_device_train_batch_size=32,
+        steps_per_generation=3, max_steps=12, epsilon=0.2, epsilon_high=0.28, delta=10.0,
+        loss_type=loss_type, importance_sampling_level=level, num_generations=8,
+    )  # fmt: skip
     trainer.train()
     trained = [micro_batch for micro_batch in trainer.compared if micro_batch[3] > 0]
-    assert len(trained) >= 4
-    for theirs, ours, gap, _, _ in trainer.compared:
-        assert ours == pytest.approx(theirs, rel=1e-5)
-        assert gap == 0.0
-    assert sum(dual for *_, dual in trained) > 30
+    sizes = [rows for *_, rows in trainer.compared]
+    assert len(trained) >= 6 and any(sizes[i] != sizes[i + 2] for i in range(0, 12, 3))
+    for theirs, ours, gap, size, *_ in trainer.compared:
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
+        assert gap <= 1e-6 * size
+    assert sum(dual for *_, dual, _ in trained) > 30 or level == "sequence"
     assert any(line["replay/rollouts"] for line in metrics(tmp_path))
 
 
 def test_the_loss_is_a_mean_over_the_tokens_that_train():
-    """Not over those of a tool: 6 of 8 here, and not over rows of padding: 4 rows on 3 steps."""
+    """Not over those of a tool: 6 of 8 here."""
     given = batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]))
     trained = rollouts(given)
     trainer = SimpleNamespace(
@@ -192,9 +241,10 @@ def test_the_loss_is_a_mean_over_the_tokens_that_train():
         args=SimpleNamespace(steps_per_generation=3),
         processing_class=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
         reward_weights=torch.ones(1),
+        stored_keys={},
     )
     found = ReplayMixin._replayed(trainer, given)
-    assert len(found["completion_ids"]) == 6
+    assert found["replay_row"].tolist() == [0, 1, 2, 3]  # no row of padding
     assert found["num_items_in_batch"] == 6
 
 
@@ -219,19 +269,18 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
     "changes, replay, named",
     [
         (
-            {"num_iterations": 2, "loss_type": "grpo", "scale_rewards": "batch", "beta": 0.1,
-             "entropy_coef": 0.01, "sync_ref_model": True, "save_strategy": "steps",
-             "save_steps": 3},
+            {"num_iterations": 2, "scale_rewards": "batch", "beta": 0.1, "sync_ref_model": True,
+             "save_strategy": "steps", "save_steps": 3},
             {"capacity_rollouts": 31},
-            ["num_iterations 2", "loss_type 'grpo'", "scale_rewards 'batch'", "entropy_coef",
-             "sync_ref_model", "save_steps 3", "replay.capacity_rollouts is 31"],
+            ["num_iterations 2", "scale_rewards 'batch'", "sync_ref_model", "save_steps 3",
+             "replay.capacity_rollouts is 31"],
         ),
         (
-            {"loss_type": "bnpo", "multi_objective_aggregation": "normalize_then_sum",
-             "use_adaptive_entropy": True, "save_strategy": "steps", "save_steps": 0.3},
+            {"multi_objective_aggregation": "normalize_then_sum", "use_adaptive_entropy": True,
+             "save_strategy": "steps", "save_steps": 0.3},
             {},
-            ["loss_type 'bnpo'", "aggregation 'normalize_then_sum'", "use_adaptive_entropy",
-             "save_steps 3 "],  # 0.3 of 8, rounded up
+            ["aggregation 'normalize_then_sum'", "use_adaptive_entropy", "save_steps 3 "],
+            # 0.3 of 8, rounded up
         ),
         ({"save_strategy": "steps", "save_steps": 4, **THREE_OF_FOUR}, {}, ["save_steps 4 "]),
         ({}, {"warmup_steps": 4}, ["replay.warmup_steps 4"]),
@@ -271,7 +320,7 @@ def test_log_probs_of_birth_are_without_dropout(tmp_path):
     trainer.model.lm_head.eval()
     ids = torch.arange(3, 15).reshape(2, 6)
     batch = (trainer.model, ids, torch.ones_like(ids), 4)
-    with torch.no_grad():
+    with torch.no_grad(), heard(trainer, _get_per_token_logps_and_entropies=evaluating):
         first, second = (trainer._get_per_token_logps_and_entropies(*batch)[0] for _ in "ab")
     assert torch.equal(first, second)
     assert trainer.model.training and not trainer.model.lm_head.training
@@ -448,6 +497,34 @@ def test_a_checkpoint_with_another_buffer_or_none_is_refused(
     other = make(tmp_path / "copy", preset(name), **SAVES, **changes)
     with pytest.raises(CheckpointError, match=message):
         other.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_checkpoint_without_the_history_of_its_buffer_is_refused(tmp_path, whole):
+    checkpoint = whole[0] / "checkpoint-4"
+    with pytest.raises(CheckpointError, match=f"resume with output_dir {whole[0]}"):
+        make(tmp_path, preset("ours"), **SAVES).train(resume_from_checkpoint=str(checkpoint))
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_a_run_of_plain_trl_goes_on_with_an_empty_buffer(tmp_path):
+    make(tmp_path, None, GRPOTrainer, **SAVES, max_steps=5).train()
+    trainer = make(tmp_path, preset("ours"), **SAVES, max_steps=12)
+    with pytest.warns(UserWarning, match=r"checkpoint-4.*the buffer begins empty"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert trainer.state.global_step == 12 and metrics(tmp_path)[-1]["replay/rollouts"] > 0
+    assert verify_run(tmp_path).passed
+
+
+def test_the_folder_of_another_run_is_refused_before_anything_is_generated(tmp_path):
+    make(tmp_path, preset("ours"), max_steps=4).train()
+    with pytest.raises(OutputDirectoryError, match="another run"):
+        make(tmp_path, preset("ours"), max_steps=4)
+    (tmp_path / "checkpoint-4").mkdir()  # to resume from, or not
+    again = make(tmp_path, preset("ours"), max_steps=4)
+    again.reward_funcs = []
+    with pytest.raises(OutputDirectoryError, match="another run"):
+        again.train()
 
 
 @pytest.mark.slow

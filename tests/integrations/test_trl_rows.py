@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from grpo_replay import ReplayBuffer, ReplayConfig
+from grpo_replay.errors import UsageError
 from grpo_replay.integrations.trl_rows import (
     ROW,
     Texts,
+    clipped_tokens,
     make_rollouts,
     outcomes_of,
     rows_of,
@@ -180,7 +182,7 @@ def test_several_rewards_are_summed_with_their_weights():
 )
 def test_of_several_functions_the_first_decides_what_is_correct(scores, correct):
     """As `inspect-buffer --verify` counts from the log."""
-    scores_BF = np.array([*scores, [0.0, 0.0], [0.0, 0.0]])
+    scores_BF = np.array([*scores, [0.0, 0.0], [1.0, 0.0]])
     texts = Texts(["p"] * 4, ["c"] * 4, TOKENS, scores_BF)
     first = make_rollouts(rows_of(batch(), texts, np.array([0.7, 1.0]), [EOS]), 2, 1, 0, 0, False)
     assert first[0].group_correct == correct
@@ -188,9 +190,9 @@ def test_of_several_functions_the_first_decides_what_is_correct(scores, correct)
 
 
 def test_images_and_advantages_per_token_are_refused():
-    with pytest.raises(ValueError, match="pixel_values"):
+    with pytest.raises(UsageError, match="pixel_values"):
         rows(batch(pixel_values=torch.zeros(4, 2)))
-    with pytest.raises(ValueError, match="advantages have shape"):
+    with pytest.raises(UsageError, match="advantages have shape"):
         rows(batch(advantages=torch.zeros(4, 3)))
 
 
@@ -200,7 +202,8 @@ def test_outcomes_count_the_tokens_that_train():
     composed = to_tensors(rollouts(given), [0, -1, 2, 3], given, PAD)
     shift = torch.log(torch.tensor([1.5, 99.0, 0.5]))
     logprobs = composed["old_per_token_logps"] + shift
-    found = outcomes_of(composed, logprobs, None, 0.8, 1.28, 10.0)
+    clipped = clipped_tokens(composed, logprobs, 0.8, 1.28, 10.0)
+    found = outcomes_of(composed, (logprobs, None), clipped)
     assert set(found) == {0, 2, 3}
     assert (found[0].tokens, found[0].clip_fraction) == (2, 0.5)
     assert found[0].ratio_mean == pytest.approx(1.0) and found[0].ratio_max == pytest.approx(1.5)
@@ -219,7 +222,11 @@ def test_the_clip_of_a_sequence_is_that_of_its_mean_log_ratio():
     logs = torch.log(torch.tensor([[1.5**3, 1.0, 1.0], [0.7, 1, 1], [1.5, 1.0, 9], [1, 1, 9]]))
     logprobs = composed["old_per_token_logps"] + logs
     tokens, sequence = (
-        outcomes_of(composed, logprobs, None, 0.8, 1.28, 10.0, by_sequence)
+        outcomes_of(
+            composed,
+            (logprobs, None),
+            clipped_tokens(composed, logprobs, 0.8, 1.28, 10.0, by_sequence),
+        )
         for by_sequence in (False, True)
     )
     assert [tokens[row].clip_fraction for row in (0, 2)] == pytest.approx([1 / 3, 1 / 2])
