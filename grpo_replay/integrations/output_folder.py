@@ -35,7 +35,6 @@ class OutputFolder:
             self.recipe = resolve_recipe([{**others, "replay": replay}], source="GRPOConfig")
         except RecipeError as error:
             named = str(error).replace("loss.dual_clip", "delta")
-            named = named.replace("sampling.group_size", "num_generations")
             named = re.sub(r"(GRPOConfig: )(?:loss|sampling|optimizer|run)\.", r"\1", named)
             raise RecipeError(named) from error
         self.folder = folder
@@ -88,15 +87,22 @@ def refuse_without_history(folder: Path, origin: Path, step: int) -> None:
         )
 
 
+AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
+"""TRL's losses that a recipe has."""
+
+
 def sections_of(args: Any, model: str, is_rounded: bool, max_steps: int) -> dict[str, Any]:
     """The recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig `args`, as far as
     known. Steps are generation batches, which make one draw each, however many updates TRL makes.
     `is_rounded`: the model computes in 16 bits, as far as log-probs are concerned in bfloat16."""
     updates = args.steps_per_generation / args.gradient_accumulation_steps
     loss, longest = {"beta": args.beta}, args.max_completion_length
-    if args.loss_type in ("dapo", "grpo", "dr_grpo", "bnpo", "luspo"):
+    if aggregation := AGGREGATIONS.get(args.loss_type):
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         loss |= {"epsilon": args.epsilon, "epsilon_high": high, "dual_clip": args.delta}
+        loss["aggregation"] = aggregation
+        if (args.importance_sampling_level, args.loss_type) == ("sequence", "grpo"):
+            loss["kind"] = "gspo"
     return {
         "name": "trl",
         "model": {"path": model, "dtype": "bfloat16" if is_rounded else "float32"},

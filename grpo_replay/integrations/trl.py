@@ -26,7 +26,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
@@ -45,7 +44,6 @@ from grpo_replay.integrations.trl_rows import (
     ROW,
     Tensors,
     Texts,
-    clipped_tokens,
     make_rollouts,
     outcomes_of,
     rows_of,
@@ -81,6 +79,7 @@ class ReplayMixin(_Host):
     """Further keys that a subclass puts into the generation batch, with their padding: tensors
     [B, T] or [B, 1], stored with a rollout and back in the batch when it is replayed."""
     _buffered_inputs: Any  # TRL's: the micro-batches of the generation batch
+    _tag_names: Any  # TRL's: of the model card
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -98,6 +97,7 @@ class ReplayMixin(_Host):
         if not self.replay.replays:
             return
         _refuse(self)
+        self._tag_names = [*self._tag_names, "grpo-replay", "rollout-replay"]
         self._from_main(lambda: refuse_another_run(Path(self.args.output_dir), may_resume=True))
         self.replay_buffer = ReplayBuffer(self.replay, self.num_generations, self.args.seed)
         self._folder: OutputFolder | None = None
@@ -245,16 +245,13 @@ class ReplayMixin(_Host):
                 "buffer: generate it in _generate_and_score_completions, which _prepare_inputs "
                 "calls, and keep its keys; or train without replay"
             )
-        tokens = inputs["num_items_in_batch"].float().requires_grad_()
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
-        forwards = Forwards(inputs["completion_ids"].shape)
+        forwards = Forwards(inputs)
         with heard(self, _get_per_token_logps_and_entropies=forwards.hear):
-            loss = super().compute_loss(
-                model, {**inputs, "num_items_in_batch": tokens}, *args, **kwargs
-            )
-        of_tokens = forwards.trace(loss, tokens)
-        self._outcomes |= outcomes_of(inputs, forwards.made, self._clipped(inputs, forwards))
-        weight = self._weight(len(inputs[ROW]), of_tokens)
+            loss = super().compute_loss(model, forwards.inputs, *args, **kwargs)
+        forwards.trace(loss)
+        self._outcomes |= outcomes_of(inputs, forwards.made, forwards.clipped_BT)
+        weight = self._weight(len(inputs[ROW]), forwards.of_tokens)
         if weight == 0:  # what TRL logs of padding
             for name, values in self._metrics["train"].items():
                 del values[logged.get(name, 0) :]
@@ -269,17 +266,6 @@ class ReplayMixin(_Host):
         if (micro_batches - self._micro_batches_left) * processes >= self._trained_rows:
             return 0.0
         return 1.0 if of_tokens else rows * processes * micro_batches / self._trained_rows
-
-    def _clipped(self, inputs: Tensors, forwards: Forwards) -> torch.Tensor | None:
-        """[B, T], True where the clip took the gradient; None if that is not known. For a loss that
-        is not TRL's: where it has no gradient, which a KL term would hide."""
-        if forwards.made is None:
-            return None
-        if type(self)._compute_loss is GRPOTrainer._compute_loss:
-            by_sequence = self.importance_sampling_level == "sequence"
-            return clipped_tokens(inputs, forwards.made[0], *_clip_range(self), by_sequence)
-        idle_BT = forwards.gradient_BT == 0
-        return None if self.beta else idle_BT & (inputs["advantages"] != 0)[:, None]
 
     def _finish_step(self) -> None:
         """After the last micro-batch of a generation batch: write its files, log its metrics."""
@@ -324,7 +310,8 @@ class ReplayMixin(_Host):
         if self._micro_batches_left:
             warnings.warn(
                 f"{folder} is saved inside a generation batch: a run that resumes from it samples "
-                "the batch again, so it is not the run that was never killed",
+                "the batch again, so it is not the run that was never killed; let save_steps be of "
+                "whole generation batches (steps_per_generation micro-batches)",
                 stacklevel=2,
             )
             buffer = _restored(buffer, *self._before)
@@ -351,25 +338,14 @@ class ReplayMixin(_Host):
             warnings.warn(f"{path} is missing: the buffer begins empty", stacklevel=2)
             return
         buffer = ReplayBuffer.load(path)
-        if buffer.settings.model_dump() != self.replay.model_dump():
+        found = buffer.settings.model_dump(), buffer.group_size
+        if found != (self.replay.model_dump(), self.num_generations):
             raise CheckpointError(
-                f"{path} has other replay settings than this trainer ({buffer.settings!r}): resume "
-                "with the same"
-            )
-        if buffer.group_size != self.num_generations:
-            raise CheckpointError(
-                f"{path} has groups of {buffer.group_size}, num_generations is "
-                f"{self.num_generations}: resume with num_generations {buffer.group_size}"
+                f"{path} has other replay settings than this trainer, or groups of another size: "
+                f"resume with num_generations {buffer.group_size} and {buffer.settings!r}"
             )
         refuse_without_history(folder, path.parent.parent, buffer.last_step)
         self.replay_buffer, self._goes_on = buffer, True
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
-        if self.replay.replays and self.is_world_process_zero():
-            with card.open("a", encoding="utf-8") as file:
-                file.write(f"\nTrained with rollout replay (grpo-replay): `{self.replay!r}`.\n")
 
     def _from_main(self, make: Callable[[], _Result]) -> _Result:
         """What `make` returns on the main process, on every process; or raises, on every one."""
@@ -416,76 +392,40 @@ def _deal_all(whole: Tensors, micro_batches: list[Tensors]) -> None:
 
 def _refuse(trainer: Any) -> None:
     """Raises UsageError for settings of TRL under which replay would be wrong."""
-    args, settings = trainer.args, trainer.replay
-    problems = [*_loss_problems(trainer), *_advantage_problems(trainer), *_save_problems(args)]
-    if trainer.num_iterations > 1:
-        problems.append(
-            f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "
-            "and raise replay.ratio"
-        )
-    if args.generation_batch_size > settings.capacity_rollouts:
-        problems.append(
-            f"a step generates {args.generation_batch_size} rollouts, replay.capacity_rollouts is "
-            f"{settings.capacity_rollouts}: raise it"
-        )
-    if problems:
+    if problems := list(_problems(trainer, trainer.args, trainer.replay.capacity_rollouts)):
         raise UsageError("replay in TRL: " + "; ".join(problems))
 
 
-def _loss_problems(trainer: Any) -> Iterator[str]:
-    if getattr(trainer.args, "use_adaptive_entropy", False):
+def _problems(trainer: Any, args: Any, capacity: int) -> Iterator[str]:
+    if trainer.num_iterations > 1:
+        yield (
+            f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "
+            "and raise replay.ratio"
+        )
+    if args.generation_batch_size > capacity:
+        yield (
+            f"a step generates {args.generation_batch_size} rollouts, replay.capacity_rollouts is "
+            f"{capacity}: raise it"
+        )
+    aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
+    if args.scale_rewards == "batch" or aggregation != "sum_then_normalize":
+        yield (
+            f"scale_rewards {args.scale_rewards!r} and multi_objective_aggregation {aggregation!r} "
+            "normalise over the whole batch, and the rollout log has the mean and deviation of a "
+            "group: set 'group' or 'none', and 'sum_then_normalize'"
+        )
+    if getattr(args, "use_adaptive_entropy", False):
         yield (
             "use_adaptive_entropy follows the entropy of every update, which is 0 in one of "
             "padding alone: set False (entropy_coef may stay)"
         )
     if getattr(trainer, "use_liger_kernel", False):
         yield "use_liger_kernel hides the log-probs of the update: set False"
-    if trainer.beta != 0 and trainer.args.sync_ref_model:
+    if trainer.beta != 0 and args.sync_ref_model:
         yield (
             "sync_ref_model changes the reference, whose log-probs are stored with a rollout: set "
             "False, or beta 0"
         )
-
-
-def _advantage_problems(trainer: Any) -> Iterator[str]:
-    """The recipe of the run and `--verify` know advantages that follow from the rewards of a group
-    alone."""
-    if trainer.args.scale_rewards == "batch":
-        yield (
-            "scale_rewards 'batch' divides by the deviation of the whole batch, and the rollout "
-            "log has that of a group: set 'group' or 'none'"
-        )
-    aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
-    if aggregation != "sum_then_normalize":
-        yield (
-            f"multi_objective_aggregation {aggregation!r} normalises over the whole batch, and the "
-            "rollout log has the mean and deviation of a group: set 'sum_then_normalize'"
-        )
-
-
-def _save_problems(args: Any) -> Iterator[str]:
-    interval = args.save_steps
-    if args.save_strategy != "steps" or (interval < 1 and args.max_steps <= 0):
-        return  # by epochs, the interval of a ratio is known when training begins
-    if interval < 1:
-        interval = math.ceil(args.max_steps * interval)  # as in transformers
-    per_batch = args.steps_per_generation
-    unit = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
-    if interval % unit:
-        yield (
-            f"save_steps {interval} falls inside a generation batch of {per_batch} micro-batches: "
-            f"set a multiple of {unit} optimizer steps"
-        )
-
-
-def _clip_range(trainer: Any) -> tuple[float, float, float | None]:
-    """The ratios between which the loss has a gradient: low, high, and the bound at a negative
-    advantage."""
-    if trainer.loss_type == "cispo":
-        return 0.0, trainer.epsilon_high, None
-    if trainer.loss_type in ("vespo", "sapo"):
-        return 0.0, np.inf, None
-    return 1 - trainer.epsilon_low, 1 + trainer.epsilon_high, trainer.args.delta
 
 
 def _tokenizer(trainer: Any) -> Any:

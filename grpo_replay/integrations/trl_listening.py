@@ -1,7 +1,7 @@
 """Listening to a trainer's private methods: the outermost override is called, wherever it stands in
 the order of classes, and nothing is heard that was not computed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,29 +41,38 @@ def evaluating(
 
 
 class Forwards:
-    """The log-probs and entropies that were computed for a loss; `made` are those that it was made
-    of, None if they are of no or of several forward passes, or not of a completion's shape."""
+    """Which forward pass a loss was made of, and what it depends on. `inputs` are those to compute
+    it with."""
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        watched = {name for name in ("num_items_in_batch", "ref_per_token_logps") if name in inputs}
+        self._leaves = {name: inputs[name].float().requires_grad_() for name in watched}
+        self.inputs = {**inputs, **self._leaves}
+        self.of_tokens = False  # whether the loss divides by the tokens of the generation batch
         self.made: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.gradient_BT: torch.Tensor | None = None
+        """Its log-probs and entropies [B, T]; None if they are of no or of several passes."""
+        self.clipped_BT: torch.Tensor | None = None
+        """Where it has no gradient, its KL term aside, although the advantage is not 0."""
         self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def hear(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        if result[0].requires_grad and result[0].shape == self.shape:
+        if result[0].requires_grad and result[0].shape == self.inputs["completion_ids"].shape:
             self._found.append(result[:2])
         return result
 
-    def trace(self, loss: torch.Tensor, tokens: torch.Tensor) -> bool:
-        """Find `made` and the loss's gradient there. True if the loss depends on `tokens`. Costs
-        the loss's own backward pass, not the model's."""
-        inputs = [tokens, *(logprobs for logprobs, _ in self._found)]
-        of_tokens, *gradients = torch.autograd.grad(
-            loss, inputs, retain_graph=True, allow_unused=True
-        )
-        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    def trace(self, loss: torch.Tensor) -> None:
+        """Costs the backward pass of the loss, not the model's. A KL term depends on reference and
+        policy by their difference: its gradients cancel."""
+        wanted = [*self._leaves.values(), *(logprobs for logprobs, _ in self._found)]
+        found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+        of_leaf = dict(zip(self._leaves, found, strict=False))
+        of_pass = found[len(of_leaf) :]
+        self.of_tokens = of_leaf["num_items_in_batch"] is not None
+        used = [i for i, gradient in enumerate(of_pass) if gradient is not None]
         if len(used) == 1:
-            self.made, self.gradient_BT = self._found[used[0]], gradients[used[0]]
-        return of_tokens is not None
+            self.made, gradient_BT = self._found[used[0]], of_pass[used[0]]
+            of_reference_BT = of_leaf.get("ref_per_token_logps")
+            if of_reference_BT is not None:
+                gradient_BT = gradient_BT + of_reference_BT
+            self.clipped_BT = (gradient_BT == 0) & (self.inputs["advantages"] != 0)[:, None]

@@ -89,12 +89,12 @@ def rows_of(
 def _refuse_others(output: Tensors, texts: Texts | None) -> None:
     """Raises UsageError if the batch is not that which `_calculate_rewards` was called with."""
     scored = [] if texts is None else [list(ids) for ids in texts.token_ids]
-    lengths = [len(ids) for ids in scored]
-    batch = [row[:n] for row, n in zip(output["completion_ids"].tolist(), lengths, strict=False)]
-    if len(scored) != len(output["completion_ids"]) or batch != scored:
+    batch = output["completion_ids"].tolist()
+    pairs = zip(batch, scored, strict=False)
+    if len(scored) != len(batch) or any(row[: len(ids)] != ids for row, ids in pairs):
         raise UsageError(
             f"the last call of _calculate_rewards scored {len(scored)} completions that are not "
-            f"the {len(output['completion_ids'])} of the generation batch, in its order: replay "
+            f"the {len(batch)} of the generation batch, in its order: replay "
             "stores the rewards of a batch from one call with all its completions"
         )
 
@@ -275,32 +275,6 @@ def _mask(rollout: Rollout) -> np.ndarray:
     return np.ones(len(rollout.completion_token_ids), bool) if mask_T is None else mask_T
 
 
-def clipped_tokens(
-    batch: Mapping[str, torch.Tensor], logprobs_BT: torch.Tensor,
-    low: float, high: float, dual: float | None, by_sequence: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """[B, T], True where a ratio is below `low` at a negative advantage, above `high` at a positive
-    one, or above `dual` at a negative one. With `by_sequence` that is the ratio of its row, exp of
-    the mean log-ratio: all tokens are clipped or none."""
-    mask_BT, log_ratio_BT = _log_ratios(batch, logprobs_BT)
-    if by_sequence:
-        mean_B = log_ratio_BT.sum(1) / mask_BT.sum(1).clamp(min=1)
-        log_ratio_BT = mean_B[:, None].expand_as(log_ratio_BT)
-    weight_BT = log_ratio_BT.exp()
-    sign_BT = batch["advantages"].sign()[:, None].expand_as(weight_BT)
-    below_BT = (weight_BT < low) | (weight_BT > (np.inf if dual is None else dual))
-    return torch.where(sign_BT < 0, below_BT, (weight_BT > high) & (sign_BT > 0))
-
-
-def _log_ratios(
-    batch: Mapping[str, torch.Tensor], logprobs_BT: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens train, and their log-ratios to birth, 0 elsewhere."""
-    mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-    gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
-    return mask_BT, torch.where(mask_BT, gap_BT, 0.0)
-
-
 def outcomes_of(
     batch: Mapping[str, torch.Tensor],
     forward: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -310,7 +284,9 @@ def outcomes_of(
     entropies of its update; NaN for what is not known (None)."""
     unknown_BT = torch.full_like(batch["old_per_token_logps"], torch.nan)
     logprobs_BT, entropy_BT = (unknown_BT, None) if forward is None else forward
-    mask_BT, log_ratio_BT = _log_ratios(batch, logprobs_BT)
+    mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+    gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
+    log_ratio_BT = torch.where(mask_BT, gap_BT, 0.0)
     tokens_B, ratio_BT = mask_BT.sum(1), log_ratio_BT.exp()
 
     def mean(values_BT: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ ARGS = SimpleNamespace(
     steps_per_generation=2, gradient_accumulation_steps=1, max_steps=-1, generation_batch_size=32,
     num_generations=8, temperature=0.9, max_completion_length=20, scale_rewards="group",
     mask_truncated_completions=False, learning_rate=1e-4, seed=3, beta=0.0, loss_type="dapo",
-    epsilon=0.1, epsilon_high=None, delta=None,
+    epsilon=0.1, epsilon_high=None, delta=None, importance_sampling_level="token",
 )  # fmt: skip
 
 
@@ -96,7 +96,6 @@ def test_a_run_is_not_resumed_where_its_history_is_not(tmp_path):
         ({"delta": 0.5}, "GRPOConfig: delta: Input should be greater than 1, found 0.5"),
         ({"epsilon": 0.0}, "GRPOConfig: epsilon: Input should be greater than 0, found 0.0"),
         ({"learning_rate": 0.0}, "GRPOConfig: learning_rate: Input should be greater than 0"),
-        ({"num_generations": 1}, "GRPOConfig: num_generations: Input should be greater than"),
     ],
 )
 def test_settings_are_refused_by_the_names_of_trl(tmp_path, changes, named):
@@ -115,15 +114,22 @@ def test_a_length_without_limit_leaves_the_default_of_the_recipe():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, (0.1, 0.1, None)),
-        ({"epsilon_high": 0.3, "delta": 5.0}, (0.1, 0.3, 5.0)),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, (0.2, 0.28, 10.0)),  # not known: the defaults
+        ({}, (0.1, 0.1, None, "clipped", "token_mean")),
+        ({"epsilon_high": 0.3, "delta": 5.0}, (0.1, 0.3, 5.0, "clipped", "token_mean")),
+        ({"loss_type": "dr_grpo"}, (0.1, 0.1, None, "clipped", "constant")),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+            (0.1, 0.1, None, "gspo", "sequence_mean"),
+        ),
+        # Not known: the defaults.
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, (0.2, 0.28, 10.0, "clipped", "token_mean")),
     ],
 )
 def test_the_recipe_has_the_loss_and_one_draw_a_step(changes, expected):
     args = SimpleNamespace(**{**vars(ARGS), **changes})
     recipe = resolve_recipe([sections_of(args, "a/model", True, 70)])
-    assert (recipe.loss.epsilon, recipe.loss.epsilon_high, recipe.loss.dual_clip) == expected
+    names = ("epsilon", "epsilon_high", "dual_clip", "kind", "aggregation")
+    assert tuple(getattr(recipe.loss, name) for name in names) == expected
     assert recipe.model.dtype == "bfloat16"
     fifo = {"replay": {"preset": "fifo", "ratio": 1}}
     assert resolve_recipe([sections_of(args, "m", False, 70), fifo]).draws_per_step == 1

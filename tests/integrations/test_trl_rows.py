@@ -11,7 +11,6 @@ from grpo_replay.errors import UsageError
 from grpo_replay.integrations.trl_rows import (
     ROW,
     Texts,
-    clipped_tokens,
     make_rollouts,
     outcomes_of,
     rows_of,
@@ -197,38 +196,38 @@ def test_images_and_advantages_per_token_are_refused():
 
 
 def test_outcomes_count_the_tokens_that_train():
-    """Ratios 1.5, (masked), 0.5 at a positive advantage: one of two tokens is clipped above."""
+    """Ratios 1.5, (masked), 0.5, of which the first is clipped."""
     given = batch(tool_mask=torch.tensor([[1, 0, 1]] * 4))
     composed = to_tensors(rollouts(given), [0, -1, 2, 3], given, PAD)
     shift = torch.log(torch.tensor([1.5, 99.0, 0.5]))
     logprobs = composed["old_per_token_logps"] + shift
-    clipped = clipped_tokens(composed, logprobs, 0.8, 1.28, 10.0)
-    found = outcomes_of(composed, (logprobs, None), clipped)
+    clipped = torch.tensor([[True, True, False]] + 3 * [[False] * 3])
+    found = outcomes_of(composed, (logprobs, torch.full((4, 3), 0.25)), clipped)
     assert set(found) == {0, 2, 3}
-    assert (found[0].tokens, found[0].clip_fraction) == (2, 0.5)
+    assert (found[0].tokens, found[0].clip_fraction, found[0].entropy) == (2, 0.5, 0.25)
     assert found[0].ratio_mean == pytest.approx(1.0) and found[0].ratio_max == pytest.approx(1.5)
-    assert found[3].clip_fraction == 0.0  # 1.5 at a negative advantage has a gradient
+    assert found[3].clip_fraction == 0.0
     logratios = np.log([1.5, 0.5])
     assert found[0].log_ratio_mean == pytest.approx(logratios.mean())
     assert found[0].log_ratio_var == pytest.approx(logratios.var())
     assert found[0].approx_kl == pytest.approx(np.mean([0.5, -0.5] - logratios))
+    unknown = outcomes_of(composed, None, None)[0]
+    assert unknown.tokens == 2 and np.isnan([unknown.clip_fraction, unknown.ratio_max]).all()
 
 
-def test_the_clip_of_a_sequence_is_that_of_its_mean_log_ratio():
-    """Rows of ratios (3.375, 1, 1) and (0.7) are clipped as a whole, (1.5, 1) and (1, 1) are not:
-    their mean log-ratios are those of 1.5, 0.7, 1.22 and 1."""
-    given = batch()
-    composed = to_tensors(rollouts(given), range(4), given, PAD)
-    logs = torch.log(torch.tensor([[1.5**3, 1.0, 1.0], [0.7, 1, 1], [1.5, 1.0, 9], [1, 1, 9]]))
-    logprobs = composed["old_per_token_logps"] + logs
-    tokens, sequence = (
-        outcomes_of(
-            composed,
-            (logprobs, None),
-            clipped_tokens(composed, logprobs, 0.8, 1.28, 10.0, by_sequence),
-        )
-        for by_sequence in (False, True)
-    )
-    assert [tokens[row].clip_fraction for row in (0, 2)] == pytest.approx([1 / 3, 1 / 2])
-    assert [sequence[row].clip_fraction for row in range(4)] == [1.0, 1.0, 0.0, 0.0]
-    assert sequence[0].ratio_mean == tokens[0].ratio_mean
+def test_the_text_of_an_episode_has_its_tool_calls():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    episode = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    texts = Texts(["p"] * 4, [episode, *"bcd"], TOKENS, np.ones((4, 1)))
+    first = rows_of(batch(), texts, np.ones(1), [EOS])[0]
+    assert first["completion_text"] == '{"name": "add", "arguments": {"a": 1}}\n3\nIt is 3.'
+
+
+def test_a_group_of_several_prompts_is_refused():
+    own = batch(prompt_ids=torch.tensor([[4, 5], [4, 6], [PAD, 6], [PAD, 6]]))
+    with pytest.raises(UsageError, match=r"2 completions of group 0 have 2 different.*reset\(seed"):
+        rollouts(own)

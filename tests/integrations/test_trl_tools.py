@@ -1,0 +1,254 @@
+"""Replay of episodes: tools, environments of several turns, a dict of them, a rollout_func. The
+game and its small chat model are those of docs/replay_with_tools.py."""
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
+
+import torch
+from datasets import Dataset
+from outside_ranks import environment
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig
+from trl_runs import weights_of
+
+from grpo_replay import ReplayConfig
+from grpo_replay.errors import UsageError
+from grpo_replay.integrations.trl import ReplayGRPOTrainer
+from grpo_replay.lab.verification.verify import verify_run
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "replay_with_tools.py"
+sys.path.insert(0, str(EXAMPLE.parent))
+import replay_with_tools as game  # noqa: E402
+
+REPLAY = ReplayConfig.preset("ours", ratio=1.0, max_age_steps=2, warmup_steps=1)
+PROMPT = [{"role": "user", "content": "guess"}]
+TOOL, ASSISTANT = game.WORDS.index("<tool>"), game.WORDS.index("<assistant>")
+
+
+class Watched(ReplayGRPOTrainer):
+    """Keeps (birth step, step, gradient at the tokens of the model, at others) of every row."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self.forward = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self.forward
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = super().compute_loss(model, inputs, **kwargs)
+        gradient = torch.autograd.grad(loss, self.forward[0], retain_graph=True)[0].abs()
+        mask = inputs["tool_mask"] * inputs["completion_mask"]
+        for i, row in enumerate(inputs["replay_row"].tolist()):
+            if row >= 0:
+                own, others = ((gradient[i] * each[i]).sum().item() for each in (mask, 1 - mask))
+                birth = self._batch.rollouts[row].birth_step
+                self.seen.append((birth, self.replay_buffer.last_step, own, others))
+        return loss
+
+
+@cache
+def weights():
+    """Those of the example's model after fewer steps of supervision."""
+    return game.make_model(game.make_tokenizer(), steps=150).state_dict()
+
+
+def make(folder, rows=None, **changes):
+    """A trainer of four steps: four numbers, eight games each, in two updates."""
+    torch.set_num_threads(1)
+    tokenizer, kept = game.make_tokenizer(), copy.deepcopy(weights())
+    model = game.make_model(tokenizer, steps=0)
+    model.load_state_dict(kept)
+    settings = {"output_dir": str(folder), "seed": 1, "max_steps": 8,
+                "per_device_train_batch_size": 16}  # fmt: skip
+    names = [name for name in changes if name in GRPOConfig.__dataclass_fields__]
+    settings |= {name: changes.pop(name) for name in names}
+    rows = rows or [{"prompt": PROMPT, "number": n % 15 + 1} for n in range(40)]
+    trainer = Watched(
+        model, args=GRPOConfig(**game.SETTINGS | settings), replay=REPLAY,
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **changes,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def logged(folder, kind="rollouts"):
+    files = sorted((folder / kind).glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def check(folder, trainer):
+    """No gradient where a tool spoke, fresh or replayed; masks of birth; verify."""
+    assert all(others == 0 for *_, others in trainer.seen)
+    replayed = [own for birth, step, own, _ in trainer.seen if birth < step]
+    assert len(replayed) > 10 and max(replayed) > 0
+    for row in logged(folder):
+        heard, expected = False, []
+        for token in row["completion_token_ids"]:
+            heard |= token == TOOL
+            expected.append(not heard)
+            heard &= token != ASSISTANT
+        assert row["completion_mask"] == expected
+    assert len({len(row["completion_token_ids"]) for row in logged(folder)}) > 3
+    failed = [each.detail for each in verify_run(folder).checks if not each.passed]
+    assert failed == []
+
+
+def test_an_environment_of_several_turns_with_its_own_reward(tmp_path):
+    trainer = make(tmp_path, environment_factory=game.Guess)
+    trainer.train()
+    check(tmp_path, trainer)
+    text = logged(tmp_path)[0]["completion_text"]
+    assert json.loads(text.splitlines()[0])["name"] == "guess"
+    assert {"higher", "lower"} & set(text.splitlines())
+
+
+def guess(number: int) -> str:
+    """
+    Guess the number.
+
+    Args:
+        number: From 1 to 15.
+
+    Returns:
+        The answer.
+    """
+    return game.answer(number, 8)
+
+
+def said_yes(completions, **_):
+    return [float(any(m["content"] == "yes" for m in episode)) for episode in completions]
+
+
+def test_tools_with_a_reward_function(tmp_path):
+    trainer = make(tmp_path, tools=[guess], reward_funcs=said_yes)
+    trainer.train()
+    check(tmp_path, trainer)
+
+
+class Opposite(game.Guess):
+    """Lies, and pays for that."""
+
+    def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: From 1 to 15.
+
+        Returns:
+            The opposite of the answer.
+        """
+        self.won |= number == self.number
+        return game.answer(self.number, number)
+
+    def get_reward(self) -> float:
+        return 2.0 if self.won else 0.5
+
+
+def test_a_dict_of_environments_each_with_its_own_reward(tmp_path):
+    rows = [
+        {"prompt": PROMPT, "number": n % 15 + 1, "environment": ("true", "false")[n % 2]}
+        for n in range(40)
+    ]
+    trainer = make(tmp_path, rows=rows, environment_factory={"true": game.Guess, "false": Opposite})
+    trainer.train()
+    check(tmp_path, trainer)
+    groups = {}
+    for row in logged(tmp_path):
+        groups.setdefault(row["group_id"], set()).add(row["reward"])
+    assert all(each <= {0.0, 1.0} or each <= {0.5, 2.0} for each in groups.values())
+    assert {0.0, 0.5} <= {reward for each in groups.values() for reward in each}
+
+
+class OwnsThePrompt(game.Guess):
+    """Tells half of where the number is; `seed` is of the group, or of nobody."""
+
+    def reset(self, seed=None, **_):
+        self.number, self.won = random.Random(seed).randint(1, 15), False
+        return " lower" if self.number < 8 else " higher"
+
+
+def test_an_environment_that_draws_a_task_for_each_completion_is_refused_in_the_first_step(
+    tmp_path,
+):
+    with pytest.raises(UsageError, match="8 completions of group 0 have 2 different prompts"):
+        make(
+            tmp_path / "a", rows=[{"prompt": PROMPT}] * 40, environment_factory=OwnsThePrompt
+        ).train()
+    seeded = [{"prompt": PROMPT, "seed": n} for n in range(40)]
+    trainer = make(tmp_path / "b", rows=seeded, environment_factory=OwnsThePrompt)
+    trainer.train()
+    check(tmp_path / "b", trainer)
+
+
+def rollouts_of_a_script(prompts, trainer):
+    """One game for each prompt, played by nobody, with the answers masked."""
+    tokenizer, rng = trainer.processing_class, random.Random(trainer.state.global_step)
+    given = tokenizer("<user> guess <end> <assistant>")["input_ids"]
+    games = [tokenizer(game.game(rng))["input_ids"][len(given) :] for _ in prompts]
+    masks = []
+    for tokens in games:
+        heard, mask = False, []
+        for token in tokens:
+            heard |= token == TOOL
+            mask.append(int(not heard))
+            heard &= token != ASSISTANT
+        masks.append(mask)
+    return {
+        "prompt_ids": [given] * len(prompts), "completion_ids": games, "env_mask": masks,
+        "logprobs": [[-1.0] * len(each) for each in games],
+        "won": [float(game.WORDS.index("yes") in each) for each in games],
+    }  # fmt: skip
+
+
+def test_a_rollout_func_with_a_mask_and_fields_for_the_reward(tmp_path):
+    trainer = make(
+        tmp_path, rollout_func=rollouts_of_a_script,
+        reward_funcs=lambda won, **_: won,
+    )  # fmt: skip
+    trainer.train()
+    check(tmp_path, trainer)
+    assert set(logged(tmp_path)[0]["sampler_logprobs"]) == {-1.0}
+
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def test_episodes_killed_and_resumed_are_those_never_killed(tmp_path):
+    saves = {"environment_factory": game.Guess, "save_strategy": "steps", "save_steps": 4}
+    whole = make(tmp_path / "whole", **saves)
+    whole.train()
+    killed = make(tmp_path / "killed", **saves)
+    killed.add_callback(Kill())
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = make(tmp_path / "killed", **saves)
+    resumed.train(resume_from_checkpoint=True)
+    assert weights_of(resumed) == weights_of(whole)
+    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_example_learns(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), str(tmp_path), "--steps", "40"],
+        capture_output=True, text=True, timeout=280, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    won = [float(line.rpartition("won ")[2]) for line in done.stdout.splitlines()]
+    assert len(won) == 4 and won[-1] > won[0] + 0.1
