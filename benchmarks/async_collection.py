@@ -33,7 +33,7 @@ from run_processes import free_port
 
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal
-from grpo_replay.collection.link import CollectorSettings
+from grpo_replay.collection.messages import CollectorSettings
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.recipe import Recipe, resolve_recipe
 

@@ -6,11 +6,10 @@ graded. Rank 0 acknowledges what is in its journal; until then the collector kee
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from grpo_replay.collection.messages import (
     TOKEN_IDS,
     Ack,
     Cancel,
+    CollectorSettings,
     Command,
     Credit,
     Delivery,
@@ -36,7 +36,6 @@ from grpo_replay.collection.messages import (
     pack,
 )
 from grpo_replay.prompts.prompt_set import PromptSet
-from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import group_requests
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
@@ -124,31 +123,30 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 GRADE_POLL_SECONDS = 0.01
-LOOK_SECONDS = 0.1
-"""Time between two looks whether something failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectorParts:
-    """What a collector works with. `send` must not block. `unacknowledged_limit`: finished groups
-    that may wait for rank 0 before no more are started; None for no limit."""
-
-    recipe: Recipe
-    urls: Sequence[str]
-    stop_token_ids: Sequence[int]
-    unacknowledged_limit: int | None
-    prompts: PromptSet
-    decode: Callable[[Sequence[int]], str]
-    scorer: RewardScorer
-    send: Callable[[Delivery], None]
 
 
 class Collector:
-    """One collector. `handle` takes rank 0's commands; `run` returns after Stop."""
+    """One collector, made in its event loop. `handle` takes rank 0's commands; `run` returns after
+    Stop. `send` must not block."""
 
-    def __init__(self, parts: CollectorParts) -> None:
-        self._parts = parts
-        self._dispatcher: Dispatcher[Member] | None = None
+    def __init__(
+        self,
+        settings: CollectorSettings,
+        prompts: PromptSet,
+        decode: Callable[[Sequence[int]], str],
+        scorer: RewardScorer,
+        send: Callable[[Delivery], None],
+    ) -> None:
+        self._settings, self._recipe, self._prompts = settings, settings.recipe, prompts
+        self._decode, self._scorer, self._send = decode, scorer, send
+        clients = [VllmServer(url, settings.run) for url in settings.urls]
+        self._dispatcher: Dispatcher[Member] = Dispatcher(
+            Servers(clients, settings.recipe.sampling.servers),
+            settings.stop_token_ids,
+            self._admit,
+            self._on_sampled,
+            self._on_lost,
+        )
         self._places: deque[Place] = deque()  # outstanding, before the cursor's
         self._cursor = 0
         self._open: dict[Place, OpenGroup] = {}
@@ -160,31 +158,27 @@ class Collector:
         self._unacknowledged: set[int] = set()
         self._stopped = asyncio.Event()
 
-    async def run(self) -> None:
-        """Work until Stop. Raises the error of a request, a verifier or a server that ends it."""
-        loops = [
-            asyncio.create_task(self._send_reports()),
-            asyncio.create_task(self._take_verdicts()),
-        ]
+    async def run(self, *others: Coroutine[Any, Any, object]) -> None:
+        """Work until Stop, or until one of the `others` ends, which run beside. Raises the error of
+        a request, a verifier or a server, or of another, that ends it."""
+        loops = (self._stopped.wait(), self._send_reports(), self._take_verdicts())
+        tasks = [asyncio.ensure_future(each) for each in (*loops, *others)]
+        ends: list[asyncio.Future[Any]] = [*tasks, self._dispatcher.failure]
         try:
-            while not self._stopped.is_set():
-                failure = [self._dispatcher.failure] if self._dispatcher else []
-                for each in (*loops, *failure):
-                    if each.done():
-                        each.result()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopped.wait(), LOOK_SECONDS)
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            for task in loops:
+            for task in tasks:
                 task.cancel()
-            if self._dispatcher is not None:
-                await self._dispatcher.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._dispatcher.close()
             await close_kept_connections()
 
     def handle(self, command: Command) -> None:
         """Carry out one command of rank 0. Called in the event loop."""
         if isinstance(command, Hello):
-            self._greet(command)
+            self._places, self._cursor = deque(command.outstanding), command.cursor
         elif isinstance(command, Credit):
             self._may_start = command.may_start
         elif isinstance(command, Ack):
@@ -196,24 +190,13 @@ class Collector:
         elif isinstance(command, Stop):
             self._stopped.set()
             return
-        dispatcher = self._dispatcher
-        if dispatcher is None:
-            return
-        if isinstance(command, Version):
-            dispatcher.set_version(command.url, command.version)
-        dispatcher.fill()
-
-    def _greet(self, hello: Hello) -> None:
-        self._places, self._cursor = deque(hello.outstanding), hello.cursor
-        clients = [VllmServer(url, hello.run) for url in self._parts.urls]
-        servers = Servers(clients, self._parts.recipe.sampling.servers)
-        self._dispatcher = Dispatcher(
-            servers, self._parts.stop_token_ids, self._admit, self._on_sampled, self._on_lost
-        )
+        elif isinstance(command, Version):
+            self._dispatcher.set_version(command.url, command.version)
+        self._dispatcher.fill()
 
     def _admit(self) -> Sequence[Member]:
         """The members of the next group, if back-pressure allows it."""
-        waiting, limit = len(self._unacknowledged), self._parts.unacknowledged_limit
+        waiting, limit = len(self._unacknowledged), self._settings.unacknowledged_limit
         if self._draining or (limit is not None and waiting >= limit):
             return ()
         if self._may_start is not None and self._started >= self._may_start:
@@ -221,8 +204,8 @@ class Collector:
         self._started += 1
         place, prompt = self._next_prompt()
         group = OpenGroup(place, prompt, time.time())
-        recipe = self._parts.recipe
-        requests = group_requests({place[1]: prompt}, place[0], recipe.sampling, recipe.run.seed)
+        sampling, seed = self._recipe.sampling, self._recipe.run.seed
+        requests = group_requests({place[1]: prompt}, place[0], sampling, seed)
         group.members = [
             Member(each, group=group, index=index) for index, each in enumerate(requests)
         ]
@@ -230,7 +213,7 @@ class Collector:
         return group.members
 
     def _next_prompt(self) -> tuple[Place, Prompt]:
-        prompts = self._parts.prompts
+        prompts = self._prompts
         if self._places:
             place = self._places.popleft()
         else:
@@ -239,13 +222,13 @@ class Collector:
         return place, prompts.take(place[0] * len(prompts) + place[1], 1)[0]
 
     def _on_sampled(self, member: Member, completion: Completion, spans: tuple[Span, ...]) -> None:
-        text = self._parts.decode(completion.token_ids.tolist())
+        text = self._decode(completion.token_ids.tolist())
         member.completion, member.spans, member.text = completion, spans, text
         self._generated_rollouts += 1
         self._generated_tokens += len(completion.token_ids)
         prompt = member.group.prompt
         key = (member.group.place, member.index)
-        self._parts.scorer.submit(
+        self._scorer.submit(
             key, text, prompt.answer, prompt.row, prompt=prompt.text, messages=prompt.messages,
             step=spans[0][0] + 1, truncated=completion.finish_reason == "length",
             group=_name_of(member.group.place), of=len(member.group.members),
@@ -257,8 +240,7 @@ class Collector:
         self._give_up(group, "lost")
 
     def _cancel_older_than(self, version: int) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.oldest_usable = version
+        self._dispatcher.oldest_usable = version
         for group in list(self._open.values()):
             oldest = group.oldest_version()
             if oldest is not None and oldest < version and not group.is_sampled:
@@ -267,9 +249,8 @@ class Collector:
     def _give_up(self, group: OpenGroup, reason: str) -> None:
         """Stop working on a group, and tell rank 0 what of it had been generated."""
         del self._open[group.place]
-        assert self._dispatcher is not None
         self._dispatcher.withdraw(group.members)
-        self._parts.scorer.put_incomplete(_name_of(group.place))
+        self._scorer.put_incomplete(_name_of(group.place))
         self._deliver(group.drop(reason))
 
     def _drain(self) -> None:
@@ -277,12 +258,12 @@ class Collector:
         for group in list(self._open.values()):
             self._give_up(group, "cancelled")
         self._drained = True
-        self._parts.send(Delivery(0, None, self.report()))
+        self._send(Delivery(0, None, self.report()))
 
     async def _take_verdicts(self) -> None:
         while True:
             await asyncio.sleep(GRADE_POLL_SECONDS)
-            for key, verdict in self._parts.scorer.take_graded().items():
+            for key, verdict in self._scorer.take_graded().items():
                 place, index = cast(tuple[Place, int], key)
                 group = self._open.get(place)
                 if group is None:
@@ -295,17 +276,17 @@ class Collector:
     def _deliver(self, body: Group | Drop) -> None:
         self._seq += 1
         self._unacknowledged.add(self._seq)
-        self._parts.send(Delivery(self._seq, body, self.report()))
+        self._send(Delivery(self._seq, body, self.report()))
 
     async def _send_reports(self) -> None:
         while True:
-            self._parts.send(Delivery(0, None, self.report()))
+            self._send(Delivery(0, None, self.report()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def report(self) -> Report:
         """The state now. What is in a message already is not held."""
-        servers = list(self._dispatcher.servers.values()) if self._dispatcher else []
-        idle, used = self._dispatcher.time_of_servers() if self._dispatcher else (0.0, 0.0)
+        servers = self._dispatcher.servers.values()
+        idle, used = self._dispatcher.time_of_servers()
         finished = [group.finished() for group in self._open.values()]
         return Report(
             generated_rollouts=self._generated_rollouts,
@@ -314,7 +295,6 @@ class Collector:
             held_tokens=sum(tokens for _, tokens in finished),
             started_groups=self._started,
             running=sum(len(server.running) for server in servers),
-            waiting=len(self._dispatcher.waiting) if self._dispatcher else 0,
             grading=sum(group.grading for group in self._open.values()),
             idle_seconds=idle,
             server_seconds=used,

@@ -10,15 +10,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from grpo_replay.collection.collector import Collector, CollectorParts
+from grpo_replay.collection.collector import Collector
 from grpo_replay.collection.messages import (
+    CollectorSettings,
     Delivery,
     Failure,
     Report,
@@ -36,7 +37,7 @@ PARENT_POLL_SECONDS = 0.5
 
 def main() -> int:
     """The exit code: 0 after Stop, 1 after a failure, which rank 0 was told."""
-    settings = json.loads(Path(sys.argv[1]).read_text())
+    given = json.loads(Path(sys.argv[1]).read_text())
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -46,14 +47,14 @@ def main() -> int:
     for socket in (deliveries, commands):
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 2000)
-    deliveries.connect(settings["deliveries"])
-    commands.bind(settings["commands"])
+    deliveries.connect(given["deliveries"])
+    commands.bind(given["commands"])
 
     def send(delivery: Delivery) -> None:
         deliveries.send(encode(delivery), zmq.NOBLOCK)
 
     try:
-        asyncio.run(_collect(settings, commands, send))
+        asyncio.run(_collect(given, commands, send))
         return 0
     except Exception as error:
         logging.exception("the collector failed")
@@ -66,41 +67,21 @@ def main() -> int:
         context.term()
 
 
-async def _collect(settings: dict[str, Any], commands: zmq.asyncio.Socket, send: Any) -> None:
+async def _collect(given: dict[str, Any], commands: zmq.asyncio.Socket, send: Any) -> None:
     from grpo_replay.engine.models import load_tokenizer
 
-    recipe = resolve_recipe([settings["recipe"]], "the collector's recipe")
+    recipe = resolve_recipe([given["settings"]["recipe"]], "the collector's recipe")
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows)
 
     def decode(token_ids: Sequence[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    settings = CollectorSettings(**given["settings"] | {"recipe": recipe})
     with RewardScorer.open(recipe.reward) as scorer:
-        collector = Collector(
-            CollectorParts(
-                recipe, settings["urls"], settings["stop_token_ids"],
-                settings["unacknowledged_limit"], prompts, decode, scorer, send,
-            )
-        )  # fmt: skip
-        await _until_the_first_ends(
-            collector.run(),
-            _take_commands(collector, commands),
-            _stop_without_parent(settings["parent"]),
-        )
-
-
-async def _until_the_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends or fails, and cancel the others. Raises its error."""
-    tasks = [asyncio.create_task(each) for each in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        collector = Collector(settings, prompts, decode, scorer, send)
+        commands_taken = _take_commands(collector, commands)
+        await collector.run(commands_taken, _stop_without_parent(given["parent"]))
 
 
 async def _take_commands(collector: Collector, commands: zmq.asyncio.Socket) -> None:

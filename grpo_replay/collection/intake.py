@@ -28,10 +28,11 @@ from grpo_replay.collection.arrivals import (
     take_rollouts,
 )
 from grpo_replay.collection.journal import Journal, JournalRecords
-from grpo_replay.collection.link import CollectorGone, CollectorSettings, Link
+from grpo_replay.collection.link import CollectorGone, Link
 from grpo_replay.collection.messages import (
     Ack,
     Cancel,
+    CollectorSettings,
     Credit,
     Delivery,
     Drain,
@@ -44,7 +45,7 @@ from grpo_replay.collection.messages import (
     Version,
 )
 from grpo_replay.errors import CollectorError, JournalError, SamplerError, ServersLost
-from grpo_replay.recipe import Recipe, ServersSection
+from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
 from grpo_replay.stop import StopToken
 from grpo_replay.types import Rollout
@@ -54,8 +55,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 DRAIN_SECONDS = 10.0
 RESTARTS_WITHOUT_PROGRESS = 3
-PATIENCE = 4
-"""`request_timeout_seconds` without a finished completion before a run gives up."""
+LOST_IN_A_ROW = 3
+"""Groups lost one after the other that a run endures, or those of a step if these are more."""
 
 
 def accepted_limit(max_ahead_steps: int, version: int, prompts_per_step: int, steps: int) -> int:
@@ -65,17 +66,6 @@ def accepted_limit(max_ahead_steps: int, version: int, prompts_per_step: int, st
     ninth of ten steps 80.
     """
     return min(max_ahead_steps + version + 1, steps) * prompts_per_step
-
-
-def may_start(limit: int, accepted_before: int, discarded_since: int) -> int:
-    """Groups that a collector may start in all: `limit`, less those accepted before it said hello,
-    and one more for each group since then that was stale, cancelled or lost."""
-    return limit - accepted_before + discarded_since
-
-
-def unacknowledged_limit(capacity_rollouts: int, group_size: int) -> int:
-    """Finished groups that may wait for the trainer: those that fill a buffer, at least one."""
-    return max(-(-capacity_rollouts // group_size), 1)
 
 
 class Intake:
@@ -101,7 +91,7 @@ class Intake:
         self._accepted_at_hello = self._discarded_at_hello = 0
         self._delivered_groups = 0  # by the present collector
         self._fruitless_restarts = 0
-        self._patience = Patience(recipe.sampling.servers, recipe.sampling.prompts_per_step)
+        self._lost_in_a_row = 0
         if step > self._recorded_steps:
             raise JournalError(
                 f"the journal ends at step {self._recorded_steps}, the checkpoint is of step "
@@ -166,10 +156,9 @@ class Intake:
         self._discarded_at_hello = arrivals.stale_groups + arrivals.dropped_groups
         self._delivered_groups = 0
         self.newest_report = Report()
-        self._patience.begin()
         outstanding, cursor = arrivals.outstanding(self._epoch_length)
         self._link = Link(self._settings)
-        self._link.send(Hello(self._settings.run, outstanding, cursor, version))
+        self._link.send(Hello(outstanding, cursor))
         self.cancel_stale(version + 1)
         self.give_credit(version)
 
@@ -187,7 +176,9 @@ class Intake:
         ledger.report(ledger.delivered, Amount())
 
     def give_credit(self, version: int) -> None:
-        """Tell the collector how many groups it may have started; `version` steps are done."""
+        """Tell the collector how many groups it may have started; `version` steps are done: what is
+        allowed, less those accepted before it said hello, and one more for each group since then
+        that was stale, cancelled or lost."""
         if self._link is None:
             return
         arrivals, sampling = self.arrivals, self.recipe.sampling
@@ -202,7 +193,7 @@ class Intake:
         stale = len(arrivals) - len(arrivals.young(version + 1))
         discarded = arrivals.stale_groups + stale + arrivals.dropped_groups
         discarded -= self._discarded_at_hello
-        self._link.send(Credit(may_start(limit, self._accepted_at_hello, discarded)))
+        self._link.send(Credit(limit - self._accepted_at_hello + discarded))
 
     def cancel_stale(self, next_step: int) -> None:
         """Give up running groups that would be too old for `next_step`."""
@@ -235,13 +226,22 @@ class Intake:
                 self.arrivals.take_in(body)
                 self._delivered_groups += 1
                 self._fruitless_restarts = 0
-                self._patience.note_delivery(body)
+                self._refuse_endless_loss(body)
             self._link.send(Ack(delivery.seq))
         report = self.newest_report
         generated = Amount(report.generated_rollouts, report.generated_tokens)
         held = Amount(report.held_rollouts, report.held_tokens)
         self.arrivals.ledger.report(self._base.plus(generated), held)
-        self._patience.note(report)
+
+    def _refuse_endless_loss(self, body: Group | Drop) -> None:
+        """Raises SamplerError if one group after the other is lost."""
+        lost = isinstance(body, Drop) and body.reason == "lost"
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
+        if self._lost_in_a_row > max(LOST_IN_A_ROW, self.recipe.sampling.prompts_per_step):
+            raise SamplerError(
+                f"{self._lost_in_a_row} groups in a row were lost: requests fail on every server "
+                f"more than {MAX_RETRIES} times; see the collector's log in log/, and the servers'"
+            )
 
     def _replace_collector(self, gone: CollectorGone, version: int) -> None:
         assert self._link is not None
@@ -256,22 +256,18 @@ class Intake:
         self._start_collector(version)
 
     def wait(
-        self,
-        is_ready: Callable[[], bool],
-        stop: StopToken,
-        what: str,
-        version: int,
+        self, is_ready: Callable[[], bool], stop: StopToken, version: int
     ) -> bool:
-        """Poll until `is_ready`; False if a stop was requested first. Raises ServersLost if no
-        server is left, SamplerError, which names `what` is waited for, if nothing finishes for too
-        long."""
-        self._patience.begin()
+        """Poll until `is_ready`; False if a stop was requested first.
+
+        Not endless: raises ServersLost if no server is left, as one is that is gone or generates
+        nothing; SamplerError if one group after the other is lost; CollectorError if collectors
+        keep ending. A verdict has a time limit of its own."""
         while not is_ready():
             if stop.requested:
                 return False
             self.poll(version, POLL_SECONDS)
             self.give_credit(version)
-            self._patience.refuse_endless(what, self.newest_report)
         return True
 
     def outstanding_groups(self) -> int:
@@ -304,52 +300,3 @@ class Intake:
             if self._link is not None:
                 self._link.close()
                 self._link = None
-
-
-class Patience:
-    """Watches the reports of a collector, so that no wait is endless.
-
-    A server that is gone or generates nothing is lost, and the last one ends the collector; a
-    verdict has a time limit of its own; a collector that sends no report is replaced. What is left:
-    a wait ends when no completion finishes or is graded although requests were cut off and sent
-    again several times, or when one group after the other is lost.
-    """
-
-    def __init__(self, servers: ServersSection, prompts_per_step: int) -> None:
-        self._limit = PATIENCE * servers.request_timeout_seconds
-        self._lost_allowed = max(3, prompts_per_step)
-        self._lost_in_a_row = 0
-        self._generated = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """A wait begins, or a collector is starting, for which it has a time limit of its own."""
-        self._progressed: float | None = None
-        self._reported = 0.0
-
-    def note(self, report: Report) -> None:
-        """Process a report."""
-        self._reported = time.monotonic()
-        is_new = report.generated_rollouts != self._generated
-        if self._progressed is None or report.grading or is_new:
-            self._generated, self._progressed = report.generated_rollouts, self._reported
-
-    def note_delivery(self, body: Group | Drop) -> None:
-        """Process a group or a drop. Raises SamplerError if one group after the other is lost."""
-        lost = isinstance(body, Drop) and body.reason == "lost"
-        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
-        if self._lost_in_a_row > self._lost_allowed:
-            raise SamplerError(
-                f"{self._lost_in_a_row} groups in a row were lost: requests fail on every server "
-                f"more than {MAX_RETRIES} times; see the collector's log in log/, and the servers'"
-            )
-
-    def refuse_endless(self, what: str, report: Report) -> None:
-        """Raises SamplerError if the wait for `what` is not worth going on."""
-        if self._progressed is None or self._reported - self._progressed <= self._limit:
-            return
-        raise SamplerError(
-            f"waited for {what}: no completion finished for {self._limit:g} s ({PATIENCE} times "
-            f"sampling.servers.request_timeout_seconds); requests running {report.running}, "
-            f"waiting {report.waiting}. Resume with --resume when the servers answer again"
-        )

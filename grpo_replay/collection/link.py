@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
 
 from grpo_replay.collection.messages import (
+    CollectorSettings,
     Command,
     Delivery,
     Failure,
@@ -24,8 +24,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import CollectorError, error_named
-from grpo_replay.recipe import Recipe
-from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES
+from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES, log_tail
 
 SOCKET_PARENT = Path("/tmp")
 STOP_SECONDS = 5.0
@@ -33,19 +32,6 @@ SILENCE_SECONDS = 120.0
 """A collector that lives but has sent nothing for so long is stuck. It reports every second; the
 first report comes when prompts and tokenizer are loaded."""
 START_SECONDS = 600.0
-LOG_LINES = 15
-
-
-@dataclass(frozen=True, slots=True)
-class CollectorSettings:
-    """What a collector process is given. `run` prefixes the weight labels of this attempt."""
-
-    recipe: Recipe
-    run: str
-    urls: Sequence[str]
-    stop_token_ids: Sequence[int]
-    unacknowledged_limit: int | None
-    log: Path
 
 
 class CollectorGone(Exception):
@@ -84,19 +70,10 @@ class Link:
 
     def _spawn(self, settings: CollectorSettings) -> subprocess.Popen:
         file = self._folder / "settings.json"
-        file.write_text(
-            json.dumps(
-                {
-                    "recipe": settings.recipe.model_dump(mode="json"),
-                    "urls": list(settings.urls),
-                    "stop_token_ids": list(settings.stop_token_ids),
-                    "unacknowledged_limit": settings.unacknowledged_limit,
-                    "deliveries": self._address("deliveries"),
-                    "commands": self._address("commands"),
-                    "parent": os.getpid(),
-                }
-            )
-        )
+        given = {name: getattr(settings, name) for name in CollectorSettings.__slots__}
+        given |= {"recipe": settings.recipe.model_dump(mode="json"), "log": str(settings.log)}
+        sockets = {name: self._address(name) for name in ("deliveries", "commands")}
+        file.write_text(json.dumps({"settings": given, "parent": os.getpid(), **sockets}))
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         with settings.log.open("ab") as log:
             return subprocess.Popen(
@@ -135,18 +112,13 @@ class Link:
     def _refuse_gone(self) -> None:
         code = self._process.poll()
         if code is not None and not self._deliveries.poll(0):
-            raise CollectorGone(f"it exited with code {code}; {self.log_tail()}")
+            raise CollectorGone(f"it exited with code {code}; {log_tail(self._log)}")
         silent = time.monotonic() - self.report.sent
         limit = SILENCE_SECONDS if self._heard else START_SECONDS
         if silent > limit:
-            raise CollectorGone(f"it has reported nothing for {silent:.0f} s; {self.log_tail()}")
-
-    def log_tail(self) -> str:
-        """The place of its log, and the last lines."""
-        lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join([f"its log is {self._log}:", *lines[-LOG_LINES:]])
+            raise CollectorGone(
+                f"it has reported nothing for {silent:.0f} s; {log_tail(self._log)}"
+            )
 
     def close(self) -> None:
         """End the process and remove the sockets. May be called twice."""

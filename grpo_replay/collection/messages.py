@@ -8,17 +8,35 @@ pickle.
 Arrays travel as bytes: token ids int32, log-probs float32, both little-endian.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from grpo_replay.recipe import Recipe
 from grpo_replay.types import Span
 
 TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 Place = tuple[int, int]
 """(epoch, prompt_index): a prompt's place in the endless order of the run. Identifies a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorSettings:
+    """What a collector is given. `run` prefixes the weight labels of this attempt.
+    `unacknowledged_limit`: finished groups that may wait for rank 0 before no more are started;
+    None for no limit."""
+
+    recipe: Recipe
+    run: str
+    urls: Sequence[str]
+    stop_token_ids: Sequence[int]
+    unacknowledged_limit: int | None
+    log: Path
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +127,7 @@ Record = Group | Drop | Step | Restart
 class Report(msgspec.Struct, frozen=True):
     """The state of a collector when it sent a message. Counts are since it started.
 
-    `held_*`: finished completions that are in no message yet. `running` and `waiting` are requests,
+    `held_*`: finished completions that are in no message yet. `running` are requests,
     `grading` completions without a verdict. `idle_seconds` is the time without a request running,
     summed over the servers in use, and `server_seconds` the time that they were in use. `sent` is
     `time.monotonic()`.
@@ -121,7 +139,6 @@ class Report(msgspec.Struct, frozen=True):
     held_tokens: int = 0
     started_groups: int = 0
     running: int = 0
-    waiting: int = 0
     grading: int = 0
     idle_seconds: float = 0.0
     server_seconds: float = 0.0
@@ -146,15 +163,11 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Where to begin: first the outstanding places, then those from `cursor` on.
+    """Where to begin: first the outstanding places, then those from `cursor` on, a position in the
+    endless order."""
 
-    `cursor` is a position in the endless order. `run` prefixes the weight labels of this attempt.
-    """
-
-    run: str
     outstanding: list[Place]
     cursor: int
-    version: int
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):

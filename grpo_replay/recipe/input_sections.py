@@ -324,7 +324,10 @@ class ServersSection(Section):
                 )
             if not _is_url(url):
                 raise ValueError(f"{url!r} is not a URL such as http://10.0.0.5:8000")
-        return urls
+        plain = [url.rstrip("/") for url in urls]
+        if len(set(plain)) < len(plain):
+            raise ValueError(f"one of {plain} is named more than once")
+        return plain
 
 
 def _is_url(text: str) -> bool:

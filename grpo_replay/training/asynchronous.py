@@ -18,10 +18,9 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from grpo_replay.collection.arrivals import rollouts_to_insert, straddles
-from grpo_replay.collection.intake import Intake, unacknowledged_limit
+from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords
-from grpo_replay.collection.link import CollectorSettings
-from grpo_replay.collection.messages import Report
+from grpo_replay.collection.messages import CollectorSettings, Report
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.replay.compose import draw_count
@@ -192,14 +191,14 @@ class MainSource(FollowerSource):
 
     def _collector_settings(self) -> CollectorSettings:
         recipe, servers = self.recipe, self._server_sampler().servers.all
-        capacity, size = recipe.replay.capacity_rollouts, recipe.sampling.group_size
         never_gated = self.intake.arrivals.groups_per_step is None
+        groups_of_a_buffer = -(-recipe.replay.capacity_rollouts // recipe.sampling.group_size)
         return CollectorSettings(
             recipe=recipe,
             run=servers[0].prefix.removesuffix("/"),
             urls=[server.url for server in servers],
             stop_token_ids=self.parts.sampler.stop_token_ids,
-            unacknowledged_limit=unacknowledged_limit(capacity, size) if never_gated else None,
+            unacknowledged_limit=max(groups_of_a_buffer, 1) if never_gated else None,
             log=self.parts.run_dir.path / "log" / "collector.log",
         )
 
@@ -207,24 +206,15 @@ class MainSource(FollowerSource):
         """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
         until the buffer can give one batch. False if a stop was requested, or no server is left."""
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
-        needed = arrivals.groups_per_step
-        if needed is not None:
-            what = (
-                f"the {needed} groups of step {step}, of which {len(arrivals.young(step))} had "
-                "arrived when the wait began"
-            )
-        else:
-            needed = self._rollouts_of_a_batch()
-            what = f"the {needed} stored rollouts of one batch, of which the buffer had {stored}"
+        groups, version = arrivals.groups_per_step, self.state.policy_version
 
         def is_ready() -> bool:
-            if arrivals.groups_per_step is not None:
-                return len(arrivals.young(step)) >= needed
-            return stored + self._rollouts_waiting(step) >= needed
+            if groups is not None:
+                return len(arrivals.young(step)) >= groups
+            return stored + self._rollouts_waiting(step) >= self._rollouts_of_a_batch()
 
-        version = self.state.policy_version
         try:
-            ready = self.intake.wait(is_ready, self.parts.stop, what, version)
+            ready = self.intake.wait(is_ready, self.parts.stop, version)
             if ready:
                 self.intake.poll(version)
             return ready

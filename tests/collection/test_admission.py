@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_replay.collection.intake import accepted_limit, may_start, unacknowledged_limit
+from grpo_replay.collection.intake import accepted_limit
 
 
 def test_the_limit_by_hand():
@@ -11,17 +11,6 @@ def test_the_limit_by_hand():
     assert accepted_limit(1, 1, 8, steps=10) == 24
     assert accepted_limit(0, 0, 8, steps=10) == 8
     assert accepted_limit(1, 9, 8, steps=10) == 80  # nothing is sampled that no step trains on
-
-
-def test_a_discarded_group_is_replaced_and_an_accepted_one_is_not():
-    assert may_start(24, accepted_before=16, discarded_since=0) == 8
-    assert may_start(24, accepted_before=16, discarded_since=3) == 11
-
-
-def test_the_finished_groups_that_wait_fill_one_buffer():
-    assert unacknowledged_limit(84, 16) == 6
-    assert unacknowledged_limit(80, 16) == 5
-    assert unacknowledged_limit(1, 16) == 1
 
 
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 30))

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from collected import InstantScorer, NumberedPrompts
 from fake_server import Answer, FakeServer
 
 from grpo_replay.collection.arrivals import Arrived
-from grpo_replay.collection.collector import Collector, CollectorParts
+from grpo_replay.collection.collector import Collector
 from grpo_replay.collection.messages import (
     LOGPROBS,
     TOKEN_IDS,
     Ack,
     Cancel,
+    CollectorSettings,
     Credit,
     Delivery,
     Drain,
@@ -42,17 +44,13 @@ class Harness:
         self.recipe: Recipe = resolve_recipe(
             [{"sampling": {"group_size": 2, "servers": section, "max_completion_length": 8}}]
         )
-        self.collector = Collector(
-            CollectorParts(
-                self.recipe, section["urls"], (1,), limit, NumberedPrompts(),
-                lambda ids: " ".join(map(str, ids)), self.scorer, self.received.append,
-            )
-        )  # fmt: skip
+        self.limit = limit
 
     def run(self, scenario, seconds: float = 20.0) -> None:
         """Run the collector and a coroutine function that plays rank 0, then stop."""
 
         async def both() -> None:
+            self.collector = self.make()
             work = asyncio.create_task(self.collector.run())
             play = asyncio.create_task(scenario())
             done, _ = await asyncio.wait([work, play], return_when=asyncio.FIRST_COMPLETED)
@@ -65,8 +63,16 @@ class Harness:
 
         asyncio.run(asyncio.wait_for(both(), seconds))
 
-    def greet(self, outstanding=(), cursor=0, credit: int | None = None, version=0) -> None:
-        self.collector.handle(Hello("run", list(outstanding), cursor, version))
+    def make(self) -> Collector:
+        urls = self.recipe.sampling.servers.urls
+        return Collector(
+            CollectorSettings(self.recipe, "run", urls, (1,), self.limit, Path("log")),
+            NumberedPrompts(), lambda ids: " ".join(map(str, ids)), self.scorer,
+            self.received.append,
+        )  # fmt: skip
+
+    def greet(self, outstanding=(), cursor=0, credit: int | None = None) -> None:
+        self.collector.handle(Hello(list(outstanding), cursor))
         self.collector.handle(Credit(credit))
 
     def groups(self) -> list[Group]:
@@ -281,7 +287,7 @@ def test_a_server_that_is_being_updated_when_a_request_fails_is_used_again(serve
     harness = Harness([server])
 
     async def scenario():
-        harness.greet(credit=1, version=0)
+        harness.greet(credit=1)
         await asyncio.sleep(0.3)
         assert harness.groups() == []
         server.label = "run/1"
@@ -385,9 +391,9 @@ def test_a_group_that_waits_for_its_verdicts_alone_is_not_cancelled(server):
 def test_a_server_whose_version_is_too_old_gets_no_requests_until_it_is_updated(pair):
     """With `run.sync_every_steps`, or while the others are updated first."""
     harness = Harness(pair)
-    collector = harness.collector
 
     async def scenario():
+        collector = harness.collector
         harness.greet()
         await harness.until(lambda: all(each.served for each in pair))
         pair[0].label = "run/3"
@@ -419,6 +425,20 @@ def test_a_stalled_verifier_delays_its_group_and_nothing_else(server):
 
     harness.run(scenario)
     harness.check_balance()
+
+
+def test_an_error_of_what_runs_beside_ends_the_collector(server):
+    """Otherwise one that reads no more commands would go on with its heartbeat."""
+
+    async def take_commands() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("a prompt that is not there")
+
+    async def run() -> None:
+        await Harness([server]).make().run(take_commands(), asyncio.sleep(60))
+
+    with pytest.raises(ValueError, match="a prompt that is not there"):
+        asyncio.run(run())
 
 
 def test_a_drain_closes_the_books(server):

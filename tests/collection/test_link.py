@@ -18,11 +18,11 @@ from grpo_replay.collection.link import (
     SILENCE_SECONDS,
     START_SECONDS,
     CollectorGone,
-    CollectorSettings,
     Link,
     collector_environment,
 )
 from grpo_replay.collection.messages import (
+    CollectorSettings,
     Credit,
     Delivery,
     Failure,
@@ -65,7 +65,7 @@ def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path):
     server = FakeServer()
     server.label, server.tokens = "run/0", [3, 1]
     link = Link(settings(server.url, tmp_path))
-    link.send(Hello("run", [(0, 2)], 5, 0))
+    link.send(Hello([(0, 2)], 5))
     link.send(Credit(2))
     groups: list[Group] = []
     deadline = time.monotonic() + 120

@@ -1,6 +1,5 @@
 """The collector's process: what ends it."""
 
-import asyncio
 import json
 import shutil
 import sys
@@ -12,28 +11,8 @@ import pytest
 import zmq
 
 from grpo_replay.collection import collector_process as worker
-from grpo_replay.collection.collector_process import _until_the_first_ends
 from grpo_replay.collection.messages import Delivery, Failure, Report, decode_delivery
 from grpo_replay.errors import RecipeError
-
-
-def test_an_error_in_any_task_ends_all_and_reaches_the_caller():
-    """Otherwise a collector that reads no more commands would go on with its heartbeat."""
-    cancelled = []
-
-    async def run() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.append("run")
-
-    async def take_commands() -> None:
-        await asyncio.sleep(0)
-        raise ValueError("a prompt that is not there")
-
-    with pytest.raises(ValueError, match="a prompt that is not there"):
-        asyncio.run(_until_the_first_ends(run(), take_commands()))
-    assert cancelled == ["run"]
 
 
 def run_main(monkeypatch, tmp_path: Path, collect) -> tuple[int, list[Delivery]]:

@@ -196,6 +196,10 @@ REFUSED = {
     ),
     "asynchronous, log-probs recomputed": (["run.mode=async"], "behavior_logprobs"),
     "asynchronous, no server": (ASYNCHRONOUS[:2], "sampling.backend vllm_server"),
+    "a server twice": (
+        ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1, http://a:1/]"],
+        "more than once",
+    ),
     "weights by another way": (
         ["sampling.servers.weight_transfer=nccl"],
         "weight_transfer.*folder",

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-from grpo_replay.collection.collector import Collector, CollectorParts
-from grpo_replay.collection.link import CollectorGone, CollectorSettings
+from grpo_replay.collection.collector import Collector
+from grpo_replay.collection.link import CollectorGone
 from grpo_replay.collection.messages import (
+    CollectorSettings,
     Command,
     Delivery,
     Report,
@@ -38,13 +39,8 @@ class ThreadedLink:
         ThreadedLink.made.append(self)
 
     async def _make(self) -> Collector:
-        return Collector(
-            CollectorParts(
-                self._settings.recipe, self._settings.urls, self._settings.stop_token_ids,
-                self._settings.unacknowledged_limit, type(self).prompts, lambda ids: str(ids),
-                type(self).scorer(), self._accept,
-            )
-        )  # fmt: skip
+        kind = type(self)
+        return Collector(self._settings, kind.prompts, str, kind.scorer(), self._accept)
 
     def _accept(self, delivery: Delivery) -> None:
         if not self._gone:

@@ -44,15 +44,6 @@ that is busy with hundreds of requests may answer late."""
 MAX_RETRIES = 2
 """How often a failed request is sent again, to another server if there is one."""
 
-CHECKS_PER_LIMIT = 4
-"""How often a server's progress is checked within `request_timeout_seconds`, at least."""
-LONGEST_CHECK_SECONDS = 5.0
-
-
-class Interrupted(Exception):
-    """The answer to a request is no completion of this run: the server aborted it, or held other
-    weights. It is sent again."""
-
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -232,7 +223,7 @@ class Dispatcher(Generic[J]):
         try:
             answer = await server.client.generate(job.request, self._stop_token_ids)
             completion, spans = self._read(answer, job, server.client)
-        except (Refused, Unreachable, Interrupted) as error:
+        except (Refused, Unreachable) as error:
             failure = error
         except (msgspec.DecodeError, IndexError) as error:
             raise SamplerError(
@@ -251,20 +242,19 @@ class Dispatcher(Generic[J]):
     def _read(
         self, answer: Choice, job: J, client: VllmServer
     ) -> tuple[Completion, tuple[Span, ...]]:
-        """The validated completion and its spans. Raises Interrupted, or SamplerError as
-        `build_completion` does."""
+        """The validated completion and its spans. Raises Unreachable if it was aborted or is of
+        other weights, SamplerError as `build_completion` does."""
         if answer.finish_reason == "abort":
-            raise Interrupted("the server aborted the request")
+            raise Unreachable("the server aborted the request")
         labelled = answer.weight_versions
-        versions = [client.version_of(span.version) for span in labelled]
         spans = tuple(
             (version, span.start, span.end)
-            for version, span in zip(versions, labelled, strict=True)
-            if version is not None
+            for span in labelled
+            if (version := client.version_of(span.version)) is not None
         )
         if not spans or len(spans) < len(labelled):
             labels = [span.version for span in labelled]
-            raise Interrupted(f"sampled by weights labelled {labels}, not of this run")
+            raise Unreachable(f"sampled by weights labelled {labels}, not of this run")
         completion = build_completion(
             job.request,
             answer.token_ids,
@@ -300,16 +290,18 @@ class Dispatcher(Generic[J]):
         is looked at until it has a version."""
         client = server.client
         while server.failure is not None:
+            label, error = "", ""
             try:
                 await client.check_health(HEALTH_SECONDS)
                 label = await client.weight_label(HEALTH_SECONDS)
-            except (Refused, Unreachable) as error:
-                self._lose(server, f"{server.failure}; then {error}")
-                return
+            except (Refused, Unreachable) as no_answer:
+                error = str(no_answer)
+            version = client.version_of(label)
             if server.failure is None:
                 return  # an update has ended meanwhile, well or not
-            version = client.version_of(label)
-            if version is not None:
+            if error:
+                self._lose(server, f"{server.failure}; then {error}")
+            elif version is not None:
                 self._use(server, version)
             elif label == client.prefix + UPDATING:
                 await asyncio.sleep(PROBE_SECONDS)
@@ -344,7 +336,7 @@ class Dispatcher(Generic[J]):
         tokens: float | None = None
         since = time.monotonic()  # when it was last idle, or had another count of tokens
         while True:
-            await asyncio.sleep(min(limit / CHECKS_PER_LIMIT, LONGEST_CHECK_SECONDS))
+            await asyncio.sleep(min(limit / 4, 5.0))
             found = tokens
             if server.running:
                 with contextlib.suppress(Refused, Unreachable):

@@ -40,7 +40,8 @@ _kept: dict[asyncio.AbstractEventLoop, aiohttp.TCPConnector] = {}
 
 
 class Unreachable(Exception):
-    """No complete answer: the connection failed, or the time was up."""
+    """No answer that is complete and of this run: the connection failed, the time was up, the
+    server aborted the request, or it held other weights."""
 
 
 class Refused(Exception):

@@ -23,8 +23,7 @@ from grpo_replay.engine.weights import (
     named_weights,
     refuse_problems,
 )
-from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import ServersSection
+from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening, WeightState
 from grpo_replay.sampling.server.checks import check_server
 from grpo_replay.sampling.server.dispatcher import Servers, sample
@@ -107,7 +106,7 @@ class VllmServerSampler:
         """Create a client for every server, on every rank."""
         settings = self._opening.sampling.servers
         own = {each.url: str(each.log) for each in self._launched}
-        logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(settings)))
+        logs = self._comm.broadcast_json(own or dict.fromkeys(settings.urls))
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
         self.servers = Servers(servers, settings, self._comm.world_size)
@@ -236,11 +235,3 @@ class VllmServerSampler:
             self._transfer.close()
         for server in self._launched:
             server.stop()
-
-
-def _distinct_urls(settings: ServersSection) -> list[str]:
-    plain = [url.rstrip("/") for url in settings.urls]
-    for url in plain:
-        if plain.count(url) > 1:
-            raise RecipeError(f"sampling.servers.urls names {url} more than once")
-    return plain

@@ -53,11 +53,6 @@ class LaunchedServer:
     def exited(self) -> bool:
         return self.guard.poll() is not None
 
-    def log_tail(self) -> str:
-        """The last lines that the server wrote."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-LOG_LINES:])
-
     def stop(self) -> None:
         """End the server and everything it started. May be called twice."""
         if not self.exited():
@@ -67,6 +62,13 @@ class LaunchedServer:
         with contextlib.suppress(ProcessLookupError):  # the guard has ended the others
             os.killpg(self.guard.pid, signal.SIGKILL)
         self.guard.wait()
+
+
+def log_tail(log: Path) -> str:
+    """The place of a log, and its last lines."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = text.splitlines()
+    return "\n".join([f"its log is {log}:", *lines[-LOG_LINES:]])
 
 
 def launch_servers(
@@ -150,10 +152,9 @@ def wait_until_healthy(
     for server, client in zip(launched, clients, strict=True):
         while not _is_healthy(client):
             if server.exited() or time.monotonic() > deadline:
-                how = "ended before it was" if server.exited() else f"was not within {limit:g} s"
+                how = "ended before" if server.exited() else f"took more than {limit:g} s until"
                 raise SamplerError(
-                    f"the vLLM server at {server.url} {how} ready; its log is {server.log}:\n"
-                    f"{server.log_tail()}"
+                    f"the vLLM server at {server.url} {how} it was ready; {log_tail(server.log)}"
                 )
             time.sleep(POLL_SECONDS)
 
