@@ -12,11 +12,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a time limit, in milliseconds",
     ),
     (
-        "grpo_replay/collection/intake.py",
-        "self._generated = 0", "self._generated = (1)",
-        "the first report begins the wait anew, and sets it",
-    ),
-    (
         "grpo_replay/collection/messages.py",
         "generated_tokens: int = 0", "generated_tokens: int = (1)",
         "a collector's report says the number, and nobody reads it in the empty one",
@@ -47,11 +42,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "return GroupAdvantage(mean=float(rewards[0]), std=0.0, advantages_G=None)",
         "return GroupAdvantage(mean=float(rewards[(1)]), std=0.0, advantages_G=None)",
         "all rewards are equal there",
-    ),
-    (
-        "grpo_replay/sampling/server/dispatcher.py",
-        "PROBE_TIMEOUT_SECONDS = 5.0", "PROBE_TIMEOUT_SECONDS = (6.0)",
-        "a time limit, in seconds",
     ),
     (
         "grpo_replay/replay/snapshot.py",
