@@ -356,7 +356,7 @@ def break_even(target: float, pairs: list) -> dict | None:
     ours, theirs = np.array(known).transpose(1, 0, 2)
     dearer = ours - theirs  # by seed, at μ = 0, 1, 2
     mean, seeds = dearer.mean(axis=0), len(dearer)
-    slope = mean[1] - mean[0]
+    slope = mean[1] - mean[0] if abs(mean[1] - mean[0]) > 1e-9 * theirs.max() else 0.0
     zero = -mean[0] / slope if slope else math.inf
     pays = ["always", "never"][int(slope > 0 or (slope == 0 and mean[0] >= 0))]
     inside = 0 < zero < math.inf

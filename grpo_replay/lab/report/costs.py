@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from grpo_replay.evaluation.statistics import CONFIDENCE
+from grpo_replay.evaluation.statistics import CONFIDENCE, EQUAL
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
@@ -156,7 +156,11 @@ def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     """
     if not len(spent_S22):
         return None
-    extra_S, saved_S = (spent_S22[:, 0] - spent_S22[:, 1]).T * [[1], [-1]]
+    apart_S2 = spent_S22[:, 0] - spent_S22[:, 1]
+    apart_S2[abs(apart_S2) < EQUAL * spent_S22.max()] = (
+        0.0  # straight lines between evaluations round
+    )
+    extra_S, saved_S = apart_S2.T * [[1], [-1]]
     extra, saved = float(extra_S.mean()), float(saved_S.mean())
     if extra * saved > 0:
         pays = "above" if saved > 0 else "below"

@@ -147,6 +147,7 @@ def spent(*rows):
         ((30, 15), (20, 15), "never", None),
         ((30, 16), (20, 15), "never", None),
         ((10, 10), (20, 15), "always", None),
+        ((30, 15 - 1e-12), (20, 15), "never", None),  # equal but for rounding
     ],
 )
 def test_an_arm_pays_where_it_reaches_the_accuracy_for_less(arm, base, pays, mu):
