@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.evaluation_report import (
@@ -30,9 +28,7 @@ class PairedResult:
     """B against A on one benchmark, or on the mean over benchmarks. Accuracies are fractions.
 
     Intervals are 95 % t intervals over problems (None for a single problem), those of a report;
-    `p_value` is two-sided, from sign flips of the problems' differences. `problems_better` and
-    `problems_worse` compare the fraction of correct samples; `correct_to_wrong` and
-    `wrong_to_correct` pair samples of the same problem and sample number.
+    `p_value` is two-sided, from sign flips of the problems' differences.
     """
 
     accuracy_a: float
@@ -42,10 +38,6 @@ class PairedResult:
     p_value: float
     tokens_difference: float
     tokens_difference_interval: Interval | None
-    problems_better: int
-    problems_worse: int
-    correct_to_wrong: int
-    wrong_to_correct: int
 
 
 def compare(
@@ -87,10 +79,7 @@ def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
     for name, result in a.sampled.benchmarks.items():
         k_a, k_b = result.k, b.sampled.benchmarks[name].k
         if k_a != k_b:
-            found.append(
-                f"{name}: {k_a} samples of each problem in A, {k_b} in B; lost and won count the "
-                f"first {min(k_a, k_b)}"
-            )
+            found.append(f"{name}: {k_a} samples of each problem in A, {k_b} in B")
     for package in VERIFIER_PACKAGES:
         if a.versions.get(package) != b.versions.get(package):
             found.append(
@@ -107,20 +96,12 @@ class Pair:
     name: str
     a: ProblemTable
     b: ProblemTable
-    correct_a: dict[tuple[int, int], bool]  # by problem and sample
-    correct_b: dict[tuple[int, int], bool]
 
 
 def pairs_of(a: EvaluationReport, b: EvaluationReport) -> list[Pair]:
     """The benchmarks of two comparable reports with per-sample rows."""
     return [
-        Pair(
-            name,
-            problem_table(a.samples, name),
-            problem_table(b.samples, name),
-            _correct(a.samples, name),
-            _correct(b.samples, name),
-        )
+        Pair(name, problem_table(a.samples, name), problem_table(b.samples, name))
         for name in a.sampled.benchmarks
     ]
 
@@ -129,7 +110,6 @@ def _result(pairs: Sequence[Pair]) -> PairedResult:
     """B against A on one benchmark, or on the unweighted mean over several."""
     differences = [pair.b.accuracy_N - pair.a.accuracy_N for pair in pairs]
     tokens = [pair.b.tokens_N - pair.a.tokens_N for pair in pairs]
-    flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])
     return PairedResult(
         accuracy_a=_mean(pair.a.accuracy_N for pair in pairs),
@@ -139,25 +119,9 @@ def _result(pairs: Sequence[Pair]) -> PairedResult:
         p_value=sign_flip_p_value(differences, FLIPS, rng),
         tokens_difference=_mean(tokens),
         tokens_difference_interval=difference_interval(tokens, bound=math.inf),
-        problems_better=sum(int((each > 0).sum()) for each in differences),
-        problems_worse=sum(int((each < 0).sum()) for each in differences),
-        correct_to_wrong=sum(lost for lost, _ in flips),
-        wrong_to_correct=sum(won for _, won in flips),
     )
 
 
 def _mean(columns: Iterable[np.ndarray]) -> float:
     """The mean over benchmarks of the means over problems."""
     return float(np.mean([values_N.mean() for values_N in columns]))
-
-
-def _flips(a: dict[tuple[int, int], bool], b: dict[tuple[int, int], bool]) -> tuple[int, int]:
-    both = [(a[key], b[key]) for key in a.keys() & b.keys()]
-    return both.count((True, False)), both.count((False, True))
-
-
-def _correct(samples: pa.Table, benchmark: str) -> dict[tuple[int, int], bool]:
-    """The correctness of each (problem, sample)."""
-    rows = samples.filter((pc.field("benchmark") == benchmark) & ~pc.field("greedy"))
-    columns = [rows[name].to_pylist() for name in ("problem_index", "sample", "correct")]
-    return {(problem, sample): correct for problem, sample, correct in zip(*columns, strict=True)}

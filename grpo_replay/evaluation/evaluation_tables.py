@@ -63,8 +63,8 @@ def terminal_tables(report: EvaluationReport) -> list[Table]:
 
 
 def comparison_table(results: Mapping[str, PairedResult]) -> Table:
-    """B against A: differences in points with 95 % intervals, p-values, and changed verdicts."""
-    header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "better", "worse", "lost", "won")
+    """B against A: differences with 95 % intervals, and p-values."""
+    header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "95 %")
     rows = [
         (
             name,
@@ -74,10 +74,7 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
             percent_interval(result.difference_interval),
             p_value(result.p_value),
             f"{result.tokens_difference:+,.1f}",
-            str(result.problems_better),
-            str(result.problems_worse),
-            str(result.correct_to_wrong),
-            str(result.wrong_to_correct),
+            _signed_interval(result.tokens_difference_interval),
         )
         for name, result in results.items()
     ]
@@ -86,9 +83,12 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
 
 COMPARISON_LEGEND = (
     "accuracies and differences in %, with 95 % intervals over problems; p: two-sided, from "
-    "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
-    "changed from correct to wrong and from wrong to correct."
+    "sign flips over problems; tokens: B minus A."
 )
+
+
+def _signed_interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{bounds[0]:+,.1f}, {bounds[1]:+,.1f}]"
 
 
 def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
