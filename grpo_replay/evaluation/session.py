@@ -5,8 +5,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from grpo_replay.storage.checkpoint import (
     checkpoint_name,
     list_checkpoints,
     read_json,
-    step_of,
 )
 from grpo_replay.storage.recipe_history import recipe_file
 from grpo_replay.terminal.quiet import quiet_libraries
@@ -71,14 +70,12 @@ def find_model(ckpt: str) -> ModelSource:
     if ckpt.startswith("builtin:"):
         return ModelSource(ckpt, ckpt.replace(":", "-"))
     if not path.exists():
-        if _HUB_ID.fullmatch(ckpt) and not (path.is_symlink() or path.parent.is_dir()):
+        if _HUB_ID.fullmatch(ckpt) and not path.parent.is_dir():
             return ModelSource(ckpt, path.name)
-        if _HUB_ID.fullmatch(ckpt) and path.parent.is_dir():
-            raise CheckpointError(
-                f"--ckpt {ckpt}: no such folder in {path.parent}/, which exists here; if this is a "
-                "hub id, run the command from another folder"
-            )
-        raise CheckpointError(f"--ckpt {ckpt}: no such folder, and not a hub id (owner/name)")
+        raise CheckpointError(
+            f"--ckpt {ckpt}: no such folder; it can be a hub id (owner/name) only where no folder "
+            "has the owner's name"
+        )
     if not path.is_dir():
         raise CheckpointError(
             f"--ckpt {ckpt} is a file: name the folder of a checkpoint, a run or a model"
@@ -91,10 +88,9 @@ def find_model(ckpt: str) -> ModelSource:
         return _latest(path)
     if (path / "config.json").is_file():
         return _folder(path.resolve())
-    listing = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
         f"--ckpt {ckpt} is not a checkpoint: expected a checkpoint (with model/), a run (with "
-        f"checkpoints/) or a Hugging Face folder (with config.json), found {listing}"
+        "checkpoints/) or a Hugging Face folder (with config.json)"
     )
 
 
@@ -141,14 +137,8 @@ def _latest(checkpoints: Path) -> ModelSource:
             f"{checkpoints} has no checkpoint yet (no {latest.name}): name another folder, or wait "
             "for the first checkpoint of the run"
         )
-    chosen = latest.resolve()
-    source = _checkpoint(chosen)
-    run = checkpoints.resolve().parent
-    name = checkpoint_name(source.step or 0)
-    notice = f"evaluating {name}, the latest checkpoint of {run}"
-    for other in found:
-        if (step_of(other) or 0) > (source.step or 0):
-            notice = f"evaluating {name}, which {latest} names, though {other.name} is newer"
+    source, run = _checkpoint(latest.resolve()), checkpoints.resolve().parent
+    notice = f"evaluating {checkpoint_name(source.step or 0)}, the latest checkpoint of {run}"
     return replace(source, notice=notice)
 
 
@@ -280,7 +270,7 @@ def evaluate_model(
     it needs. Completions are cached in `generations`. Errors are raised on all ranks together."""
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
-    with quiet_libraries(), _named_if_removed(source), ExitStack() as stack:
+    with quiet_libraries(), ExitStack() as stack:
         from grpo_replay.distributed.failures import run_on_main
         from grpo_replay.engine.models import load_tokenizer, resolve_model_path
         from grpo_replay.sampling.sampler_protocol import open_sampler
@@ -306,21 +296,6 @@ def evaluate_model(
             generations_folder=cache,
             on_progress=on_progress if comm.is_main else None,
         )
-
-
-@contextmanager
-def _named_if_removed(source: ModelSource) -> Iterator[None]:
-    """A context whose errors are a CheckpointError if the checkpoint is no longer there: a run that
-    goes on removes its older ones."""
-    try:
-        yield
-    except Exception as error:
-        if source.step is None or Path(source.path).exists():
-            raise
-        raise CheckpointError(
-            f"{source.path} was removed meanwhile: a run keeps only its newest checkpoints "
-            "(checkpoint.keep); start again with --ckpt RUN, which takes the newest"
-        ) from error
 
 
 def _identify(
