@@ -1,5 +1,5 @@
 """What commands print: consoles that show text of a run as text, tables, bars and progress; and
-their streams: a reader may go away, and they may be closed, full or not UTF-8."""
+their streams: a reader may go away, and they may be not UTF-8."""
 
 import codecs
 import contextlib
@@ -257,14 +257,8 @@ def guarded_stderr() -> Iterator[GuardedStream]:
 
 
 def prepare_streams() -> None:
-    """Make stdin, stdout and stderr usable for a whole command, its first act: what is closed leads
-    to /dev/null, characters that stdout lacks become `?`, and no failed write to stderr fails more
-    than that message."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode)  # noqa: SIM115  # gets the number of the closed one
-            os.set_inheritable(nowhere.fileno(), True)
-            setattr(sys, name, nowhere)
+    """Prepare stdout and stderr for a whole command, its first act: characters that stdout lacks
+    become `?`, and no failed write to stderr fails more than that message."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     sys.stderr = cast(TextIO, GuardedStream(sys.stderr, may_fail=True))
