@@ -114,18 +114,15 @@ class TrainOptions:
     no_code: bool = code_refused()
     num_processes: int | None = option("Ranks per node. Overrides engine.num_processes.", min=1)
     dry_run: bool = flag(
-        "Would it start? Memory, disk, tokens; hours with --from-run or --sample. Starts nothing.",
+        "Would it start? Memory, disk, tokens. Starts nothing.",
         "--dry-run",
     )
     sample: int | None = option(
         "With --dry-run: a first look at this many groups of the first step: success, signal, "
-        "lengths, hours. Loads the model.",
+        "lengths, seconds a step. Loads the model.",
         min=1,
     )
     gpu_memory_gib: float | None = option("With --dry-run: memory of each GPU, in GiB.", min=1)
-    from_run: str | None = option(
-        "With --dry-run: lengths, survival and speed of this run, for hours.", metavar="DIR"
-    )
     nodes: int | None = option("With --dry-run: number of such nodes.", min=1)
     as_json: bool = json_wanted()
 

@@ -16,7 +16,7 @@ from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
 
-_OF_DRY_RUNS = ("sample", "gpu_memory_gib", "from_run", "nodes", "as_json")
+_OF_DRY_RUNS = ("sample", "gpu_memory_gib", "nodes", "as_json")
 
 
 def run(options: TrainOptions) -> int:
@@ -50,10 +50,10 @@ def run(options: TrainOptions) -> int:
 
 
 def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
-    from grpo_replay.cli.dry_run_display import run as report
+    from grpo_replay.lab.dry_run.dry_run_display import run as report
 
     return report(
-        recipe, options.as_json, options.gpu_memory_gib, options.output_dir, options.from_run,
+        recipe, options.as_json, options.gpu_memory_gib, options.output_dir,
         [recipe.engine.num_processes] * (options.nodes or 1), options.sample, options.resume,
     )  # fmt: skip
 

@@ -255,9 +255,7 @@ class Intake:
         self._link.close()
         self._start_collector(version)
 
-    def wait(
-        self, is_ready: Callable[[], bool], stop: StopToken, version: int
-    ) -> bool:
+    def wait(self, is_ready: Callable[[], bool], stop: StopToken, version: int) -> bool:
         """Poll until `is_ready`; False if a stop was requested first.
 
         Not endless: raises ServersLost if no server is left, as one is that is gone or generates

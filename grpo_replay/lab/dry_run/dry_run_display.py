@@ -10,12 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
-from grpo_replay.lab.dry_run.estimates import Known
-from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import warn_of_gaps
-from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
 from grpo_replay.terminal.console import open_console, print_json, printable
 
@@ -45,19 +40,16 @@ def run(
     as_json: bool = False,
     gpu_memory_gib: float | None = None,
     output_dir: str | None = None,
-    from_run: str | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
     resume: bool = False,
 ) -> int:
     """Print what the recipe needs; returns 0 if nothing was found that would stop the run, else
     the exit code that it would end with, 2 or 3. With an `output_dir`, whether the run may begin
-    there, or go on, is checked too; one that goes on has the lengths, survival and speed that it
-    measured, unless `from_run` is another."""
+    there, or go on, is checked too."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
-    known = _known(from_run, output_dir if resume else None)
     of_folder = resume if output_dir else None
-    report = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample, of_folder)
+    report = dry_run(recipe, gpu_memory_gib, place, ranks_of_nodes, sample, of_folder)
     code: int = report["exit_code"]
     if as_json:
         print_json(report)
@@ -68,8 +60,9 @@ def run(
     _print_tables(console, report)
     _print_sentences(console, report, "unchecked", "yellow")
     _print_sentences(console, report, "assumptions", "dim")
-    for line in _hints(report):
-        console.print(f"[dim]hint[/]: {line}")
+    if report["hardware"]["assumed"]:
+        other = "--gpu-memory-gib, --num-processes (on each node) and --nodes"
+        console.print(f"[dim]hint[/]: other machines with {other}")
     for line in _verdict(report):
         console.print(line)
     return code
@@ -84,7 +77,7 @@ def _print_tables(console: Console, report: Mapping[str, Any]) -> None:
     if report["prompt"] is not None:
         console.print(f"[bold]first prompt[/]: {_excerpt(report['prompt'])}")
     if report["first_look"] is not None:
-        console.print(_look_table(report["first_look"], report["time"]))
+        console.print(_look_table(report["first_look"], report["step"]["seconds"]))
         for line in _example(report["first_look"]["example"]):
             console.print(line)
 
@@ -113,35 +106,6 @@ def _example(example: Mapping[str, Any]) -> Iterable[str]:
     yield f"[bold]its completion[/]: {_excerpt(example['completion'])}"
     reward = "no reward" if example["reward"] is None else f"reward {example['reward']:+.2f}"
     yield f"[bold]its verdict[/]: {example['verdict']}, {reward}"
-
-
-def _hints(report: Mapping[str, Any]) -> Iterable[str]:
-    if report["time"]["hours"] is None:
-        yield "hours come with --from-run DIR, a finished run, or --sample N, a first look"
-    if report["hardware"]["assumed"]:
-        yield "other machines with --gpu-memory-gib, --num-processes (on each node) and --nodes"
-
-
-def _known(from_run: str | None, resumed: str | None) -> Known | None:
-    """What the run of `from_run` tells, or else the one that is `resumed`; None if neither is named
-    or the second has measured nothing yet."""
-    if from_run is not None:
-        return _measured(from_run)
-    try:
-        return None if resumed is None else _measured(resumed)
-    except SnapshotError:
-        return None
-
-
-def _measured(run: str) -> Known:
-    """What a finished run tells."""
-    source = open_source(run)
-    warn_of_gaps(source)
-    estimates = estimate_from_run(source)
-    names = ("survival", "completion_tokens", "prompt_tokens")
-    found = {name: getattr(estimates, name) for name in names}
-    measured = {name: value for name, value in found.items() if value is not None}
-    return Known(measured, measured_speed(source))
 
 
 def _headline(report: Mapping[str, Any]) -> Iterable[str]:
@@ -177,7 +141,8 @@ def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
     return table
 
 
-def _look_table(look: Mapping[str, Any], time: Mapping[str, Any]) -> Table:
+def _look_table(look: Mapping[str, Any], seconds: float | None) -> Table:
+    shown = "unknown: nothing was trained on" if seconds is None else f"{seconds:,g}"
     bounds = look["success_interval"]
     spread = "" if bounds is None else " [{:.1%}, {:.1%}] at 95 %".format(*bounds)
     rows = [
@@ -185,7 +150,7 @@ def _look_table(look: Mapping[str, Any], time: Mapping[str, Any]) -> Table:
         ("groups with signal", f"{look['signal']} of {look['groups']}"),
         ("tokens of a completion", f"{look['completion_tokens']:.1f}"),
         ("cut off at the limit", f"{look['cut_off']:.1%}"),
-        ("seconds a step, about", _seconds_of_step(time)),
+        ("seconds a step, about", shown),
     ]
     return _facts(f"First look: {look['groups']} groups of the first step", rows)
 
@@ -198,13 +163,6 @@ def _facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _seconds_of_step(time: Mapping[str, Any]) -> str:
-    if time["hours"] is None:
-        return "unknown: nothing was trained on"
-    seconds = time["hours"] * 3600 / time["steps"]
-    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _step_table(report: Mapping[str, Any]) -> Table:
@@ -224,7 +182,6 @@ def _step_table(report: Mapping[str, Any]) -> Table:
     if storage["checkpoint_gib"] is not None:
         sizes = f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"
         rows.append(("one checkpoint / all kept, GiB", sizes))
-    rows += _time_rows(report["time"])
     for key, label in (
         ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
         ("sampler_host_gib_per_rank", "sleeping sampler in host memory, GiB per rank"),
@@ -232,17 +189,6 @@ def _step_table(report: Mapping[str, Any]) -> Table:
         if storage[key]:
             rows.append((label, str(storage[key])))
     return _facts("One step", [*rows, *_sampler_rows(report)])
-
-
-def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    if time["hours"] is None:
-        return
-    parts = ("generation", "training", "other")
-    seconds = " / ".join(f"{time[f'{part}_seconds_per_step']:g}" for part in parts)
-    yield "seconds: generation / training / other, expected", seconds
-    gpu_hours = "" if time["gpu_hours"] is None else f" / {time['gpu_hours']:,g}"
-    what = "hours" if time["gpu_hours"] is None else "hours / GPU-hours"
-    yield f"{what} for all {time['steps']:,} steps, expected", f"{time['hours']:,g}{gpu_hours}"
 
 
 def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -2,8 +2,8 @@
 overrides it would.
 
 Nothing is started and no weights are read, unless a first look is asked for. `start_checks` looks
-at the parts of the recipe, `planner` at the device of one rank, `estimates` at tokens and hours,
-`first_look` at a few groups of the first step.
+at the parts of the recipe, `planner` at the device of one rank, `estimates` at tokens, `first_look`
+at a few groups of the first step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,11 @@ from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
     Expected,
     Known,
-    Speed,
     describe_replay,
     describe_step,
     describe_storage,
-    describe_time,
     expected_of,
+    seconds_of_step,
 )
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
@@ -48,7 +47,6 @@ def dry_run(
     recipe: Recipe,
     gpu_memory_gib: float | None = None,
     output_dir: Path = DEFAULT_OUTPUT,
-    known: Known | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
     resume: bool | None = None,
@@ -67,7 +65,7 @@ def dry_run(
     """
     from grpo_replay.lab.dry_run.start_checks import check_disk_space
 
-    sampling, findings, known = recipe.sampling, Findings(), known or Known()
+    sampling, findings, known = recipe.sampling, Findings(), Known()
     machines = find_machines(
         recipe.engine.device,
         ranks_of_nodes or [recipe.engine.num_processes],
@@ -139,7 +137,7 @@ def _advice(
 def _try_look(
     recipe: Recipe, sample: int | None, plan: MemoryPlan | None, known: Known, findings: Findings
 ) -> tuple[FirstLook | None, Known]:
-    """The first look, and what is known with it: what a finished run measured goes before."""
+    """The first look, and what is known with it."""
     if sample is None:
         return None, known
     if findings.exit_code or (plan is not None and not plan.fits):
@@ -156,8 +154,7 @@ def _try_look(
     except GrpoReplayError as error:
         findings.refuse(error)
         return None, known
-    measured = {**(seen.measured or {}), **(known.measured or {})}
-    return look, replace(known, measured=measured, speed=known.speed or seen.speed)
+    return look, replace(known, measured=seen.measured, speed=seen.speed)
 
 
 def _figures(
@@ -167,20 +164,16 @@ def _figures(
     machines: Machines,
     findings: Findings,
 ) -> dict[str, dict[str, Any]]:
-    """The sections step, replay, storage and time; what they assume is added to the findings."""
+    """The sections step, replay and storage; what they assume is added to the findings."""
     expected = expected_of(recipe, known.measured, known.prompt_tokens)
     step = describe_step(recipe, expected)
     stored = describe_replay(recipe, expected)
     storage = describe_storage(recipe, stored, expected)
     storage |= _checkpoint_sizes(plan, recipe.checkpoint.keep, bool(recipe.eval.benchmarks))
     findings.assumptions += _assumptions(expected, recipe.sampling, machines)
-    if known.speed is not None:
-        findings.assumptions.append(_describe_speed(known.speed, machines, recipe.sampling))
-    time = describe_time(
-        recipe, step, stored["first_replay_step"], expected, known.speed, machines.total_ranks,
-        machines.on_cuda,
-    )  # fmt: skip
-    return {"step": step, "replay": stored, "storage": storage, "time": time}
+    speed, overlaps = known.speed, recipe.run.is_async
+    seconds = None if speed is None else seconds_of_step(step, speed, overlaps)
+    return {"step": {**step, "seconds": seconds}, "replay": stored, "storage": storage}
 
 
 def _has_gpus(machines: Machines) -> bool:
@@ -258,16 +251,3 @@ def _assumptions(
             stay = ", which stay while it sleeps" if sampling.vllm.enable_sleep_mode else ""
             vllm = f", {graphs}0.5 GiB for vLLM's buffers{stay}"
         yield f"1 GiB for CUDA's context and NCCL{vllm}"
-
-
-def _describe_speed(speed: Speed, machines: Machines, sampling: SamplingSection) -> str:
-    what = "GPU" if machines.on_cuda else "process"
-    gpus = sampling.server_gpus
-    servers = f", {gpus} more for servers" if gpus else ""
-    same = speed.measured_on in (None, gpus or machines.total_ranks)
-    linear = "" if same else f", however many {what}s there are"
-    return (
-        f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
-        f"by each {what}{linear} ({speed.source}){servers}; evaluations and checkpoints are not "
-        "counted"
-    )

@@ -1,13 +1,9 @@
-"""What a run is expected to do: rollouts and tokens of a step, its buffer and files, and its hours.
+"""What a run is expected to do: rollouts and tokens of a step, its buffer and files.
 
 Before the first run, the papers' models are assumed. Paper A: survivors of the zero-variance filter
 out of 256 rollouts, and lengths. Paper B: μ, the cost of generating one rollout divided by the cost
 of training on it once. The dry run and `plan` make the same assumptions, and both take what a
 finished run measured instead.
-
-Hours are the tokens of all steps over a speed that a finished run or a first look measured. Counted
-are generation, by the rank or server that samples most, the updates and the rest of a step; not
-evaluation and checkpoints.
 """
 
 import math
@@ -225,74 +221,30 @@ def _mib(size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Completion tokens per second of one GPU (on a CPU, of one rank or server), the seconds of the
-    rest of a step, and where they were measured. `measured_on` is the number of GPUs that generated
-    there, if known."""
+    """Completion tokens per second of this process, and the seconds of the rest of a step."""
 
     generated: float
     trained: float
     other_seconds: float
-    source: str
-    measured_on: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a finished run or a first look measured: fields of `Expected`, and a speed.
-    `prompt_tokens` is the mean of the prompts, if they were read."""
+    """What a first look measured: fields of `Expected`, and a speed. `prompt_tokens` is the mean of
+    the prompts, if they were read."""
 
     measured: Mapping[str, float] | None = None
     speed: Speed | None = None
     prompt_tokens: float | None = None
 
 
-def describe_time(
-    recipe: Recipe,
-    step: Mapping[str, Any],
-    first_replay_step: int | None,
-    expected: Expected,
-    speed: Speed | None,
-    ranks: int,
-    on_gpus: bool,
-) -> dict[str, Any]:
-    """Seconds of a step and hours of the run; None where no speed is known."""
-    steps, sampling = recipe.run.steps, recipe.sampling
-    if speed is None:
-        return {"steps": steps, "hours": None, "gpu_hours": None, "speed_is": None}
-    rollouts = _busiest(recipe, step["generated_rollouts"], ranks)
-    generation = rollouts * (expected.completion_tokens / speed.generated)
-    per_trained = expected.completion_tokens / speed.trained / ranks
-    survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
-    early = steps if first_replay_step is None else min(steps, first_replay_step - 1)
-    both = max if recipe.run.is_async else sum  # sampling goes on while the trainer works
-    seconds = sum(
-        count * (both((generation, rollouts * per_trained)) + speed.other_seconds)
-        for count, rollouts in ((early, survivors), (steps - early, trained))
-    )
-    hours, gpus = seconds / 3600, ranks + sampling.server_gpus
-    return {
-        "steps": steps,
-        "hours": _significant(hours),
-        "gpu_hours": _significant(hours * gpus) if on_gpus else None,
-        "generation_seconds_per_step": _significant(generation),
-        "training_seconds_per_step": _significant(trained * per_trained),
-        "other_seconds_per_step": _significant(speed.other_seconds),
-        "generated_tokens_per_second": _significant(speed.generated),
-        "trained_tokens_per_second": _significant(speed.trained),
-        "speed_is": speed.source,
-    }
-
-
-def _busiest(recipe: Recipe, generated: float, ranks: int) -> float:
-    """Rollouts of a step per GPU of the rank or server that samples most: each takes whole ones.
-    Servers of an asynchronous run do not wait for a step, so they share evenly."""
-    sampling = recipe.sampling
-    if sampling.collection.replay_journal is not None:
-        return 0.0
-    share = generated / (sampling.servers_used or ranks)
-    if not recipe.run.is_async:
-        share = math.ceil(share)
-    return share / sampling.gpus_per_server if sampling.servers_used else share
+def seconds_of_step(step: Mapping[str, Any], speed: Speed, overlaps: bool) -> float:
+    """Seconds of a step of `describe_step`, without evaluation and checkpoints. In an asynchronous
+    run generation and updates overlap."""
+    generation = step["generated_tokens_expected"] / speed.generated
+    training = step["trained_tokens_expected"] / speed.trained
+    both = max(generation, training) if overlaps else generation + training
+    return _significant(both + speed.other_seconds)
 
 
 def _significant(value: float) -> float:

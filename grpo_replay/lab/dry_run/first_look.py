@@ -132,7 +132,6 @@ def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
         metrics["cost/generated_tokens"] / generating,
         metrics["cost/trained_tokens"] / training,
         (metrics["step_time"] - generating - training) / share,
-        "measured in the first look",
     )
 
 

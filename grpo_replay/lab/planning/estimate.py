@@ -7,7 +7,6 @@ about e^v (exactly, if the log-ratio is normal and the weights have mean 1), and
 its gradient is multiplied by that.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.dry_run.estimates import Speed
 from grpo_replay.lab.inspection.buffer_summary import AgeOutcome
 from grpo_replay.lab.inspection.compute import outcomes_by_age
 from grpo_replay.lab.inspection.rollout_columns import iter_columns, list_lengths
@@ -88,41 +86,6 @@ def estimate_from_run(source: Source, mu_needed: bool = False) -> RunEstimates:
         growth_points=tuple((age, value) for age, value, _ in points),
         growth_draws=sum(outcomes[age].uses for age, _, _ in points),
     )
-
-
-def measured_speed(source: Source) -> Speed | None:
-    """Completion tokens per second of one GPU of the run (on a CPU, of one rank or server), and the
-    seconds of a step beside them; None if the run did not log these times."""
-    names = ("cost/generated_tokens", "cost/generation_seconds", "cost/trained_tokens",
-             "cost/training_seconds", "step_time")  # fmt: skip
-    lines = [line for line in source.metrics if all(line.get(name) is not None for name in names)]
-    generated, generating, trained, training, whole = (
-        sum(line[name] for line in lines) for name in names
-    )
-    if generating <= 0 or training <= 0 or trained <= 0:
-        return None
-    ranks = samplers = _ranks(source)
-    recipe, seconds = source.recipe, generating + training
-    if recipe is not None and recipe.sampling.servers_used:
-        samplers = recipe.sampling.server_gpus
-        if recipe.run.is_async:  # they overlap; generation is of all servers' GPUs, per rank
-            generating *= ranks / samplers
-            seconds = max(generating, training)
-    return Speed(
-        generated / generating / samplers, trained / training / ranks,
-        max(0.0, whole - seconds) / len(lines), f"measured in {source.path}", samplers,
-    )  # fmt: skip
-
-
-def _ranks(source: Source) -> int:
-    """Ranks of the run, from environment.json; 1 without one."""
-    path = (source.run_dir or source.path) / "environment.json"
-    if not path.is_file():
-        return 1
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["world_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise SnapshotError(f"{path}: no world_size in it; restore it from a copy") from error
 
 
 def _total(column: Any) -> int:

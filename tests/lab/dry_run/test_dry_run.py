@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
+from grpo_replay.lab.dry_run import dry_run_display as display
 from grpo_replay.lab.dry_run import planner
 from grpo_replay.lab.dry_run import start_checks as checks
 from grpo_replay.lab.dry_run.dry_run_report import dry_run

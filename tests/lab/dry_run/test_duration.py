@@ -1,15 +1,13 @@
 """What a step is expected to be, from what a run measured."""
 
-import json
-
 import pytest
 
 from grpo_replay.lab.dry_run.estimates import (
+    Speed,
     describe_step,
     expected_of,
+    seconds_of_step,
 )
-from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.estimate import measured_speed
 from grpo_replay.recipe import load_recipe
 
 
@@ -30,24 +28,10 @@ def test_no_more_is_drawn_without_replacement_than_is_stored(words, replayed):
     assert found["trained_rollouts_expected"] == 100 + replayed
 
 
-def test_the_speed_of_a_run_is_that_of_one_of_its_ranks(runs, tmp_path):
-    lines = [json.loads(line) for line in (runs["ours"] / "metrics.jsonl").open()]
-    generated, trained, generating, training = (
-        sum(line[f"cost/{name}"] for line in lines)
-        for name in (
-            "generated_tokens", "trained_tokens", "generation_seconds", "training_seconds",
-        )
-    )  # fmt: skip
-    for line in lines:
-        both = line["cost/generation_seconds"] + line["cost/training_seconds"]
-        line["step_time"] = both + 2.5
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "environment.json").write_text('{"world_size": 2}')
-    speed = measured_speed(open_source(tmp_path))
-    assert speed.generated == pytest.approx(generated / generating / 2)
-    assert speed.trained == pytest.approx(trained / training / 2)
-    assert speed.other_seconds == pytest.approx(2.5)
-    assert measured_speed(open_source(runs["ours"])) is None  # no step_time
+@pytest.mark.parametrize(("overlaps", "seconds"), [(False, 5.5), (True, 3.5)])
+def test_the_seconds_of_a_step_are_those_of_its_tokens_and_the_rest(overlaps, seconds):
+    step = {"generated_tokens_expected": 600, "trained_tokens_expected": 800}
+    assert seconds_of_step(step, Speed(300, 266.67, 0.5), overlaps) == seconds
 
 
 def test_measured_values_replace_assumptions_and_say_so():
