@@ -88,7 +88,7 @@ class RunState:
     prompts taken so far. `reward` is what decided the rewards of the stored rollouts
     (`training.reward_watch`). `prompts` has the SHA-256 of the problems and answers
     (`prompts.prompt_set`) by the first step that had them, `base` the digest of the model that the
-    run began with (`engine.models`); earlier versions wrote neither.
+    run began with (`engine.models`).
     """
 
     step: int = 0
@@ -112,7 +112,7 @@ class RunState:
     @classmethod
     def from_json(cls, value: Any, place: Path) -> "RunState":
         names = {field.name for field in fields(cls)}
-        if not isinstance(value, dict) or not names - {"prompts", "base"} <= set(value) <= names:
+        if not isinstance(value, dict) or set(value) != names:
             raise CheckpointError(
                 f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
                 "written by another version of grpo-replay, or the file was changed"
@@ -255,8 +255,6 @@ def verify_checkpoint(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint / MANIFEST} does not list {STATE}: it was changed")
     facts = file_facts(checkpoint, _file_names(checkpoint))
     for name, expected in manifest["files"].items():
-        if name == MODEL_CARD:  # earlier versions listed it
-            continue
         found = facts.pop(name, None)
         if found is None:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} is missing")

@@ -12,10 +12,6 @@ from grpo_replay.storage.atomic import written_whole
 
 _KIND_KEY = b"grpo_replay.kind"
 _VERSION_KEY = b"grpo_replay.schema_version"
-_EXPORT = b"export"
-
-EXPORT_MARKS = {_KIND_KEY: _EXPORT, _VERSION_KEY: b"1"}
-"""Metadata of a file for other programs, which `inspect-buffer --export` wrote."""
 
 
 def write_parquet(
@@ -81,21 +77,16 @@ def refuse_nulls(path: Path, rows: pa.Table | pa.RecordBatch, never_null: Collec
 
 
 def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:
-    if marks.get(_KIND_KEY) == _EXPORT:
-        raise SnapshotError(
-            f"{path}: rollouts exported by inspect-buffer, for pandas, pyarrow or datasets; "
-            f"expected a {kind} file: give the run, its checkpoint or buffer.parquet"
-        )
     if _KIND_KEY not in marks or not marks.get(_VERSION_KEY, b"").isdigit():
         raise SnapshotError(
             f"{path}: a Parquet file, but not written by grpo-replay, or rewritten by another "
             f"program (no {_KIND_KEY.decode()} in its metadata); expected a {kind} file"
         )
     found = int(marks[_VERSION_KEY])
-    if found > version:
+    if found != version:
         raise SnapshotError(
-            f"{path}: schema version {found} is newer than this grpo-replay reads (up to "
-            f"{version}); upgrade grpo-replay"
+            f"{path}: schema version {found}, and this grpo-replay reads {version}: use the "
+            "version that wrote it (environment.json of the run)"
         )
     if marks[_KIND_KEY] != kind.encode():
         raise SnapshotError(

@@ -73,19 +73,8 @@ def recipe_file(run_dir: Path, step: int | None = None) -> Path:
 
 
 def read_recipe_file(path: Path) -> Recipe:
-    """A recipe that a run wrote. Raises RecipeError, also for one that was cut off: what is missing
-    would be read as the defaults."""
-    return _resolved(read_recipe_layer(path), path)
-
-
-def _resolved(stored: dict[str, Any], path: Path) -> Recipe:
-    recipe = resolve_recipe([stored], source=str(path))
-    if missing := [name for name in Recipe.model_fields if name not in stored]:
-        raise RecipeError(
-            f"{path}: {', '.join(missing)} missing, which a run writes: the file was cut off or "
-            "emptied; restore it from a copy"
-        )
-    return recipe
+    """A recipe that a run wrote. Raises RecipeError."""
+    return resolve_recipe([read_recipe_layer(path)], source=str(path))
 
 
 def read_history(run_dir: Path) -> RecipeHistory:
@@ -103,7 +92,7 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
     path = recipe_file(run_dir)
     try:
         stored = read_recipe_layer(path)
-        _resolved(stored, path)
+        resolve_recipe([stored], source=str(path))
     except RecipeError as error:
         raise OutputDirectoryError(
             f"{run_dir} cannot be resumed: its recipe is no longer valid: {error}"

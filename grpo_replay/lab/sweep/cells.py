@@ -17,7 +17,7 @@ from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError
 from grpo_replay.lab.sweep.sweep_file import SweepFile, value_name
 from grpo_replay.recipe import Recipe, find_recipe, load_recipe
 from grpo_replay.storage.recipe_history import differences, read_history
-from grpo_replay.storage.run_directory import RunDirectory, read_summary, refuse_newer
+from grpo_replay.storage.run_directory import RunDirectory, read_summary
 
 _load = functools.lru_cache(maxsize=None)(load_recipe)
 
@@ -148,7 +148,6 @@ def state_of(cell: Cell) -> CellState:
                 "it, or choose another --output-dir"
             )
         return CellState.NEW
-    refuse_newer(cell.folder)
     ours = cell.resolved_recipe()
     for recipe in () if cell.awaits_choice else read_history(cell.folder).recipes:
         if found := differences(recipe, ours):
