@@ -90,14 +90,6 @@ class VerifierPool:
             self._queues[affinity % len(self._queues)].append(task)
             self._wake.notify_all()
 
-    def take_back(self) -> list[Task]:
-        """The tasks that no worker has begun, which are no longer queued."""
-        with self._wake:
-            waiting = [task for queue in self._queues for task in queue]
-            for queue in self._queues:
-                queue.clear()
-        return waiting
-
     def wait_ready(self) -> None:
         """Wait until a worker is ready or cannot be started."""
         self._ready.wait()

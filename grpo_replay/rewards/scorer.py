@@ -33,11 +33,8 @@ MEMORY_LIMIT_MIB = 2048
 """Maximum memory growth of a worker process."""
 
 CACHED_ANSWERS = 20_000
-"""Maximum number of cached verdicts, by digest of (completion, answer): 4 MB when full. Enough for
+"""Maximum number of cached verdicts, by digest of (completion, answer). Enough for
 the equal completions of a step or an evaluation; those of many steps ago seldom come again."""
-
-STEP_LIMIT_SECONDS = 1800.0
-"""Longest wait for the verdicts of a step after its last completion."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +61,6 @@ class RewardScorer:
         """Reference answers seen so far that math-verify could not parse."""
         self.first_error: str | None = None
         """The first exception of a reward function, and where it was raised."""
-        self.step_limit_seconds = STEP_LIMIT_SECONDS
         self._section, self._as_verdicts = section, as_verdicts
         self._weights = [each.weight for each in section.functions]
         self._own = [function not in BUILTIN_VERIFIERS for function in functions]
@@ -75,7 +71,6 @@ class RewardScorer:
         self._pending = 0
         self._groups: dict[str, list[_Member]] = {}  # that are not complete
         self._cache: OrderedDict[bytes, _Graded] = OrderedDict()
-        self._equal: dict[Any, list[dict[str, Any]]] = {}  # answers, which many entries share
         self._pool = VerifierPool(
             functions,
             section.workers,
@@ -174,16 +169,13 @@ class RewardScorer:
         return self._failure is not None or self._pending == 0
 
     def results(self) -> dict[Hashable, Verdict]:
-        """Wait for all verdicts since the last call and return them in submission order. After
-        `step_limit_seconds` those that no worker has begun are given up, with status none.
+        """Wait for all verdicts since the last call and return them in submission order.
 
         Raises RecipeError if the reward function cannot be loaded.
         """
         self.put_incomplete()
         with self._changed:
-            if not self._changed.wait_for(self._is_settled, self.step_limit_seconds):
-                self._give_up_waiting()
-                self._changed.wait_for(self._is_settled)
+            self._changed.wait_for(self._is_settled)
             if self._failure is not None:
                 raise self._failure
             submitted, self._submitted = self._submitted, []
@@ -191,22 +183,6 @@ class RewardScorer:
         if len(verdicts) != len(submitted):
             raise ValueError("two completions were submitted for grading under one key")
         return verdicts
-
-    def _give_up_waiting(self) -> None:
-        """No reward for what no worker has begun. What is being graded ends at its own limit."""
-        given_up = [graded for members, _ in self._pool.take_back() for graded in members]
-        reason = (
-            f"{len(given_up)} of {len(self._submitted)} completions were not graded within "
-            f"{self.step_limit_seconds:g} s after the last of them and have no reward: a faster "
-            "reward function, more reward.workers"
-        )
-        logger.warning("%s", reason)
-        self.first_error = self.first_error or reason
-        for graded in given_up:
-            graded.answers = [{"status": "none", "error": reason}]
-        self._pending -= len(given_up)
-        kept = ((digest, each) for digest, each in self._cache.items() if each not in given_up)
-        self._cache = OrderedDict(kept)
 
     def wait_ready(self) -> None:
         """Wait until a worker is ready. Raises RecipeError if a function cannot be loaded."""
@@ -325,8 +301,6 @@ class RewardScorer:
             first["status"] = "correct" if is_correct else "incorrect"
         errors = (without_secrets(each["error"]) for each in answers if "error" in each)
         error = next(errors, None)
-        if self._builtin and error is None:  # a status and whether the reference was parsed
-            answers = self._equal.setdefault(repr(answers), answers)
         with self._changed:
             graded.answers = answers
             self._pending -= 1

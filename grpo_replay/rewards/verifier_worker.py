@@ -5,16 +5,22 @@ them a time limit or a crash ended.
 Started by `grpo_replay.rewards.pool`, which kills it at the time limit; the kernel kills it when
 its parent ends. What a reward function prints goes to the log.
 
-How a function of the user's is called is recognised by the names of its parameters:
+How a function of the user's is called is recognised by the names of its parameters. It may take any
+of `ONE`, which are ours and verl's, for one completion and return a number (verl: or a mapping with
+`score`):
 
-    ours    f(completion, answer, row) -> float
-    verl    compute_score(data_source, solution_str, ground_truth, extra_info) -> float
-    batch   f(completions, answers, rows) -> [float, …]
-    TRL     f(prompts, completions, **columns) -> [float, …]
+    f(completion, answer, row) -> float
+    compute_score(data_source, solution_str, ground_truth, extra_info) -> float
 
-A function may take fewer of these. All but TRL's may also take `EXTRAS`. A batch has the
-completions of one prompt, and every argument is a list. Parameters of other names need a default.
-`async def` is awaited, for all completions of a prompt at once.
+One that takes `completions` gets lists, of the completions of one prompt, and returns a list: of
+what it names of `completions`, `prompts`, `answers`, `rows` and `EXTRAS`, and TRL's columns of the
+row, by name or as `**columns`:
+
+    f(completions, answers, rows) -> [float, …]
+    f(prompts, completions, **columns) -> [float, …]
+
+Parameters of other names need a default. `async def` is awaited, for all completions of a prompt at
+once.
 """
 
 import asyncio
@@ -31,7 +37,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,12 +47,12 @@ LARGEST_SCORE = 3.4e38
 """Scores are stored in float32."""
 
 
-def open_user_function(function: str) -> tuple[Callable[[Any], Any], bool]:
+def open_user_function(function: str) -> tuple["Grader", bool]:
     """The grader of `module:function` or `file.py:function` (`named_functions`), and whether it
-    takes a list of tasks and returns a list of answers.
+    needs the completions of a prompt together.
 
-    Raises whatever the module raises, and TypeError for parameters that no form of a reward
-    function has (`Caller`).
+    Raises whatever the module raises, and TypeError for parameters that no reward function has
+    (`Caller`).
     """
     call = Caller(load_function(function), function.rpartition(":")[2])
 
@@ -62,15 +67,8 @@ def open_user_function(function: str) -> tuple[Callable[[Any], Any], bool]:
             raise ValueError(f"{function} returned {value}, expected a finite float32 number")
         return {"status": "scored", "reward": float(value)}
 
-    def each_alone(value: Any) -> dict[str, Any]:
-        try:
-            return answer(value)
-        except Exception as error:  # the other completions of the prompt have their rewards
-            return failure(error)
-
-    if call.takes_many:
-        return lambda tasks: [each_alone(value) for value in call(tasks)], True
-    return lambda task: answer(call([task])[0]), False
+    each_alone = _each_alone(answer)
+    return lambda tasks: each_alone(call(tasks)), call.takes_many
 
 
 def source_digest(function: str) -> str:
@@ -105,32 +103,23 @@ Task = Mapping[str, Any]
 """What a worker gets for a completion: `text`, `answer`, `row` and `EXTRAS`."""
 
 EXTRAS = ("truncated", "prompt", "messages", "step", "group")
+ONE = (
+    *("completion", "answer", "row", "data_source", "solution_str", "ground_truth", "extra_info"),
+    *EXTRAS,
+)
 
 ALLOWED = (
-    "f(completion, answer, row), a batch's f(completions, answers, rows), verl's "
-    "compute_score(data_source, solution_str, ground_truth, extra_info), or TRL's f(prompts, "
-    f"completions, **columns); all but TRL's may also take {', '.join(EXTRAS)}"
+    "f(completion, answer, row), verl's compute_score(data_source, solution_str, ground_truth, "
+    "extra_info), or for lists f(completions, answers, rows) or TRL's f(prompts, completions, "
+    f"**columns); all may also take {', '.join(EXTRAS)}"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A way to call a function, told by any of its parameters `marks`. `result` makes a score of
-    what the function returns. `names` are what it may ask for; empty: any column of the row. If it
-    `is_batch`, `arguments` takes a list of tasks, and the function returns a list."""
-
-    marks: tuple[str, ...]
-    names: tuple[str, ...]
-    arguments: Callable[[Any], dict[str, Any]]
-    result: Callable[[Any], Any] = lambda value: value
-    is_batch: bool = False
-
-
 class Caller:
-    """Calls a function for completions of one prompt, in the form that its parameters name, and
-    returns its scores as they came: numbers, None, errors of single ones, or anything else.
+    """Calls a function for completions of one prompt and returns its scores as they came, one for
+    each: numbers, None, what was raised, or anything else.
 
-    Raises TypeError if it is no function, or has a parameter that no form has.
+    Raises TypeError if it is no function, or has a parameter that no reward function has.
     """
 
     def __init__(self, score: Any, name: str) -> None:
@@ -141,55 +130,72 @@ class Caller:
         except (TypeError, ValueError) as error:
             text = f"{name} shows no parameters: wrap it in a function, {ALLOWED}"
             raise TypeError(text) from error
-        form = next((each for each in FORMS if not parameters.keys().isdisjoint(each.marks)), None)
+        self._takes_lists = "completions" in parameters
         required = [each for each in parameters.values() if _is_required(each)]
-        if form is None or any(_is_unknown(each, form) for each in required):
-            allowed = () if form is None else form.names
-            unknown = [repr(each.name) for each in required if each.name not in allowed]
+        by_place = any(each.kind is each.POSITIONAL_ONLY for each in required)
+        unknown = [repr(each.name) for each in required if each.name not in ONE]
+        is_one = not {"completion", "solution_str"}.isdisjoint(parameters) and not unknown
+        if by_place or not (self._takes_lists or is_one):
             raise TypeError(
                 f"{name}{inspect.signature(score)} cannot be called: a reward function is "
                 f"{ALLOWED}, recognised by the names of its parameters; unknown: "
                 f"{', '.join(unknown) or 'all'}"
             )
-        self._score, self._name, self._form, self._parameters = score, name, form, parameters
+        self._score, self._name, self._names = score, name, set(parameters)
         self._required = [each.name for each in required]
-        collects = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        self._takes_all = not form.names and collects
-        self._is_async = inspect.iscoroutinefunction(score)
-        self.takes_many = form.is_batch or self._is_async
+        self._takes_columns = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        self.takes_many = self._takes_lists or inspect.iscoroutinefunction(score)
         """Whether the completions of a prompt are given to it together."""
 
     def __call__(self, tasks: Sequence[Task]) -> list[Any]:
-        if self._form.is_batch:
-            values = self._form.result(_awaited([self._called(tasks, tasks[0])])[0])
-            return _one_each(values, len(tasks))
-        found = _awaited([self._called(task, task) for task in tasks])
-        if not self.takes_many:
-            return [self._form.result(_raised(each)) for each in found]
-        failed = BaseException
-        return [each if isinstance(each, failed) else self._form.result(each) for each in found]
+        if not self._takes_lists:
+            given = [{k: v for k, v in _named(t).items() if k in self._names} for t in tasks]
+            found = _awaited([self._called(*each) for each in zip(given, tasks, strict=True)])
+            return [each.get("score", each) if isinstance(each, dict) else each for each in found]
+        (found,) = _awaited([self._called(self._lists(tasks), tasks[0])])
+        return [found] * len(tasks) if isinstance(found, BaseException) else _one_each(found, tasks)
 
-    def _called(self, given: Any, first: Task) -> Any:
-        arguments = self._form.arguments(given)
-        if absent := [name for name in self._required if name not in arguments]:
-            raise TypeError(
-                f"{self._name} asks for {', '.join(absent)}, but the row has "
-                f"{', '.join(first['row'])}"
-            )
-        if not self._takes_all:
-            arguments = {k: v for k, v in arguments.items() if k in self._parameters}
-        return self._score(**arguments)
+    def _called(self, given: Mapping[str, Any], first: Task) -> Any:
+        if absent := [name for name in self._required if name not in given]:
+            has = ", ".join(first["row"])
+            return TypeError(f"{self._name} asks for {', '.join(absent)}, but the row has {has}")
+        try:
+            return self._score(**given)
+        except BaseException as error:  # sys.exit of the user's code too
+            return error
+
+    def _lists(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        """What the function gets of the lists that there are."""
+        row = tasks[0]["row"]
+        of_trl = [name for name in row if name not in ("prompt", "completion")]
+        found: dict[str, Any] = {name: [each[name] for each in tasks] for name in EXTRAS}
+        found |= {"answers": [t["answer"] for t in tasks], "rows": [t["row"] for t in tasks]}
+        found |= {name: [each["row"].get(name) for each in tasks] for name in of_trl}
+        found |= {
+            "prompts": [t["prompt"] for t in tasks],
+            "completions": [t["text"] for t in tasks],
+        }
+        if isinstance(row.get("prompt"), list) and self._names.isdisjoint({"answers", "rows"}):
+            found["prompts"] = [each["row"]["prompt"] for each in tasks]
+            chats = [[{"role": "assistant", "content": text}] for text in found["completions"]]
+            found["completions"] = chats
+        wanted = self._names
+        if self._takes_columns:
+            wanted = wanted | {"prompts", "completions", *of_trl}
+        return {name: each for name, each in found.items() if name in wanted}
+
+
+def _named(task: Task) -> dict[str, Any]:
+    """What a function of one completion may name. Those of verl are None where the row has none."""
+    text, answer, row = task["text"], task["answer"], task["row"]
+    ours = {"completion": text, "answer": answer, "row": row, **{n: task[n] for n in EXTRAS}}
+    verl = {"solution_str": text, "ground_truth": answer}
+    return {**ours, **verl, **{name: row.get(name) for name in ("data_source", "extra_info")}}
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
     collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and not collects
-
-
-def _is_unknown(parameter: inspect.Parameter, form: Form) -> bool:
-    if parameter.kind is parameter.POSITIONAL_ONLY:
-        return True
-    return bool(form.names) and parameter.name not in form.names
 
 
 @cache
@@ -209,83 +215,32 @@ def _awaited(values: Sequence[Any]) -> list[Any]:
     return _loop().run_until_complete(gathered())
 
 
-def _ours(task: Task) -> dict[str, Any]:
-    own = {"completion": task["text"], "answer": task["answer"], "row": task["row"]}
-    return own | {name: task[name] for name in EXTRAS}
+def _one_each(values: Any, tasks: Sequence[Task]) -> list[Any]:
+    count = len(tasks)
+    if (
+        hasattr(values, "__len__")
+        and not isinstance(values, str | Mapping)
+        and len(values) == count
+    ):
+        return list(values)
+    error = TypeError(f"returned {values!r:.80} for {count} completions, expected as many numbers")
+    return [error] * count
 
 
-def _batch(tasks: Sequence[Task]) -> dict[str, Any]:
-    names = {"completions": "text", "answers": "answer", "rows": "row", "prompts": "prompt"}
-    names |= {name: name for name in EXTRAS}
-    return {name: [task[key] for task in tasks] for name, key in names.items()}
+Grader = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+"""Answers to the completions of a prompt."""
 
 
-def _verl(task: Task) -> dict[str, Any]:
-    return {
-        "data_source": task["row"].get("data_source"),
-        "solution_str": task["text"],
-        "ground_truth": task["answer"],
-        "extra_info": task["row"].get("extra_info"),
-        **{name: task[name] for name in EXTRAS},
-    }
+def _each_alone(answer: Callable[[Any], dict[str, Any]]) -> Callable[[list[Any]], list[Any]]:
+    """The answers of a list; one that raises is a failure, and the others have theirs."""
 
+    def tried(given: Any) -> dict[str, Any]:
+        try:
+            return answer(given)
+        except BaseException as error:  # of the user's code, sys.exit too, or of a library
+            return failure(error)
 
-def _trl(tasks: Sequence[Task]) -> dict[str, Any]:
-    """As in TRL, prompts and completions are messages if the row's `prompt` is."""
-    row, texts = tasks[0]["row"], [task["text"] for task in tasks]
-    has_messages = isinstance(row.get("prompt"), list)
-    columns = {
-        name: [task["row"].get(name) for task in tasks]
-        for name in row
-        if name not in ("prompt", "completion")
-    }
-    prompts = [task["row"]["prompt"] if has_messages else task["prompt"] for task in tasks]
-    chats = [[{"role": "assistant", "content": text}] for text in texts]
-    return {**columns, "prompts": prompts, "completions": chats if has_messages else texts}
-
-
-def _score_of_dict(value: Any) -> Any:
-    """verl's functions may return {"score": …} with further values to log."""
-    return value["score"] if isinstance(value, Mapping) and "score" in value else value
-
-
-def _raised(value: Any) -> Any:
-    if isinstance(value, BaseException):
-        raise value
-    return value
-
-
-def _one_each(values: Any, count: int) -> list[Any]:
-    if not hasattr(values, "__len__") or isinstance(values, str | Mapping) or len(values) != count:
-        raise TypeError(
-            f"returned {values!r:.80} for {count} completion{'s' * (count > 1)}, expected a list "
-            f"of {count} number{'s' * (count > 1)}"
-        )
-    return list(values)
-
-
-FORMS = (
-    Form(
-        ("solution_str",),
-        ("data_source", "solution_str", "ground_truth", "extra_info", *EXTRAS),
-        _verl,
-        _score_of_dict,
-    ),
-    Form(
-        ("answers", "rows"),
-        ("completions", "answers", "rows", "prompts", *EXTRAS),
-        _batch,
-        _raised,
-        is_batch=True,
-    ),
-    Form(("completions",), (), _trl, _raised, is_batch=True),
-    Form(("completion",), ("completion", "answer", "row", *EXTRAS), _ours),
-)
-"""The forms, in the order in which they are looked for."""
-
-
-Grader = tuple[Callable[[Any], Any], bool]
-"""Grades a completion; a list of them if the second is true."""
+    return lambda values: [tried(each) for each in values]
 
 
 def main() -> None:
@@ -308,8 +263,8 @@ def main() -> None:
         _limit_memory_growth(memory_limit_mib)
         _write(replies, {"sources": sources, "takes_many": any(many for _, many in graders)})
         for completions in map(json.loads, tasks):
-            for grader in graders:
-                _write(replies, _graded(grader, completions))
+            for grade, _ in graders:
+                _write(replies, _graded(grade, completions))
 
 
 def _die_with(parent: int) -> None:
@@ -334,24 +289,16 @@ def _write(replies: BinaryIO, message: Any) -> None:
     replies.flush()
 
 
-def _graded(grader: Grader, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    grade, takes_many = grader
-    if not takes_many:
-        return [_tried(grade, task) for task in tasks]
-    answers = _tried(grade, tasks)
-    return answers if isinstance(answers, list) else [answers] * len(tasks)
-
-
-def _tried(grade: Callable[[Any], Any], given: Any) -> Any:
+def _graded(grade: Grader, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
-        return grade(given)
-    except BaseException as error:  # of the user's code, sys.exit too, or of a library
-        return failure(error)
+        return grade(tasks)
+    except BaseException as error:  # such as sys.exit of a function of lists
+        return [failure(error)] * len(tasks)
 
 
-def _open_grader(function: str) -> Grader:
+def _open_grader(function: str) -> tuple[Grader, bool]:
     if function in BUILTINS:
-        return BUILTINS[function](), False
+        return _each_alone(BUILTINS[function]()), False
     return open_user_function(function)
 
 

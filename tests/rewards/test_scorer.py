@@ -148,21 +148,6 @@ def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
     assert sorted(arrived) == [key for key, text in enumerate(texts) if text == "ok"]
 
 
-@pytest.mark.slow
-def test_what_was_not_begun_within_the_steps_limit_has_no_reward(caplog):
-    with scorer("judge_rewards:slow", workers=1, time_limit_seconds=60.0) as opened:
-        opened.step_limit_seconds = 1.0
-        opened.wait_ready()
-        for key, seconds in enumerate(["0", "2", "0", "0"]):
-            opened.submit(key, seconds, "", {})
-        verdicts = opened.results()
-        assert [verdict.reward for verdict in verdicts.values()] == [1.0, 1.0, None, None]
-        assert [verdict.status for verdict in verdicts.values()][2:] == ["none", "none"]
-        message = "2 of 4 completions were not graded within 1 s after the last of them and have no"
-        assert message in caplog.text and message in opened.first_error
-        assert opened.score([("0", "", {})]) == [Verdict(1.0, "scored", (1.0,))]
-
-
 def test_what_a_function_prints_goes_to_the_log_escaped_and_not_without_end(caplog, capfd):
     with caplog.at_level("INFO"), scorer("judge_rewards:prints", workers=1) as opened:
         opened.score([("\x1b[31mred", "1", {}), ("line", "5000", {}), ("x" * 5_000_000, "1", {})])
