@@ -86,7 +86,9 @@ def run_all(options: argparse.Namespace, deadline: float) -> int:
         failed += result["status"] == "failed"
         reason = f": {result['reason']}" if result["reason"] else ""
         seconds, cpu = result.get("seconds", 0.0), result.get("cpu_seconds", 0.0)
-        print(f"{result['status']} in {seconds:.0f} s ({cpu:.0f} of CPU){reason}", flush=True)
+        print(f"{result['status']} in {seconds:.0f} s ({cpu:.0f} of CPU){reason}")
+        for step in result["tables"].get("steps", ()):
+            print(f"  step {step['step']}: {step['seconds']:.2f} s", flush=True)
         write_report(options.output)
     print(f"{options.output / 'report.md'}; {deadline - time.monotonic():.0f} s were left")
     return 1 if failed else 0

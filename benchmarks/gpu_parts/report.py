@@ -43,7 +43,7 @@ def peer_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name, mine in figures.items():
         theirs = figures.get(name.replace("-ours", "-trl"), {})
-        if name.endswith("-ours") and all(key in mine and key in theirs for key in RATIOS):
+        if name.endswith("-ours") and all(mine.get(key) and theirs.get(key) for key in RATIOS):
             tokens = "completion tokens of a step"
             shares = {word: mine[key] / theirs[key] for key, word in RATIOS.items()}
             rows.append({"task": name, **shares, tokens: mine[tokens], "TRL's": theirs[tokens]})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ DONE = ("ok", "failed")
 
 
 def unpack(kit: Path) -> Path:
-    """Unpacks what has come of the kit; the folder with its packages."""
+    """Unpacks what has come of the kit, and wheels that lie beside it; the folder with its
+    packages."""
     command = ["bash", str(kit / "unpack.sh"), str(kit)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     site = Path(done.stdout.split()[-1])
+    for wheel in kit.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(site)
     sys.path.insert(0, str(site))
     return site
 

@@ -22,7 +22,7 @@ from gpu_parts.sizes import GROUP, UPDATES
 from grpo_replay.training import Observer
 
 SPARE_SECONDS = 8.0
-"""A job ends with the steps that it has, if no more are left than this."""
+"""A job ends with the steps that it has, if no more are left than another step and this."""
 LIKE_TRL = (
     "replay.preset=grpo", "replay.drop_zero_variance=false", "loss.dual_clip=null",
     "optimizer.adamw.weight_decay=0",
@@ -52,7 +52,9 @@ class Steps:
         })  # fmt: skip
         context.record.table("steps", self.rows)
         self._last = time.perf_counter()
-        return len(self.rows) < context.size.steps and context.seconds_left() > SPARE_SECONDS
+        first = len(self.rows) == 1  # with the start in it
+        needed = SPARE_SECONDS + (0.0 if first else self.rows[-1]["seconds"])
+        return len(self.rows) < context.size.steps and context.seconds_left() > needed
 
     @property
     def timed(self) -> list[dict[str, Any]]:

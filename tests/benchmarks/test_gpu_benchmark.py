@@ -5,7 +5,9 @@ import contextlib
 import json
 import sys
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
 import psutil
@@ -13,6 +15,8 @@ from gpu_parts import report, runner
 from gpu_parts.devices import training_flops
 from gpu_parts.jobs import JOBS, Job
 from gpu_parts.record import Record
+from gpu_parts.sizes import TOY
+from gpu_parts.whole_steps import SPARE_SECONDS, Steps
 
 from grpo_replay.lab.dry_run.memory import ModelShape
 
@@ -62,10 +66,13 @@ def test_a_call_waits_for_the_kit_and_takes_up_what_is_not_done(tmp_path, monkey
     kit.mkdir()
     (kit / "unpack.sh").write_text(f"echo {site}\n")
     (kit / "kit.sha256").write_text("0  3-smollm2.aa\n")
+    with zipfile.ZipFile(kit / "beside-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("beside.py", "")
 
     def run_job(job, options, deadline):
         ran.append(job.name)
         record = Record(options.output, job.name, job.title, "toy")
+        record.row("steps", {"step": 1, "seconds": 2.5})
         record.finish("cut" if ran[-1] == "c-train" and ran.count("c-train") == 1 else "ok")
         return record.result
 
@@ -74,11 +81,13 @@ def test_a_call_waits_for_the_kit_and_takes_up_what_is_not_done(tmp_path, monkey
     options = gpu.parse_options(["--output", str(tmp_path / "found"), "--kit", str(kit)])
     assert gpu.run_all(options, time.monotonic() + 900) == 0
     assert ran == ["a-machine"] and "b-vllm waits for vllm" in capsys.readouterr().out
+    assert (site / "beside.py").exists()
     assert options.site == [str(site)] and options.wheels == site.parent / "kit"
     missing.clear()
     for _ in range(2):
         gpu.run_all(options, time.monotonic() + 900)
     assert ran == [*(job.name for job in JOBS), "c-train"]
+    assert "step 1: 2.50 s" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "found" / "results.json").read_text())) == len(JOBS)
 
 
@@ -92,9 +101,26 @@ def test_the_report_has_our_share_of_the_peer_s_step(tmp_path):
         record = Record(tmp_path, name, "a | step", "full")
         for figure in (*report.RATIOS, "completion tokens of a step"):
             record.figure(figure, found)
+    for name, found in (("d-0.6b-ours", 1.0), ("d-0.6b-trl", None)):
+        record = Record(tmp_path, name, "too few steps", "full")
+        record.figure("seconds of a step", found)
     report.write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| d-smollm2-ours | 0.25 | 0.25 | 0.5 | 2 |" in text and "a \\| step" in text
+
+
+def test_a_run_ends_before_a_step_that_would_not(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    left, record = [100.0], Record(tmp_path, "x", "a job", "toy")
+    context = SimpleNamespace(size=TOY, record=record, seconds_left=lambda: left[0])
+    steps = Steps(context)
+    left[0] = SPARE_SECONDS + 2
+    steps._last -= 60
+    assert steps.end(10), "the first step has the start in it"
+    assert steps.end(10)
+    steps._last -= 5
+    assert not steps.end(10)
+    assert [round(row["seconds"]) for row in record.rows("steps")] == [60, 0, 5]
 
 
 def test_the_operations_of_a_training_step_by_hand():
