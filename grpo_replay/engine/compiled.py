@@ -15,8 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_replay.engine.microbatches import MicroBatch
 from grpo_replay.engine.model_trials import OTHER_SHAPE, two_rows
-from grpo_replay.engine.policy_module import PLAIN_CHUNKS, PolicyModule, compiled_chunks
-from grpo_replay.errors import first_line
+from grpo_replay.engine.policy_module import PolicyModule, compiled_chunks
+from grpo_replay.errors import RecipeError, first_line
 from grpo_replay.recipe import Recipe
 
 MOST_GRAPHS = 64
@@ -26,6 +26,15 @@ kinds of a graph times the kinds of layers that some models alternate."""
 TRIAL_TOKENS = 2048
 """Most tokens of a row of the trial. Torch chooses how a kernel spreads over a GPU by the sizes
 that it meets first, so they should be near those of training."""
+
+
+def refuse_stage_3(compiles: bool, stage: int) -> None:
+    """Raises RecipeError for `model.compile` at ZeRO 3."""
+    if compiles and stage == 3:
+        raise RecipeError(
+            "model.compile true at ZeRO 3, which gathers the weights inside of the layers: set it "
+            "to false, or engine.zero_stage to 0, 1 or 2"
+        )
 
 
 def decoder_layers(module: PolicyModule) -> list[nn.Module]:
@@ -43,20 +52,14 @@ def compile_policy(module: PolicyModule) -> None:
         module.head.chunks = compiled_chunks()
 
 
-def undo(module: PolicyModule) -> None:
-    for layer in decoder_layers(module):
-        layer._compiled_call_impl = None
-    module.head.chunks = PLAIN_CHUNKS
-
-
 def why_not_compiled(
     module: PolicyModule,
     recipe: Recipe,
     packed: bool,
     forward: Callable[[MicroBatch], torch.Tensor],
 ) -> str | None:
-    """Compiles the policy; undoes it and returns the reason if it does not run so, or if log-probs
-    or gradients are others. `forward` returns a micro-batch's log-probs with their graph."""
+    """Compiles the policy; returns the reason if it does not run so, or if log-probs or gradients
+    are others. `forward` returns a micro-batch's log-probs with their graph."""
     layers = decoder_layers(module)
     if not layers:
         return "it has no decoder layers that transformers marks (GradientCheckpointingLayer)"
@@ -71,13 +74,11 @@ def why_not_compiled(
             compiled_C = _array(forward(batch))
         compiled = _gradient(layers[0], forward(batch))
     except Exception as error:  # of dynamo, inductor, triton, the C++ compiler
-        undo(module)
         return f"{type(error).__name__}: {first_line(error)}"
     gap = float(np.abs(compiled_C - plain_C).mean())
     other = float(np.linalg.norm(compiled - plain) / max(float(np.linalg.norm(plain)), 1e-30))
     if gap <= recipe.logprob_gap_limit and other <= OTHER_SHAPE[recipe.model.dtype]:
         return None
-    undo(module)
     return f"log-probs differ by {gap:.2g} nats, gradients by {other:.2g} of their norm"
 
 

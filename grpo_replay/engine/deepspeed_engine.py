@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
-from grpo_replay.engine.compiled import compile_policy, undo, why_not_compiled
+from grpo_replay.engine.compiled import compile_policy, refuse_stage_3, why_not_compiled
 from grpo_replay.engine.engine_state import (
     has_other_layout,
     layout_of,
@@ -75,6 +75,7 @@ class DeepSpeedEngine:
         self._recipe = recipe
         self._comm = comm
         self._stage = recipe.zero_stage(comm.world_size)
+        refuse_stage_3(recipe.model.compile, self._stage)
         self._device = device
         self._tokenizer = tokenizer
         self.notices: list[str] = []
@@ -93,7 +94,7 @@ class DeepSpeedEngine:
         self._engine = self._open_deepspeed(model)
         # Also the forward pass that some DeepSpeed versions need before the first ZeRO-3 gather.
         self._layout = self._try_out(model)
-        if recipe.compiles(device.type == "cuda", comm.world_size):
+        if recipe.model.compile:
             self._compile()
         if self._stage == 3:  # a state that is loaded next must find no gathered parameters
             self._engine.optimizer.empty_partition_cache()
@@ -153,26 +154,22 @@ class DeepSpeedEngine:
         return layout
 
     def _compile(self) -> None:
-        """Compiles the policy if it runs so, by rank 0's trial; the reference policy with it.
-        Collective. Raises ModelError if it does not, and `model.compile` is true."""
+        """Compiles the policy, and the reference policy with it. Collective. Raises ModelError on
+        all ranks if the model does not run so by rank 0's trial, else on a rank that finds it."""
         module, layout = self._engine.module, self._layout
 
         def forward(batch: MicroBatch) -> torch.Tensor:
             return module(*self._inputs(batch, layout))[0]
 
-        mine: str | None = "ZeRO 3 gathers the weights inside of its layers"
-        if self._stage < 3:
-            mine = why_not_compiled(module, self._recipe, layout.packing, forward)
-        reason = self._comm.broadcast_json(mine)
-        if reason is None and mine is None:
-            if self._reference is not None:
-                compile_policy(self._reference)
-            return
-        told = f"a model of type {self._model.config.model_type} is not compiled: {reason or mine}"
-        if self._recipe.model.compile is True or reason is None:
-            raise ModelError(f"model.compile: {told}; set it to false")
-        undo(module)
-        self.notices.append(told)
+        mine = why_not_compiled(module, self._recipe, layout.packing, forward)
+        reason = self._comm.broadcast_json(mine) or mine
+        if reason is not None:
+            raise ModelError(
+                f"model.compile true: a model of type {self._model.config.model_type} cannot be "
+                f"compiled: {reason}; set it to false"
+            )
+        if self._reference is not None:
+            compile_policy(self._reference)
 
     @property
     def adapter_parameters(self) -> int:

@@ -75,11 +75,11 @@ class ModelSection(Section):
     GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    compile: bool | Literal["auto"] = "auto"
+    compile: bool = False
     """Compile each decoder layer and the output head's log-probs with `torch.compile`, which fuses
-    norms, rotary embeddings and activations. `auto`: on a GPU at ZeRO 0 to 2, unless a trial when
-    the run opens finds that the model breaks; the first steps then wait for the compiler. ZeRO 3
-    cannot be compiled."""
+    norms, rotary embeddings and activations, at ZeRO 0 to 2. The first steps wait for the compiler.
+    What it gains on a GPU is unmeasured. A model that breaks, or has other log-probs, is refused
+    when the run opens."""
     random_init: bool | dict[str, Any] = False
     """Initialise the weights at random from the configuration, seeded by `run.seed`. No weights are
     read. A mapping replaces values of the configuration, for example `{num_hidden_layers: 2}`."""

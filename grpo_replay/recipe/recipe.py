@@ -124,12 +124,6 @@ class Recipe(Section):
             return 3
         return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
 
-    def compiles(self, on_cuda: bool, ranks: int) -> bool:
-        """Whether layers are compiled: `model.compile`, or what `auto` stands for."""
-        if self.model.compile == "auto":
-            return on_cuda and self.zero_stage(ranks) < 3
-        return self.model.compile
-
     def logprob_chunk_tokens(self, vocabulary: int) -> int:
         """Completion tokens in a chunk of the output head of a model with this many words:
         `engine.logprob_chunk_tokens`, or its default by memory."""

@@ -8,17 +8,19 @@ import torch
 from core_engine import first_gradient, make_rows, open_engine, parameters, relative
 
 from grpo_replay.engine import compiled, policy_module
-from grpo_replay.errors import ModelError
+from grpo_replay.errors import ModelError, RecipeError
 
 KINDS = {
-    "padded": {},
+    "fp32": {},
     "bf16, checkpointing": {"dtype": "bfloat16", "gradient_checkpointing": True},
     "LoRA, checkpointing": {"lora": {"r": 4}, "gradient_checkpointing": True},
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
+CHUNKED = {"zero_stage": 2, "logprob_chunk_tokens": 7}
+PLAIN = policy_module.PLAIN_CHUNKS
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def graphs(monkeypatch):
     """Graphs are captured and differentiated as ever, and run without being made faster, which
     takes a C++ compiler minutes. Returns torch's counters."""
@@ -32,17 +34,16 @@ def graphs(monkeypatch):
     policy_module.compiled_chunks.cache_clear()
 
 
-def one_update(processes, rows, compiles, model, stage=2, **sections):
+def one_update(processes, rows, compiles, model):
     """(log-probs, gradient, parameters) after one update."""
-    with open_engine(
-        processes, model=model | {"compile": compiles}, engine={"zero_stage": stage}, **sections
-    ) as engine:
-        assert not engine.notices
+    given = model | {"compile": compiles}
+    with open_engine(processes, model=given, engine=CHUNKED) as engine:
         logprobs = np.concatenate(engine.logprobs(rows))
         engine.update(rows)
         return logprobs, first_gradient(engine), parameters(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_is_uncompiled_to_rounding(processes, graphs, kind):
     rows, model = make_rows(8), KINDS[kind]
@@ -55,7 +56,8 @@ def test_compiled_is_uncompiled_to_rounding(processes, graphs, kind):
     assert relative(found[1], plain[1]) < tolerance
 
 
-def test_one_graph_serves_all_lengths(processes, graphs):
+def test_layers_and_lengths_share_their_graphs(processes, graphs):
+    """The tiny model has three layers, and one would be enough to make all graphs."""
     batch = {"max_tokens_per_microbatch": 100}
     with open_engine(processes, model={"compile": True}, batch=batch) as engine:
         engine.update(make_rows(12))
@@ -68,28 +70,60 @@ def test_one_graph_serves_all_lengths(processes, graphs):
     assert not graphs["graph_break"]
 
 
-def test_a_model_that_breaks_is_not_compiled(processes, monkeypatch):
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_the_compiled_head_is_the_plain_one_to_rounding(graphs, chunk_tokens):
+    given = np.random.default_rng(0)
+    hidden = torch.tensor(given.normal(size=(17, 8)), dtype=torch.float32)
+    targets = torch.tensor(given.integers(0, 30, 17))
+    weight = torch.nn.Linear(8, 30)
+    settings = policy_module.LogitSettings(scale=0.5, cap=20.0)
+    found = []
+    for chunks in (PLAIN, policy_module.compiled_chunks()):
+        head = policy_module.LogprobHead(weight, 0.7, chunk_tokens, settings)
+        head.chunks = chunks
+        inputs = (hidden.clone().requires_grad_(), head.weight, head.bias)
+        logprobs, entropies = head(inputs[0], targets)
+        gradients = torch.autograd.grad((logprobs * torch.arange(17)).sum(), inputs)
+        found.append([logprobs.detach(), entropies.detach(), *gradients])
+    assert graphs["stats"]["unique_graphs"]
+    for plain, other in zip(*found, strict=True):
+        assert relative(other, plain) < 1e-5
+
+
+def test_a_model_that_breaks_is_refused(processes, monkeypatch):
     def is_broken(layer, *arguments, **options):
         raise RuntimeError("no kernel for this layer")
 
     monkeypatch.setattr(torch.nn.Module, "compile", is_broken)
     with (
-        pytest.raises(ModelError, match="not compiled: RuntimeError: no kernel"),
+        pytest.raises(ModelError, match=r"model.compile true: .* RuntimeError: no kernel .* false"),
         open_engine(processes, model={"compile": True}),
     ):
         pass
 
 
-def test_other_logprobs_are_refused(processes, monkeypatch):
-    chunks = policy_module.PLAIN_CHUNKS
-
-    def wrong(*arguments):
-        logprobs_C, *others = chunks.logprobs(*arguments)
-        return logprobs_C * 1.1, *others
-
-    monkeypatch.setattr(compiled, "compiled_chunks", lambda: chunks._replace(logprobs=wrong))
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (PLAIN._replace(logprobs=lambda *a: [1.1 * each for each in PLAIN.logprobs(*a)]), "log-"),
+        (PLAIN._replace(gradient=lambda *a: (-PLAIN.gradient(*a)[0], None)), r"gradients by 2 "),
+    ],
+    ids=["log-probs", "gradients"],
+)
+def test_another_result_is_refused(processes, monkeypatch, wrong, told):
+    monkeypatch.setattr(
+        compiled, "compile_policy", lambda module: setattr(module.head, "chunks", wrong)
+    )
     with (
-        pytest.raises(ModelError, match=r"not compiled: log-probs differ by"),
-        open_engine(processes, model={"compile": True}),
+        pytest.raises(ModelError, match=rf"cannot be compiled: .*{told}"),
+        open_engine(processes, model={"compile": True}, engine=CHUNKED),
+    ):
+        pass
+
+
+def test_zero_3_is_refused(processes):
+    with (
+        pytest.raises(RecipeError, match=r"model.compile true at ZeRO 3, .* set it to false, or"),
+        open_engine(processes, model={"compile": True}, engine={"zero_stage": 3}),
     ):
         pass

@@ -48,6 +48,7 @@ def check_parts(
     """Check every part of the recipe. `known_model` is its model, or the shipped configuration
     that stands for it. Returns the prompts and the plan of the evaluations, if they could be
     read."""
+    from grpo_replay.engine.compiled import refuse_stage_3
     from grpo_replay.engine.deepspeed_engine import notices_of_precision
     from grpo_replay.engine.passed_settings import check_passed_settings
     from grpo_replay.sampling.sampler_protocol import find_stop_tokens, sampler_class
@@ -55,6 +56,7 @@ def check_parts(
 
     stage = recipe.zero_stage(machines.total_ranks)
     findings.assumptions += notices_of_precision(recipe.model.dtype, stage)
+    _attempt(lambda: refuse_stage_3(recipe.model.compile, stage), findings)
     check_devices(recipe.model, recipe.sampling, machines, findings)
     _check_engine(recipe.engine, recipe.model, recipe.sampling, machines, findings)
     for sentence in missing_trackers(recipe.tracking):

@@ -364,6 +364,7 @@ def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch, 
 PROBLEMS = {
     "engine.device=cpu model.attn_implementation=flex_attention": "attn_implementation",
     "engine.offload=optimizer engine.zero_stage=3": "offloading needs a GPU",
+    "engine.zero_stage=3 model.compile=true": "model.compile true at ZeRO 3",
     "replay.priority=nowhere.py:f": "replay.priority ",
     "advantage.estimator=nowhere.py:f": "advantage.estimator ",
     "loss.kind=nowhere.py:f": "loss.kind ",
