@@ -200,21 +200,25 @@ class DeepSpeedEngine:
 
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
         microbatches = self._microbatches(rows)
-        parts = [(each, self._logprobs_of(module, self._layout, each)) for each in microbatches]
+        computed = [self._device_logprobs(module, self._layout, each) for each in microbatches]
+        parts = zip(microbatches, on_host(computed), strict=True)
         mine = [pair for part in parts for pair in values_of_rows(*part)]
         gathered = self._comm.gather_values(list[RowValues], mine)
         return [] if gathered is None or rows is None else join_values(gathered, len(rows))
 
     @torch.no_grad()
-    def _logprobs_of(
+    def _device_logprobs(
         self,
         module: nn.Module,
         layout: Layout,
         microbatch: MicroBatch,
         through_logits: bool = False,
-    ) -> np.ndarray:
+    ) -> torch.Tensor:
         logprobs_C, _ = module(*self._inputs(microbatch, layout), through_logits=through_logits)
-        return logprobs_C.float().cpu().numpy()
+        return logprobs_C.float()
+
+    def _logprobs_of(self, *arguments: Any) -> np.ndarray:
+        return self._device_logprobs(*arguments).cpu().numpy()
 
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
         return scatter_microbatches(self._comm, rows, self._layout)
@@ -241,7 +245,7 @@ class DeepSpeedEngine:
             for index, microbatch in enumerate(microbatches):
                 self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
                 tables.append(self._backward(microbatch))
-        mine = rank_statistics(microbatches, tables)
+        mine = rank_statistics(microbatches, on_host(tables))
         gathered = self._comm.gather_values(RankStatistics, mine)
         table, padding_share = None, 0.0
         if gathered is not None:
@@ -272,8 +276,8 @@ class DeepSpeedEngine:
         randomness = stream(self._recipe.run.seed, DROPOUT_STREAM, *place)
         return self._adapters.dropout(int(randomness.integers(2**63)), self._device)
 
-    def _backward(self, microbatch: MicroBatch) -> np.ndarray:
-        """float64 [R, K] row statistics."""
+    def _backward(self, microbatch: MicroBatch) -> torch.Tensor:
+        """float64 [R, K] row statistics, on the device."""
         settings = self._recipe.loss
         logprobs_C, entropies_C = self._engine(*self._inputs(microbatch, self._layout))
         behavior_C = self._tensor(microbatch.behavior_logprobs_C)
@@ -298,8 +302,7 @@ class DeepSpeedEngine:
                 else torch.zeros_like(logprobs_C)
             )
             rows = len(microbatch.rows_R)
-            table = row_statistics(result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows)
-        return table.cpu().numpy()
+            return row_statistics(result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows)
 
     def _refuse_non_finite(self, table: np.ndarray | None, rows: Sequence[TrainRow]) -> None:
         bad = []
@@ -399,6 +402,14 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._engine.destroy()
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Their values. The host waits for the device once, after everything is queued."""
+    if not tensors:
+        return []
+    sizes = [len(each) for each in tensors]
+    return [each.numpy() for each in torch.cat(list(tensors)).cpu().split(sizes)]
 
 
 def deepspeed_config(

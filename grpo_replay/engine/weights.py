@@ -302,19 +302,20 @@ class MergedChange:
     2^-9 to 2^-8 of the weight) leaves nothing.
     """
 
-    left: float = 0.0
-    whole: float = 0.0
+    left: float | torch.Tensor = 0.0  # on the device, which the host would wait for
+    whole: float | torch.Tensor = 0.0
 
     def note(self, before: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> None:
         """Add one weight: before and merged, in fp32, and rounded."""
         change = merged - before
-        self.whole += float((change * change).sum(dtype=torch.float64))
-        self.left += float(((rounded.float() - before) * change).sum(dtype=torch.float64))
+        self.whole += (change * change).sum(dtype=torch.float64)
+        self.left += ((rounded.float() - before) * change).sum(dtype=torch.float64)
 
     @property
     def share(self) -> float | None:
         """None while the adapters change nothing."""
-        return self.left / self.whole if self.whole > 0 else None
+        whole = float(self.whole)
+        return float(self.left) / whole if whole > 0 else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
