@@ -85,6 +85,8 @@ class DeepSpeedEngine:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
+            if recipe.model.lora.r is None:  # else the first layer would be compiled apart
+                model.disable_input_require_grads()
         self._model = model
         self._adapters: LoraAdapters | None = None
         if recipe.model.lora.r is not None:

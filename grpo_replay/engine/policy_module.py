@@ -288,9 +288,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         chunks: "Chunks",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Detached, so that it shares its graph with passes without gradients.
         logprobs_C, entropies_C, log_normalizers_C = _in_chunks(
-            hidden_CH, weight_VH, bias_V, target_ids_C, settings, temperature, chunk_tokens, chunks
-        )
+            hidden_CH.detach(), weight_VH, bias_V, target_ids_C,
+            settings, temperature, chunk_tokens, chunks,
+        )  # fmt: skip
         ctx.save_for_backward(hidden_CH, weight_VH, bias_V, target_ids_C, log_normalizers_C)
         ctx.settings, ctx.temperature, ctx.chunk_tokens = settings, temperature, chunk_tokens
         ctx.chunks = chunks
