@@ -56,11 +56,11 @@ def test_compiled_is_uncompiled_to_rounding(processes, graphs, kind):
 
 
 def test_layers_and_lengths_share_graphs_that_are_plain_to_rounding(processes, graphs):
-    """The tiny model has three layers."""
+    """The tiny model has three layers, each of them with and without gradients."""
     rows = make_rows(8)
     plain = one_update(processes, rows, False, {})
     assert not graphs["stats"]
-    with open_engine(processes, model={"compile": True}, engine=CHUNKED) as engine:
+    with open_engine(processes, model={"compile": True}, engine={"zero_stage": 2}) as engine:
         found = np.concatenate(engine.logprobs(rows))
         engine.update(rows)
         assert np.abs(found - plain[0]).max() < 1e-4
@@ -69,12 +69,11 @@ def test_layers_and_lengths_share_graphs_that_are_plain_to_rounding(processes, g
         for number in (5, 7):
             engine.logprobs(rows[:number])
             engine.update(rows[:number])
-        assert graphs["stats"]["unique_graphs"] == before <= 6
+        assert graphs["stats"]["unique_graphs"] == before <= 5
     assert not graphs["graph_break"]
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 100])
-def test_the_compiled_head_is_the_plain_one_to_rounding(graphs, chunk_tokens):
+def test_the_compiled_head_is_the_plain_one_to_rounding(graphs):
     given = np.random.default_rng(0)
     hidden = torch.tensor(given.normal(size=(17, 8)), dtype=torch.float32)
     targets = torch.tensor(given.integers(0, 30, 17))
@@ -82,7 +81,7 @@ def test_the_compiled_head_is_the_plain_one_to_rounding(graphs, chunk_tokens):
     settings = policy_module.LogitSettings(scale=0.5, cap=20.0)
     found = []
     for chunks in (PLAIN, policy_module.compiled_chunks()):
-        head = policy_module.LogprobHead(weight, 0.7, chunk_tokens, settings)
+        head = policy_module.LogprobHead(weight, 0.7, 5, settings)
         head.chunks = chunks
         inputs = (hidden.clone().requires_grad_(), head.weight, head.bias)
         logprobs, entropies = head(inputs[0], targets)
