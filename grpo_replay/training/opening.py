@@ -83,11 +83,11 @@ class RunOpener:
         run_dir: RunDirectory,
         observer: Observer,
         stack: ExitStack,
-        scorer: RewardScorer | None,
-        stop: StopToken,
+        scorer: RewardScorer | None = None,
+        stop: StopToken | None = None,
     ) -> None:
         self.recipe, self.comm, self.device, self.scorer = recipe, comm, device, scorer
-        self.stop = stop
+        self.stop = stop or StopToken()
         self.run_dir, self.observer, self.stack = run_dir, observer, stack
         self.stage = recipe.zero_stage(comm.world_size)
         self.notices: list[str] = []

@@ -17,7 +17,6 @@ from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.stop import StopToken
 from grpo_replay.training.reward_watch import advice_on_cut_off
 from grpo_replay.types import Rollout
 
@@ -114,7 +113,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         scorer = stack.enter_context(RewardScorer.open(recipe.reward))
         comm, device = initialize_processes(recipe)
         run_dir, observer = RunDirectory(folder / "first-look"), Observer()
-        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer, StopToken())
+        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
         opened = opener.open(resume=False)
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()

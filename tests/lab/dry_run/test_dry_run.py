@@ -187,7 +187,7 @@ def test_an_evaluated_prompt_and_its_completion_need_room_in_the_model(tmp_path)
 
 
 @pytest.mark.parametrize(("function", "columns"), [
-    ("minerva", {"problem", "answer"}), ("own.py:score", {"problem", "answer", "level"}),
+    ("minerva", set()), ("own.py:score", {"problem", "answer", "level"}),
 ])  # fmt: skip
 def test_rows_are_read_as_by_the_run(tmp_path, monkeypatch, function, columns):
     """A built-in verifier reads no column of its own."""
