@@ -64,8 +64,9 @@ def test_every_request_gets_its_completion_and_servers_share_them(fakes):
 
 
 def test_a_failed_request_is_tried_on_the_other_server(fakes):
+    """Although that one is full for a while, and the first is well but for its requests."""
     servers = fakes(2)
-    servers[0].statuses = [500] * 100
+    servers[0].statuses, servers[1].seconds = [500] * 100, 0.1
     completions = run(make_pool(servers), 8)
     assert len(completions) == 8
     assert (servers[0].served, servers[1].served) == (0, 8)
