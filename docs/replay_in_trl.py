@@ -42,6 +42,7 @@ def main(output_dir: str, steps: int = 40) -> None:
         num_generations=8,
         max_completion_length=20,
         learning_rate=1e-4,
+        delta=10.0,
         lr_scheduler_type="constant",
         model_init_kwargs={"dtype": "float32"},
         logging_steps=20,

@@ -1,13 +1,14 @@
-"""Replay where a model calls a tool over several turns: find a number from 1 to 15 in four guesses.
+"""Replay where a model calls a tool over several turns: find a number from 1 to 15 with three questions.
 
 pip install grpo-replay trl==1.16.0
 python docs/replay_with_tools.py runs/guess              # minutes on one CPU core
 python docs/replay_with_tools.py runs/plain --plain      # the same without replay
 grpo-replay inspect-buffer runs/guess --verify
 
-The environment hides a number and answers a guess with higher, lower or yes. It owns the reward.
+The environment hides a number and answers a guess with higher, lower or yes. It owns the reward:
+1 / how many numbers are still possible, 1 for who halves the range each time.
 The model, of 80,000 parameters, has first seen games of a player who heeds every second answer.
-Nothing is downloaded. Every tenth step prints rollouts, CPU seconds and the share of games won.
+Nothing is downloaded. Every tenth step prints rollouts, CPU seconds and the mean reward.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_replay import ReplayConfig
 from grpo_replay.integrations.trl import ReplayGRPOTrainer
 
-LARGEST, GUESSES = 15, 4
+LARGEST, GUESSES = 15, 3
 WORDS = ["<pad>", "<end>", "<unk>", "<user>", "<assistant>", "<tool>", "<call>", "guess",
          "number", "higher", "lower", "yes", *map(str, range(1, LARGEST + 1))]  # fmt: skip
 TEMPLATE = (
@@ -56,7 +57,7 @@ class Guess:
 
     def reset(self, number: int, **_) -> None:
         """`number` is a column of the dataset: all completions of a group get the same."""
-        self.number, self.won = number, False
+        self.number, self.low, self.high = number, 1, LARGEST
 
     def guess(self, number: int) -> str:
         """
@@ -68,15 +69,24 @@ class Guess:
         Returns:
             The answer.
         """
-        self.won |= number == self.number
-        return answer(number, self.number)
+        said = answer(number, self.number)
+        self.low, self.high = narrowed(self.low, self.high, number, said)
+        return said
 
     def get_reward(self) -> float:
-        return 1.0 if self.won else 0.0
+        """1 / how many numbers are still possible."""
+        return 1.0 / (self.high - self.low + 1)
 
 
 def answer(guess: int, number: int) -> str:
     return "yes" if guess == number else "higher" if guess < number else "lower"
+
+
+def narrowed(low: int, high: int, guess: int, said: str) -> tuple[int, int]:
+    """The numbers that are possible after an answer."""
+    if said == "yes":
+        return guess, guess
+    return (max(low, guess + 1), high) if said == "higher" else (low, min(high, guess - 1))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -98,14 +108,14 @@ def game(rng: random.Random) -> str:
         heeds = rng.random() < 0.5
         guess = rng.randint(low, high) if heeds else rng.randint(1, LARGEST)
         said = answer(guess, number)
+        low, high = narrowed(low, high, guess, said)
         text += f"<assistant> <call> guess number {guess} <end> <tool> {said} <end> "
-        low, high = (max(low, guess + 1), high) if said == "higher" else (low, min(high, guess - 1))
         if said == "yes":
             break
     return text + "<assistant> <end>"
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 400) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 600) -> Qwen3ForCausalLM:
     """A small model after supervised training on such games, the same on every call."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -115,6 +125,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 400) -> Qwen3For
     )  # fmt: skip
     model, rng = Qwen3ForCausalLM(config), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, max(steps, 1))
     for _ in range(steps):
         texts = [game(rng) for _ in range(64)]
         batch = tokenizer(texts, padding=True, return_tensors="pt", padding_side="right")
@@ -122,30 +133,31 @@ def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 400) -> Qwen3For
         loss = model(**batch, labels=labels).loss
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     return model
 
 
 class Curve(TrainerCallback):
-    """Prints rollouts, CPU seconds and the share of games won, over the last ten steps."""
+    """Prints rollouts, CPU seconds and the mean reward, over the last ten steps."""
 
     def __init__(self, rollouts: int) -> None:
-        self.rollouts, self.won, self.began = rollouts, [], time.process_time()
+        self.rollouts, self.rewards, self.began = rollouts, [], time.process_time()
 
     def on_log(self, args, state, control, logs=None, **_) -> None:
-        self.won += [logs["reward"]] if "reward" in logs else []
-        if len(self.won) == 10:
+        self.rewards += [logs["reward"]] if "reward" in logs else []
+        if len(self.rewards) == 10:
             steps = state.global_step // 2
             print(f"{steps * self.rollouts} rollouts, {time.process_time() - self.began:.0f} s, "
-                  f"won {sum(self.won) / 10:.3f}", flush=True)  # fmt: skip
-            self.won.clear()
+                  f"reward {sum(self.rewards) / 10:.3f}", flush=True)  # fmt: skip
+            self.rewards.clear()
 
 
 SETTINGS = {
     "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 2,
     "per_device_train_batch_size": 64, "steps_per_generation": 2, "num_generations": 8,
     "gradient_accumulation_steps": 1, "gradient_checkpointing": False, "delta": 10.0,
-    "max_completion_length": 48, "max_tool_calling_iterations": GUESSES, "learning_rate": 3e-4,
+    "max_completion_length": 40, "max_tool_calling_iterations": GUESSES, "learning_rate": 1e-4,
     "lr_scheduler_type": "constant", "save_strategy": "no",
 }  # fmt: skip
 """16 numbers a step, 8 games each, in two updates."""

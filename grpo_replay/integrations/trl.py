@@ -250,7 +250,10 @@ class ReplayMixin(_Host):
         with heard(self, _get_per_token_logps_and_entropies=forwards.hear):
             loss = super().compute_loss(model, forwards.inputs, *args, **kwargs)
         forwards.trace(loss)
-        self._outcomes |= outcomes_of(inputs, forwards.made, forwards.clipped_BT)
+        # There the ratio weighs the KL term too, and has a gradient everywhere.
+        hidden = self.beta and getattr(self.args, "use_bias_correction_kl", False)
+        clipped_BT = None if hidden else forwards.clipped_BT
+        self._outcomes |= outcomes_of(inputs, forwards.made, clipped_BT)
         weight = self._weight(len(inputs[ROW]), forwards.of_tokens)
         if weight == 0:  # what TRL logs of padding
             for name, values in self._metrics["train"].items():

@@ -45,14 +45,14 @@ class Forwards:
     it with."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        watched = {name for name in ("num_items_in_batch", "ref_per_token_logps") if name in inputs}
-        self._leaves = {name: inputs[name].float().requires_grad_() for name in watched}
+        watched = ("num_items_in_batch", "old_per_token_logps")
+        self._leaves = {name: inputs[name].detach().float().requires_grad_() for name in watched}
         self.inputs = {**inputs, **self._leaves}
         self.of_tokens = False  # whether the loss divides by the tokens of the generation batch
         self.made: tuple[torch.Tensor, torch.Tensor | None] | None = None
         """Its log-probs and entropies [B, T]; None if they are of no or of several passes."""
         self.clipped_BT: torch.Tensor | None = None
-        """Where it has no gradient, its KL term aside, although the advantage is not 0."""
+        """Where the ratio has no gradient although the advantage is not 0."""
         self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def hear(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,17 +62,14 @@ class Forwards:
         return result
 
     def trace(self, loss: torch.Tensor) -> None:
-        """Costs the backward pass of the loss, not the model's. A KL term depends on reference and
-        policy by their difference: its gradients cancel."""
+        """Costs the backward pass of the loss, not the model's. A loss whose ratio has no gradient
+        at all, as cispo's, clips nothing."""
         wanted = [*self._leaves.values(), *(logprobs for logprobs, _ in self._found)]
         found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-        of_leaf = dict(zip(self._leaves, found, strict=False))
-        of_pass = found[len(of_leaf) :]
-        self.of_tokens = of_leaf["num_items_in_batch"] is not None
+        of_tokens, of_old_BT, *of_pass = found
+        self.of_tokens = of_tokens is not None
         used = [i for i, gradient in enumerate(of_pass) if gradient is not None]
         if len(used) == 1:
-            self.made, gradient_BT = self._found[used[0]], of_pass[used[0]]
-            of_reference_BT = of_leaf.get("ref_per_token_logps")
-            if of_reference_BT is not None:
-                gradient_BT = gradient_BT + of_reference_BT
-            self.clipped_BT = (gradient_BT == 0) & (self.inputs["advantages"] != 0)[:, None]
+            self.made, advantages_B = self._found[used[0]], self.inputs["advantages"]
+            idle_BT = torch.zeros_like(of_pass[used[0]]) if of_old_BT is None else of_old_BT == 0
+            self.clipped_BT = idle_BT.bool() & (advantages_B != 0)[:, None]

@@ -16,14 +16,15 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0
 import torch
 from outside_ranks import environment
 from test_trl_rows import EOS, PAD, TOKENS, batch, rollouts
-from transformers import TrainerCallback
-from trl import GRPOTrainer
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 from trl_runs import make, preset, weights_of
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
-from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
+from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _deal_all
 from grpo_replay.integrations.trl_listening import evaluating, heard
 from grpo_replay.integrations.trl_rows import Texts
 from grpo_replay.lab.inspection.source import open_source
@@ -107,6 +108,8 @@ def check_run(folder, trainer, name):
     )
 
 
+OWN = GRPOConfig.__dataclass_fields__
+WITHOUT_BIAS_CORRECTION = {name: False for name in ("use_bias_correction_kl",) if name in OWN}
 SAVES = {"save_strategy": "steps", "save_steps": 4}
 
 
@@ -223,7 +226,7 @@ def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path, loss_type
         tmp_path, ReplayConfig.preset("ours", ratio=0.3, max_age_steps=2, warmup_steps=1),
         BothLosses, per_device_train_batch_size=32,
         steps_per_generation=3, max_steps=12, beta=beta, epsilon=0.2, epsilon_high=0.28, delta=10.0,
-        loss_type=loss_type, importance_sampling_level=level, num_generations=8,
+        loss_type=loss_type, importance_sampling_level=level, **WITHOUT_BIAS_CORRECTION,
     )  # fmt: skip
     trainer.train()
     trained = [micro_batch for micro_batch in trainer.compared if micro_batch[3] > 0]
@@ -236,22 +239,50 @@ def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path, loss_type
     assert any(line["replay/rollouts"] for line in metrics(tmp_path))
 
 
-def test_the_loss_is_a_mean_over_the_tokens_that_train():
-    """Not over those of a tool: 6 of 8 here."""
+def dealt(given, trained, processes, micro_batches):
+    """(tokens of the normaliser, micro-batches) of each process, with TRL's shuffle and split."""
+    for index in range(processes):
+        trainer = SimpleNamespace(
+            _texts=Texts(["p"] * 4, ["c"] * 4, TOKENS, np.ones((4, 1))),
+            _from_main=lambda compose: (trained, rollouts(given)[0]),
+            accelerator=SimpleNamespace(num_processes=processes, process_index=index),
+            args=SimpleNamespace(steps_per_generation=micro_batches),
+            processing_class=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
+            reward_weights=torch.ones(1),
+            stored_keys={},
+        )
+        whole = ReplayMixin._replayed(trainer, given)
+        parts = split_tensor_dict(shuffle_sequence_dict(whole), micro_batches)
+        _deal_all(whole, parts)
+        weights = []
+        for part in parts:
+            rows = len(part["replay_row"])
+            weights.append((rows, ReplayMixin._weight(trainer, rows, False)))
+            trainer._micro_batches_left -= 1
+        yield whole["num_items_in_batch"].item(), parts, weights
+
+
+@pytest.mark.parametrize("rows", range(5))
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
+def test_every_row_is_dealt_once_and_has_one_weight(rows, processes, micro_batches):
+    """The loss is a mean over the tokens that train, not those of a tool: 2, 3, 4, 6 here. Ranks
+    have equally many rows in each micro-batch, and padding only where rows are missing."""
     given = batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]))
-    trained = rollouts(given)
-    trainer = SimpleNamespace(
-        _texts=Texts(["p"] * 4, ["c"] * 4, TOKENS, np.ones((4, 1))),
-        _from_main=lambda compose: (trained, trained[0]),
-        accelerator=SimpleNamespace(num_processes=1, process_index=0),
-        args=SimpleNamespace(steps_per_generation=3),
-        processing_class=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
-        reward_weights=torch.ones(1),
-        stored_keys={},
-    )
-    found = ReplayMixin._replayed(trainer, given)
-    assert found["replay_row"].tolist() == [0, 1, 2, 3]  # no row of padding
-    assert found["num_items_in_batch"] == 6
+    ranks = list(dealt(given, rollouts(given)[:rows], processes, micro_batches))
+    numbers = [part["replay_row"].tolist() for _, parts, _ in ranks for part in parts]
+    flat = [number for each in numbers for number in each]
+    assert sorted(number for number in flat if number >= 0) == list(range(rows))
+    assert flat.count(-1) == max(-rows % processes, micro_batches * processes - rows)
+    for tokens, parts, weights in ranks:
+        assert tokens == (1, 2, 3, 4, 6)[rows] and weights == ranks[0][2]
+        for part, (count, weight) in zip(parts, weights, strict=True):
+            assert len(part["completion_ids"]) == count
+            if weight:  # what a row weighs in the mean of all ranks
+                assert weight / count / processes / micro_batches == pytest.approx(1 / rows)
+    trained = [any(max(parts[i]["replay_row"]) >= 0 for _, parts, _ in ranks)
+               for i in range(micro_batches)]  # fmt: skip
+    assert [weight > 0 for _, weight in ranks[0][2]] == trained
 
 
 def test_draws_have_the_seed_of_trl(tmp_path):
@@ -407,6 +438,50 @@ def test_steps_without_a_survivor_train_on_nothing(tmp_path):
     trainer.train()
     assert [line["cost/trained_rollouts"] for line in metrics(tmp_path)] == [0, 0]
     assert weights_of(trainer) == before  # a gradient of 0, no weight decay
+
+
+def of_one_group(completions, **_):
+    """Seven of eight groups have no signal: eight rows are left of 64, four on each process."""
+    return [float(i < 8 and i % 2) for i, _ in enumerate(completions)]
+
+
+def test_what_trl_logs_is_of_real_rows_where_few_have_a_signal(tmp_path):
+    """Of 32 micro-batches 8 to 12 have a row, the others padding."""
+    trainer = make(tmp_path, preset("ours"), per_device_train_batch_size=2, max_steps=3,
+                   steps_per_generation=32, gradient_accumulation_steps=32)  # fmt: skip
+    trainer.reward_funcs = [of_one_group]
+    trainer.train()
+    log = [line for line in trainer.state.log_history if "replay/rollouts" in line]
+    for theirs, ours in zip(log, metrics(tmp_path), strict=True):
+        assert ours["cost/trained_rollouts"] in (8, 12)
+        assert theirs["entropy"] == pytest.approx(ours["entropy"], rel=0.25)
+        assert theirs["clip_ratio/region_mean"] is not None
+
+
+class Experts(ReplayGRPOTrainer):
+    """A small mixture of experts, whose auxiliary loss is in TRL's."""
+
+    def __init__(self, model, reward, args, dataset, **others):
+        config = Qwen3MoeConfig(
+            vocab_size=24, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+            num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+            num_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
+        )  # fmt: skip
+        args.model_init_kwargs = None
+        super().__init__(Qwen3MoeForCausalLM(config), reward, args, dataset, **others)
+
+
+@pytest.mark.skipif("router_aux_loss_coef" not in OWN, reason="this TRL has none")
+@pytest.mark.parametrize("signal", [False, True])
+def test_padding_does_not_balance_experts(tmp_path, signal):
+    trainer = make(tmp_path, preset("ours"), Experts, max_steps=4, router_aux_loss_coef=0.5)
+    before = weights_of(trainer)
+    trainer.reward_funcs = [
+        lambda completions, **_: [float(i % 2 and signal) for i, _ in enumerate(completions)]
+    ]
+    trainer.train()
+    assert (weights_of(trainer) == before) == (not signal)
+    assert any(line.get("aux_loss") for line in trainer.state.log_history) == signal
 
 
 class Kill(TrainerCallback):
