@@ -1,12 +1,12 @@
-"""Replay where a model calls a tool over several turns: find a number from 1 to 15 with three questions.
+"""Replay where a model calls a tool over several turns: find a number from 1 to 15.
 
 pip install grpo-replay trl==1.16.0
 python docs/replay_with_tools.py runs/guess              # minutes on one CPU core
 python docs/replay_with_tools.py runs/plain --plain      # the same without replay
 grpo-replay inspect-buffer runs/guess --verify
 
-The environment hides a number and answers a guess with higher, lower or yes. It owns the reward:
-1 / how many numbers are still possible, 1 for who halves the range each time.
+The environment hides a number and answers three guesses with higher, lower or yes. Its reward is
+1 / how many numbers are then possible: 1 for who halves the range each time.
 The model, of 80,000 parameters, has first seen games of a player who heeds every second answer.
 Nothing is downloaded. Every tenth step prints rollouts, CPU seconds and the mean reward.
 """

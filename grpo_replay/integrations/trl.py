@@ -395,20 +395,15 @@ def _deal_all(whole: Tensors, micro_batches: list[Tensors]) -> None:
 
 def _refuse(trainer: Any) -> None:
     """Raises UsageError for settings of TRL under which replay would be wrong."""
-    if problems := list(_problems(trainer, trainer.args, trainer.replay.capacity_rollouts)):
+    if problems := list(_problems(trainer, trainer.args)):
         raise UsageError("replay in TRL: " + "; ".join(problems))
 
 
-def _problems(trainer: Any, args: Any, capacity: int) -> Iterator[str]:
+def _problems(trainer: Any, args: Any) -> Iterator[str]:
     if trainer.num_iterations > 1:
         yield (
             f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "
             "and raise replay.ratio"
-        )
-    if args.generation_batch_size > capacity:
-        yield (
-            f"a step generates {args.generation_batch_size} rollouts, replay.capacity_rollouts is "
-            f"{capacity}: raise it"
         )
     aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
     if args.scale_rewards == "batch" or aggregation != "sum_then_normalize":

@@ -307,9 +307,8 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
     [
         (
             {"num_iterations": 2, "scale_rewards": "batch", "beta": 0.1, "sync_ref_model": True},
-            {"capacity_rollouts": 31},
-            ["num_iterations 2", "scale_rewards 'batch'", "sync_ref_model",
-             "replay.capacity_rollouts is 31"],
+            {},
+            ["num_iterations 2", "scale_rewards 'batch'", "sync_ref_model"],
         ),
         (
             {"multi_objective_aggregation": "normalize_then_sum", "use_adaptive_entropy": True},
@@ -317,8 +316,9 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
             ["aggregation 'normalize_then_sum'", "use_adaptive_entropy"],
         ),
         ({}, {"warmup_steps": 4}, ["replay.warmup_steps 4"]),
+        ({}, {"capacity_rollouts": 31}, ["replay.capacity_rollouts 31"]),
     ],
-    ids=["many", "others", "warm-up"],
+    ids=["many", "others", "warm-up", "capacity"],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path, changes, replay, named):
     settings = ReplayConfig.preset("ours", **{"warmup_steps": 1, **replay})
