@@ -94,6 +94,14 @@ def test_a_full_disk_is_reported_and_earlier_generations_survive(tmp_path, monke
     assert list(read_generations(tmp_path, [first, second])) == [first]
 
 
+def test_what_was_generated_before_an_interruption_is_kept(tmp_path):
+    with pytest.raises(KeyboardInterrupt), GenerationWriter(tmp_path) as writer:
+        writer.add(*generated(1))
+        raise KeyboardInterrupt
+    digest = request_digest(generated(1)[0])
+    assert list(read_generations(tmp_path, [digest])) == [digest]
+
+
 def test_sigterm_interrupts_an_evaluation_and_its_handler_is_restored(tmp_path, monkeypatch):
     """Schedulers send it; the completions so far must be kept, as after Ctrl-C."""
     before = signal.getsignal(signal.SIGTERM)
