@@ -143,7 +143,7 @@ def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
 def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(tmp_path, processes):
     """The trainer does not wait: here it is faster than the server, and trains on what is stored.
     The journal alone gives the same weights."""
-    server = FakePolicyServer(seconds=0.5)
+    server = FakePolicyServer(seconds=1.5)
     tracking = {"report_to": ["tensorboard"]}
     sections = {"replay": BUFFER_ONLY, "tracking": tracking, "run": {"steps": 12}}
     run = train_async_run(async_recipe([server.url], sections), tmp_path / "run")
