@@ -64,7 +64,7 @@ class Watched(Hearing):
         for i, row in enumerate(inputs["replay_row"].tolist()):
             if row >= 0:
                 rollout = self._batch.rollouts[row]
-                logprobs = old[i][mask[i]].numpy().tobytes()
+                logprobs = old[i][mask[i]].detach().numpy().tobytes()
                 self.seen.append((self.replay_buffer.last_step, first, rollout.rollout_id,
                                   rollout.birth_step, gaps[i], logprobs))  # fmt: skip
         return loss
