@@ -13,6 +13,7 @@ from buffer_makers import make_rollout
 from small_runs.trained import small_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.errors import ServersLost
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
@@ -180,6 +181,25 @@ def test_a_stop_during_the_last_step_ends_the_run_unless_its_evaluation_is_due(
     made.at[5] = made.stop
     assert made.train().interrupted is interrupted
     assert made.evaluated == [] and made.saved[-1][0] == 5
+
+
+@pytest.mark.parametrize("step", [0, 3, 5])
+def test_an_evaluation_without_a_server_ends_the_run_after_the_record_and_the_checkpoint(
+    tmp_path, monkeypatch, step
+):
+    made = Made(tmp_path, monkeypatch, due=(step,))
+
+    def evaluate(step):
+        raise ServersLost("none is left")
+
+    made.run.evaluation.evaluate = evaluate
+    with pytest.raises(ServersLost, match="none is left"):
+        made.train()
+    assert [line["step"] for line in made.lines()] == list(range(1, step + 1))
+    assert [each for each, _ in made.saved] == [each for each in (2, 4) if each < step] + [
+        step for _ in range(step > 0)
+    ]
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_an_evaluation_that_the_stop_did_not_wait_for_is_made_up(tmp_path, monkeypatch):
