@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import socket
 import sys
 import tempfile
 import time
@@ -145,6 +146,16 @@ def serve(ports: list[int], answers: Answers, rate: float) -> None:
     asyncio.run(run())
 
 
+def wait_for(port: int) -> None:
+    """Returns when something listens there."""
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+
+
 @contextmanager
 def servers(count: int, answers: Answers, rate: float) -> Iterator[tuple[list[str], int]]:
     """URLs of servers, and the id of their process."""
@@ -153,6 +164,7 @@ def servers(count: int, answers: Answers, rate: float) -> Iterator[tuple[list[st
     process = context.Process(target=serve, args=(ports, answers, rate), daemon=True)
     process.start()
     try:
+        wait_for(ports[-1])  # which is opened last
         yield [f"http://127.0.0.1:{port}" for port in ports], process.pid
     finally:
         process.terminate()
