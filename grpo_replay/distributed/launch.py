@@ -52,10 +52,14 @@ def launch_ranks(
     except SignalException:
         return INTERRUPTED
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        if first.exitcode < 0:
-            raise LaunchError(_killed(rank, -first.exitcode)) from None
-        return int(first.exitcode)
+        # torch knows the second of an end, not more: a rank that only lost another ends with 4.
+        rank, code = min(
+            ((rank, failure.exitcode) for rank, failure in error.failures.items()),
+            key=lambda end: end[1] == LaunchError.exit_code,
+        )
+        if code < 0:
+            raise LaunchError(_killed(rank, -code)) from None
+        return code
     finally:
         logging.disable(logging.NOTSET)
         held.release()
