@@ -14,6 +14,10 @@ from typing import Any
 _CHANGES = ((os, "rename"), (os, "replace"), (os, "unlink"), (os, "symlink"), (shutil, "rmtree"))
 
 
+PARENT = -1
+"""As a victim: the process that started the one that changes the file."""
+
+
 @dataclass(frozen=True)
 class Window:
     """Right before or after the `count`-th change with a `label`, in `folder`. Changes are noted in
@@ -68,7 +72,8 @@ class _Watch:
 
     def _kill(self, is_due: bool) -> None:
         if is_due:
-            os.kill(self.window.victim or os.getpid(), signal.SIGKILL)
+            victim = os.getppid() if self.window.victim == PARENT else self.window.victim
+            os.kill(victim or os.getpid(), signal.SIGKILL)
 
 
 def _label(folder: str, name: str, arguments: tuple[Any, ...]) -> str | None:

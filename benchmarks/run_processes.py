@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from kill_windows import Window, arm
+
+from grpo_replay.distributed import launch
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -21,6 +24,7 @@ _context.set_forkserver_preload(
 )
 # The server of the forks finds modules by this variable only (CPython 3.11).
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+_WINDOW = "KILL_WINDOW"
 
 
 class Forked:
@@ -28,11 +32,16 @@ class Forked:
     of many attempts need not wait for their import each time."""
 
     def __init__(
-        self, words: Sequence[str], log: Path, window: Window, variables: Mapping[str, str] = {}
+        self,
+        words: Sequence[str],
+        log: Path,
+        window: Window,
+        variables: Mapping[str, str] = {},
+        launches: bool = False,
     ) -> None:
-        """`words` are the arguments of `grpo-replay`, `variables` those of a rank. The attempt
-        kills itself in the `window`."""
-        arguments = (list(words), str(log), window, dict(variables))
+        """`words` are the arguments of `grpo-replay`, `variables` those of a rank. The attempt, or
+        rank 0 of those that it `launches`, kills in the `window`."""
+        arguments = (list(words), str(log), window, dict(variables), launches)
         self._process = _context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -51,14 +60,29 @@ class Forked:
         self._process.kill()
 
 
-def _run(words: list[str], log: str, window: Window, variables: dict[str, str]) -> None:
+def _run(
+    words: list[str], log: str, window: Window, variables: dict[str, str], launches: bool
+) -> None:
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ.update(variables)
-    arm(window)
+    if launches:
+        os.environ[_WINDOW] = json.dumps(asdict(window))
+        launch.launch_ranks = partial(launch.launch_ranks, program=[__file__])
+    else:
+        arm(window)
     sys.argv = ["grpo-replay", *words]
+    from grpo_replay.cli.app import main
+
+    main()
+
+
+def _run_rank() -> None:
+    """A rank that a launcher of `_run` started, with the arguments of this process."""
+    if os.environ["RANK"] == "0":
+        arm(Window(**json.loads(os.environ[_WINDOW])))
     from grpo_replay.cli.app import main
 
     main()
@@ -124,3 +148,7 @@ def wait_for(condition: Callable[[], object], seconds: float) -> float | None:
             return time.monotonic() - started
         time.sleep(0.1)
     return None
+
+
+if __name__ == "__main__":
+    _run_rank()
