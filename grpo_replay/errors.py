@@ -127,11 +127,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'ratio'?)`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def error_named(kind: str, message: str) -> GrpoReplayError | None:
-    """The error that another process reported by the name of its class; None if it is not ours."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, GrpoReplayError):
-        return found(message)
-    return None

@@ -23,7 +23,18 @@ from grpo_replay.collection.messages import (
     encode,
 )
 from grpo_replay.distributed.held_folder import HeldFolder
-from grpo_replay.errors import CollectorError, error_named
+from grpo_replay.errors import (
+    CollectorError,
+    DatasetError,
+    JournalError,
+    LedgerError,
+    ModelError,
+    RecipeError,
+    RewardError,
+    SamplerError,
+    ServersLost,
+    UsageError,
+)
 from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES, log_tail
 
 SOCKET_PARENT = Path("/tmp")
@@ -149,9 +160,19 @@ def collector_environment() -> dict[str, str]:
     }
 
 
+_RAISED = (
+    DatasetError, JournalError, LedgerError, ModelError, RecipeError, RewardError, SamplerError,
+    ServersLost, UsageError,
+)  # fmt: skip
+"""What a collector may end with that its trainer raises as it is."""
+
+
 def _as_error(failure: Failure, log: Path) -> Exception:
     """The collector's error, as the class of the same name."""
-    return error_named(failure.kind, failure.message) or CollectorError(
+    for kind in _RAISED:
+        if kind.__name__ == failure.kind:
+            return kind(failure.message)
+    return CollectorError(
         f"the collector failed with {failure.kind}: {failure.message}; its log is {log}. Resume "
         "from the last checkpoint with --resume"
     )

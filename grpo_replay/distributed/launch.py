@@ -87,6 +87,6 @@ def _killed(rank: int, number: int) -> str:
     name = signal.Signals(number).name
     why = "; the kernel does that when host memory runs out (see dmesg)" * (name == "SIGKILL")
     return (
-        f"rank {rank} was killed by {name}{why}. The other ranks were stopped; resume from the "
-        "last checkpoint with --resume"
+        f"rank {rank} was killed by {name}{why}. The other ranks were stopped. Start the "
+        "command again, that of a training run with --resume"
     )
