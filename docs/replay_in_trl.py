@@ -54,7 +54,7 @@ def main(output_dir: str, steps: int = 40) -> None:
         config,
         Dataset.from_list(problems),
         processing_class=AutoTokenizer.from_pretrained(BASE),
-        replay=ReplayConfig.preset("ours", ratio=1.0, max_age_steps=4, warmup_steps=5),
+        replay=ReplayConfig.of("ours", ratio=1.0, max_age_steps=4, warmup_steps=5),
     )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "replay/rollouts" in row]

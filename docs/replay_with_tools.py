@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    replay = ReplayConfig.preset("ours", ratio=1.0, max_age_steps=4, warmup_steps=2)
+    replay = ReplayConfig.of("ours", ratio=1.0, max_age_steps=4, warmup_steps=2)
     rng, prompt = random.Random(given.seed), [{"role": "user", "content": "guess"}]
     rows = [{"prompt": prompt, "number": rng.randint(1, LARGEST)} for _ in range(1600)]
     config = GRPOConfig(

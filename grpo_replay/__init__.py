@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from grpo_replay.recipe import Recipe, ReplayConfig
     from grpo_replay.replay import ReplayBuffer
     from grpo_replay.rewards.grading import grade
-    from grpo_replay.types import Rollout
+    from grpo_replay.types import Entry, Rollout
 
 __version__ = "0.1.0"
 __all__ = [
+    "Entry",
     "Recipe",
     "ReplayBuffer",
     "ReplayConfig",
@@ -27,7 +28,8 @@ __all__ = [
 ]
 
 _PLACES = {
-    **{"ReplayBuffer": "replay", "Recipe": "recipe", "ReplayConfig": "recipe", "Rollout": "types"},
+    **{"ReplayBuffer": "replay", "Recipe": "recipe", "ReplayConfig": "recipe"},
+    **{"Entry": "types", "Rollout": "types"},
     **{name: "api" for name in __all__ if name.islower()},
     "grade": "rewards.grading",
 }

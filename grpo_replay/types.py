@@ -7,7 +7,8 @@ Shape key (suffixes of names, and in comments):
     V   vocabulary                           R   rows of a micro-batch
     L   padded row length of a micro-batch   C   completion tokens of a micro-batch, flattened
 
-Data order: Prompt -> GenerationRequest -> Completion -> Verdict -> Rollout -> RolloutOutcome.
+Data order: Prompt -> GenerationRequest -> Completion -> Verdict -> Rollout -> Entry ->
+ComposedBatch -> RolloutOutcome.
 
 Example: one group of two completions, one right and one wrong, has rewards_G = [1, -1], mean 0,
 population standard deviation 1, advantages [1, -1] and `group_correct` 1.
@@ -15,6 +16,7 @@ population standard deviation 1, advantages [1, -1] and `group_correct` 1.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -147,8 +149,6 @@ class Rollout:
     reward_scores: tuple[float, ...] = ()  # before weights, if the reward combines several
     completion_mask: np.ndarray | None = None  # bool [T]
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
-    payload: Any = None  # whatever another trainer needs with its rollout; in no file
-    not_given: tuple[str, ...] = ()  # what `index_only` was not given of a priority's columns
 
     @property
     def trained_tokens(self) -> int:
@@ -156,80 +156,47 @@ class Rollout:
         mask_T = self.completion_mask
         return len(self.completion_token_ids) if mask_T is None else int(mask_T.sum())
 
-    @classmethod
-    def index_only(
-        cls,
-        *,
-        rollout_id: int,
-        group_id: int,
-        birth_step: int,
-        advantage: float,
-        group_reward_std: float,
-        payload: Any = None,
-        reward: float | None = None,
-        group_correct: int | None = None,
-        completion_tokens: int | None = None,
-        truncated: bool | None = None,
-    ) -> "Rollout":
-        """A rollout whose tokens and log-probs the trainer keeps itself, under `payload`: what the
-        buffer needs to draw and evict it. The last four are for a priority that reads them; one
-        that is None is refused to it. `advantage`, `group_reward_std` and `reward` are rounded to
-        float32, as they are stored."""
-        read = {"reward": reward, "group_correct": group_correct, "truncated": truncated}
-        read["completion_tokens"] = completion_tokens
-        return cls(
-            rollout_id=rollout_id,
-            group_id=group_id,
-            birth_step=birth_step,
-            policy_version=birth_step - 1,
-            policy_version_end=birth_step - 1,
-            reward=float(np.float32(reward or 0.0)),
-            advantage=float(np.float32(advantage)),
-            group_reward_std=float(np.float32(group_reward_std)),
-            group_correct=group_correct or 0,
-            finish_reason="length" if truncated else "stop",
-            payload=payload,
-            not_given=tuple(name for name, value in read.items() if value is None),
-            **_completion_of_zeros(completion_tokens or 0),
-        )
-
-
-def _completion_of_zeros(tokens: int) -> dict[str, Any]:
-    """The fields of an index-only rollout that stand for a completion of this length. An array
-    holds one number in memory, whatever its length."""
-    logprobs_T = np.broadcast_to(np.float32(0), tokens)
-    return {
-        "prompt_id": "",
-        "completion_index": 0,
-        "prompt_token_ids": np.zeros(0, np.int32),
-        "completion_token_ids": np.broadcast_to(np.int32(0), tokens),
-        "completion_text": "",
-        "behavior_logprobs": logprobs_T,
-        "sampler_logprobs": logprobs_T,
-        "group_reward_mean": 0.0,
-        "verdict": "",
-        "kept": True,
-    }
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draw:
-    """The rollouts drawn in one step, from the buffer or from fresh and stored rollouts together.
+class Entry:
+    """What the buffer stores: what it needs to draw and evict, and a payload that it hands back.
 
-    `rollouts[i]` was drawn with first-draw probability `probabilities[i]` (float64 [N]) at age
-    `ages[i]` (int64 [N], training steps). With replacement, a rollout may appear more than once.
-
-    A `buffer_only` step makes a draw for each of its `updates` optimizer updates; `update_N[i]`
-    (int64 [N], from 0) is that of `rollouts[i]`. None: one draw for the whole step.
+    A whole `Rollout` is one kind of payload (`replay.insertion.entries_of`). A trainer that keeps
+    its tensors itself stores a handle to them. `columns` are what the priority reads, by the names
+    of the rollout log: advantage, group_reward_std, reward, group_correct, completion_tokens,
+    truncated. The age of an entry is `step - birth_step`, in training steps.
     """
 
-    rollouts: tuple[Rollout, ...]
+    rollout_id: int
+    group_id: int
+    birth_step: int
+    columns: Mapping[str, Any]
+    payload: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """The entries drawn in one step, from the buffer or from fresh and stored ones together.
+
+    `entries[i]` was drawn with first-draw probability `probabilities[i]` (float64 [N]) at age
+    `ages[i]` (int64 [N], training steps). With replacement, an entry may appear more than once.
+
+    A `buffer_only` step makes a draw for each of its `updates` optimizer updates; `update_N[i]`
+    (int64 [N], from 0) is that of `entries[i]`. None: one draw for the whole step.
+    """
+
+    entries: tuple[Entry, ...]
     probabilities: np.ndarray
     ages: np.ndarray
     effective_sample_size: float  # 1 / Σ P², over all candidates
     entropy: float  # -Σ P ln P in nats, over all candidates
     updates: int = 1
     update_N: np.ndarray | None = None
+
+    @cached_property
+    def rollouts(self) -> tuple[Any, ...]:
+        """The payloads of the entries: rollouts, where whole rollouts are stored."""
+        return tuple(entry.payload for entry in self.entries)
 
     def in_updates(self, steps_N: np.ndarray) -> np.ndarray:
         """Training steps before that of the draw as optimizer updates before each draw's: a rollout
@@ -243,18 +210,23 @@ class Draw:
         return cls((), np.zeros(0), np.zeros(0, dtype=np.int64), 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ComposedBatch:
-    """The rollouts of one training step, and which of them are replayed.
+    """The entries that one training step trains on, and which of them are replayed.
 
-    `replayed[i]` is True if `rollouts[i]` was drawn at an age above 0, or, for `buffer_only`, at
-    any age. `draw` has the probabilities and ages of all drawn rollouts.
+    `replayed[i]` is True if `entries[i]` was drawn at an age above 0, or, for `buffer_only`, at
+    any age. `draw` has the probabilities and ages of all drawn entries.
     """
 
-    rollouts: tuple[Rollout, ...]
+    entries: tuple[Entry, ...]
     replayed: np.ndarray  # bool [N]
     ages: np.ndarray  # int64 [N], training steps, for `buffer_only` updates; 0 for fresh
     draw: Draw
+
+    @cached_property
+    def rollouts(self) -> tuple[Any, ...]:
+        """The payloads of the entries: rollouts, where whole rollouts are stored."""
+        return tuple(entry.payload for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)

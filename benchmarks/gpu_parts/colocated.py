@@ -25,7 +25,7 @@ def in_trl(context: Context) -> None:
     from grpo_replay import ReplayConfig
     from grpo_replay.integrations.trl import ReplayGRPOTrainer
 
-    steps, replay = Steps(context), ReplayConfig.preset("ours", **REPLAY)
+    steps, replay = Steps(context), ReplayConfig.of("ours", **REPLAY)
     task = task_named(context, "smollm2")
     trainer = trl_trainer(context, task, steps, ReplayGRPOTrainer, replay=replay)
     trainer.train()

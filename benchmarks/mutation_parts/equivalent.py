@@ -71,14 +71,14 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "0 random numbers find 0 rollouts",
     ),
     (
-        "grpo_replay/replay/replay_buffer.py",
+        "grpo_replay/replay/entry_store.py",
         "if excess <= 0:", "if (excess < 0):",
         "dropping the oldest 0 rollouts drops none",
     ),
     (
         "grpo_replay/replay/replay_buffer.py",
-        "group_id, size = Counter(rollout.group_id for rollout in fresh).most_common(1)[0]",
-        "group_id, size = Counter(rollout.group_id for rollout in fresh).most_common((2))[0]",
+        "group_id, size = Counter(entry.group_id for entry in fresh).most_common(1)[0]",
+        "group_id, size = Counter(entry.group_id for entry in fresh).most_common((2))[0]",
         "the first of the two most common is the most common one",
     ),
 )  # fmt: skip

@@ -17,7 +17,7 @@ class Known:
 
 TRAINER = "grpo_replay/training/trainer.py"
 ASYNCHRONOUS = "grpo_replay/training/asynchronous.py"
-BUFFER = "grpo_replay/replay/replay_buffer.py"
+BUFFER = "grpo_replay/replay/entry_store.py"
 COMPOSE = "grpo_replay/replay/compose.py"
 PRIORITIES = "grpo_replay/replay/priorities.py"
 LOSS = "grpo_replay/replay/loss.py"

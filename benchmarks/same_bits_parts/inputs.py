@@ -53,7 +53,7 @@ config = GRPOConfig(
     steps_per_generation=2, num_generations=8, max_completion_length=10, beta=0.0,
     loss_type="dapo", learning_rate=1e-3, lr_scheduler_type="constant",
     model_init_kwargs={"dtype": "float32"})
-replay = ReplayConfig.preset("ours", max_age_steps=2, warmup_steps=1)
+replay = ReplayConfig(preset="ours", max_age_steps=2, warmup_steps=1)
 trainer = ReplayGRPOTrainer(model, reward, config, data, replay=replay,
                             processing_class=AutoTokenizer.from_pretrained(model))
 trainer.train()

@@ -1,7 +1,7 @@
 """Replay in TRL's GRPOTrainer.
 
     trainer = ReplayGRPOTrainer(
-        model, reward_funcs, args, train_dataset, replay=ReplayConfig.preset("ours")
+        model, reward_funcs, args, train_dataset, replay=ReplayConfig.of("ours")
     )
 
 TRL's loss takes a row's importance ratio with respect to its `old_per_token_logps`. If these are
@@ -51,7 +51,7 @@ from grpo_replay.integrations.trl_rows import (
 )
 from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.replay_buffer import checked_settings
+from grpo_replay.replay.entry_store import checked_settings
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.training.metrics import (
     batch_metrics,

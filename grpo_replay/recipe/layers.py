@@ -16,7 +16,7 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final, get_args
+from typing import Any, final, get_args
 
 import yaml
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
@@ -347,14 +347,14 @@ _OF_CONFIG = "ReplayConfig"
 class ReplayConfig(ReplaySection):
     """The settings of a replay buffer: the keys of `replay` in docs/recipe.md.
 
-    `ReplayConfig.preset(name, **changes)` has the values of a preset, and `changes`. A bad value,
+    `ReplayConfig.of(name, **changes)` has the values of a preset, and `changes`. A bad value,
     an unknown key or a contradiction raises RecipeError, as in a recipe.
     """
 
-    if TYPE_CHECKING:
-
-        @classmethod  # type: ignore[misc]
-        def preset(cls, name: str, **changes: Any) -> "ReplayConfig": ...  # type: ignore[override]
+    @classmethod
+    def of(cls, name: str, **changes: Any) -> "ReplayConfig":
+        """The settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
+        return cls.model_validate({**changes, "preset": name})
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "ReplayConfig":
@@ -372,12 +372,3 @@ class ReplayConfig(ReplaySection):
         except ValidationError as error:
             problems, origins = plain_problems(error, given), [({"replay": given}, _OF_CONFIG)]
             raise RecipeError(_explain(problems, origins, "replay")) from None
-
-
-def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:
-    """The settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
-    return cls.model_validate({**changes, "preset": name})
-
-
-# Set here, because the field of an instance has the same name.
-ReplayConfig.preset = classmethod(_preset)  # type: ignore[method-assign, assignment]

@@ -22,20 +22,18 @@ survivors. A step with B' = 0 trains on nothing, except with buffer_only, which 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.types import ComposedBatch, Draw, Rollout
-
-if TYPE_CHECKING:
-    from grpo_replay.replay.replay_buffer import ReplayBuffer
+from grpo_replay.replay.entry_store import EntryStore
+from grpo_replay.replay.insertion import entries_of
+from grpo_replay.types import ComposedBatch, Draw, Entry, Rollout
 
 
 def buffer_step(
-    buffer: "ReplayBuffer",
-    fresh: Sequence[Rollout],
+    buffer: EntryStore,
+    fresh: Sequence[Entry | Rollout],
     step: int,
     generated: int,
     rng: np.random.Generator,
@@ -43,29 +41,30 @@ def buffer_step(
 ) -> ComposedBatch:
     """All that a step does with the buffer; returns what the step trains on.
 
-    Rollouts that are too old leave; the draw; the fresh survivors are stored, with their uses in
-    this step, because a pool draw also draws fresh ones (buffer_only stores them before the draw);
-    rollouts that would be too old at the next step leave. Optimizer updates change nothing that is
-    stored, so a trainer makes them after this. Arguments as in `compose_batch`.
+    `fresh` are rollouts, or entries. What is too old leaves; the draw; the fresh survivors are
+    stored, with their uses in this step, because a pool draw also draws fresh ones (buffer_only
+    stores them before the draw); what would be too old at the next step leaves. Optimizer updates
+    change nothing that is stored, so a trainer makes them after this. Arguments as in
+    `compose_batch`.
     """
-    settings = buffer.settings
+    settings, entries = buffer.settings, entries_of(fresh)
     stores_first = settings.composition == "buffer_only"
     buffer.evict(step)
     if settings.replays and stores_first:
-        buffer.insert(fresh, step)
-    batch = compose_batch(buffer, fresh, step, generated, rng, draws)
+        buffer.insert(entries, step)
+    batch = compose_batch(buffer, entries, step, generated, rng, draws)
     if settings.replays and not stores_first:
-        uses = Counter(rollout.rollout_id for rollout in batch.draw.rollouts)
-        times_used_N = np.array([uses[rollout.rollout_id] for rollout in fresh], dtype=np.int32)
-        buffer.insert(fresh, step, times_used_N)
+        uses = Counter(entry.rollout_id for entry in batch.draw.entries)
+        times_used_N = np.array([uses[entry.rollout_id] for entry in entries], dtype=np.int32)
+        buffer.insert(entries, step, times_used_N)
     if settings.replays:
         buffer.evict_ahead(step)
     return batch
 
 
 def compose_batch(
-    buffer: "ReplayBuffer",
-    fresh: Sequence[Rollout],
+    buffer: EntryStore,
+    fresh: Sequence[Entry],
     step: int,
     generated: int,
     rng: np.random.Generator,
@@ -82,18 +81,18 @@ def compose_batch(
     if settings.composition == "buffer_only":
         count = draw_count(settings, buffer.group_size, generated)
         draw = _draw_for_updates(buffer, count, step, rng, draws)
-        replayed = np.ones(len(draw.rollouts), bool)
-        return ComposedBatch(draw.rollouts, replayed, draw.in_updates(draw.ages), draw)
+        replayed = np.ones(len(draw.entries), bool)
+        return ComposedBatch(draw.entries, replayed, draw.in_updates(draw.ages), draw)
     count = draw_count(settings, buffer.group_size, len(fresh))
     _check_born_before(buffer, step)
     if settings.composition == "pool":
         draw = buffer.draw(count, step, rng, fresh=fresh)
-        return ComposedBatch(draw.rollouts, draw.ages > 0, draw.ages, draw)
+        return ComposedBatch(draw.entries, draw.ages > 0, draw.ages, draw)
     return _fresh_and_drawn(fresh, buffer.draw(count, step, rng))
 
 
 def _draw_for_updates(
-    buffer: "ReplayBuffer", count: int, step: int, rng: np.random.Generator, updates: int
+    buffer: EntryStore, count: int, step: int, rng: np.random.Generator, updates: int
 ) -> Draw:
     """A draw for each update of the step, of `count` units in all. Their sizes differ by at most
     one."""
@@ -103,11 +102,11 @@ def _draw_for_updates(
     draws = [buffer.draw(size, step, rng) for size in sizes]
     return replace(
         draws[0],
-        rollouts=tuple(rollout for draw in draws for rollout in draw.rollouts),
+        entries=tuple(entry for draw in draws for entry in draw.entries),
         probabilities=np.concatenate([draw.probabilities for draw in draws]),
         ages=np.concatenate([draw.ages for draw in draws]),
         updates=updates,
-        update_N=np.repeat(np.arange(updates), [len(draw.rollouts) for draw in draws]),
+        update_N=np.repeat(np.arange(updates), [len(draw.entries) for draw in draws]),
     )
 
 
@@ -118,17 +117,17 @@ def draw_count(settings: ReplaySection, group_size: int, base: int) -> int:
     return round(rollouts / group_size) if settings.unit == "query" else round(rollouts)
 
 
-def _fresh_and_drawn(fresh: Sequence[Rollout], draw: Draw) -> ComposedBatch:
+def _fresh_and_drawn(fresh: Sequence[Entry], draw: Draw) -> ComposedBatch:
     fresh_ages = np.zeros(len(fresh), dtype=np.int64)
     return ComposedBatch(
-        rollouts=(*fresh, *draw.rollouts),
-        replayed=np.repeat([False, True], [len(fresh), len(draw.rollouts)]),
+        entries=(*fresh, *draw.entries),
+        replayed=np.repeat([False, True], [len(fresh), len(draw.entries)]),
         ages=np.concatenate([fresh_ages, draw.ages]),
         draw=draw,
     )
 
 
-def _check_born_before(buffer: "ReplayBuffer", step: int) -> None:
+def _check_born_before(buffer: EntryStore, step: int) -> None:
     newest = buffer.column("birth_step")
     if len(newest) and newest.max() >= step:
         raise ValueError(

@@ -22,8 +22,6 @@ class OfCompletions(TypedDict):
     """[T_i], True for the tokens that train; without it all do."""
     extras: NotRequired[Sequence[Mapping[str, np.ndarray]] | None]
     """Further arrays by name, as in `Rollout`."""
-    payloads: NotRequired[Sequence[Any] | None]
-    """What your trainer needs with each rollout: `Rollout.payload`."""
 
 
 def rollouts_of_group(
@@ -86,8 +84,6 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     tokens, logprobs = given["completion_token_ids"], given["behavior_logprobs"]
     sampler, masks = given.get("sampler_logprobs"), given.get("completion_mask")
     extras = given.get("extras") or [{}] * size
-    payloads = given.get("payloads")
-    payloads = [None] * size if payloads is None else payloads
     sampler = logprobs if sampler is None else sampler
     if not len(tokens) == len(logprobs) == size:
         raise ValueError(
@@ -104,9 +100,8 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     for name, arrays in (("sampler_logprobs", sampler), ("completion_mask", masks)):
         if arrays is not None and [len(each) for each in arrays] != lengths:
             raise ValueError(f"{name} and completion_token_ids have other lengths")
-    for what, each in (("mappings of extras", extras), ("payloads", payloads)):
-        if len(each) != size:
-            raise ValueError(f"{len(each)} {what} for {size} completions")
+    if len(extras) != size:
+        raise ValueError(f"{len(extras)} mappings of extras for {size} completions")
     return [
         {
             "completion_index": i,
@@ -117,7 +112,6 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
             "finish_reason": "stop",
             "completion_mask": None if masks is None else _array(masks[i], np.bool_),
             "extras": {name: np.array(array) for name, array in extras[i].items()},
-            "payload": payloads[i],
         }
         for i in range(size)
     ]

@@ -1,14 +1,15 @@
-"""What the buffer stores: checks before rollouts enter, and their stored form."""
+"""What the buffer stores: entries of whole rollouts, and the checks before any entry is stored."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from grpo_replay.replay.priorities import check_groups_adjacent
-from grpo_replay.types import Rollout
+from grpo_replay.replay.priorities import COLUMNS, check_groups_adjacent
+from grpo_replay.types import Entry, Rollout
 
 LARGEST_LOGPROB = 1e-3
 """Largest behaviour log-prob. Samplers and the trainer give at most 0 exactly; the rest is room for
@@ -22,25 +23,62 @@ _DTYPES = {
 }
 
 
+class RolloutColumns(Mapping[str, Any]):
+    """The columns of a whole rollout, computed when they are read."""
+
+    __slots__ = ("_rollout",)
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+
+    def __getitem__(self, name: str) -> Any:
+        return COLUMNS[name][1](self._rollout)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COLUMNS)
+
+    def __len__(self) -> int:
+        return len(COLUMNS)
+
+
+def entries_of(given: Sequence[Entry | Rollout]) -> list[Entry]:
+    """Entries, those of whole rollouts with these as payloads."""
+    return [each if isinstance(each, Entry) else _entry_of(each) for each in given]
+
+
+def _entry_of(rollout: Rollout) -> Entry:
+    columns = RolloutColumns(rollout)
+    return Entry(rollout.rollout_id, rollout.group_id, rollout.birth_step, columns, rollout)
+
+
+def stored_form(entry: Entry) -> Entry:
+    """The entry; a whole rollout without its text and its single scores, with read-only arrays."""
+    if not isinstance(entry.payload, Rollout):
+        return entry
+    kept = frozen(entry.payload)
+    return entry if kept is entry.payload else _entry_of(kept)
+
+
 def check_insertable(
-    rollouts: Sequence[Rollout], step: int, stored: Mapping[str, np.ndarray], unit: str
+    entries: Sequence[Entry], step: int, stored: Mapping[str, np.ndarray], unit: str
 ) -> None:
-    """Raises ValueError unless all rollouts are survivors with valid numbers (`number_problem`),
-    born at or before `step`, not yet stored, with extras like those stored and, if `unit` is
-    "query", ordered by group."""
-    for rollout in rollouts:
-        _check_complete(rollout)
-        if rollout.birth_step > step:
+    """Raises ValueError unless all entries were born at or before `step`, are not yet stored and,
+    if `unit` is "query", are ordered by group. Whole rollouts are survivors with valid numbers
+    (`number_problem`) and extras like those stored."""
+    for entry in entries:
+        if isinstance(entry.payload, Rollout):
+            _check_complete(entry.payload)
+        if entry.birth_step > step:
             raise ValueError(
-                f"rollout {rollout.rollout_id}: born at step {rollout.birth_step}, inserted at "
+                f"rollout {entry.rollout_id}: born at step {entry.birth_step}, inserted at "
                 f"step {step}"
             )
-    _check_same_extras(rollouts, stored)
-    ids = np.array([rollout.rollout_id for rollout in rollouts])
+    _check_same_extras(entries, stored)
+    ids = np.array([entry.rollout_id for entry in entries])
     if np.unique(ids).size < ids.size or _overlap(ids, stored["rollout_id"]):
         raise ValueError(f"step {step}: a rollout of {ids.min()} to {ids.max()} is stored twice")
     if unit == "query":
-        groups = np.array([rollout.group_id for rollout in rollouts])
+        groups = np.array([entry.group_id for entry in entries])
         check_groups_adjacent(groups)
         if _overlap(groups, stored["group_id"]):
             raise ValueError(f"step {step}: part of a group is already stored")
@@ -63,12 +101,12 @@ def frozen(rollout: Rollout) -> Rollout:
     return rollout
 
 
-def is_correct(rollout: Rollout) -> bool:
+def is_correct(columns: Mapping[str, Any]) -> bool:
     """True if the advantage is positive or the whole group is correct. For rewards with two values
     these are exactly the correct rollouts."""
-    if rollout.group_reward_std == 0:
-        return rollout.group_correct > 0
-    return rollout.advantage is not None and rollout.advantage > 0
+    if columns.get("group_reward_std") == 0:
+        return (columns.get("group_correct") or 0) > 0
+    return (columns.get("advantage") or 0) > 0
 
 
 def _check_complete(rollout: Rollout) -> None:
@@ -81,26 +119,31 @@ def _check_complete(rollout: Rollout) -> None:
         raise ValueError(f"rollout {rollout.rollout_id}: {problem}")
 
 
-def _check_same_extras(rollouts: Sequence[Rollout], stored: Mapping[str, np.ndarray]) -> None:
+def _check_same_extras(entries: Sequence[Entry], stored: Mapping[str, np.ndarray]) -> None:
     """Raises ValueError if extras of one name have several dtypes or trailing shapes, among
-    `rollouts` or with those stored: a snapshot has one column for a name."""
-    names = {name for rollout in rollouts for name in rollout.extras}
+    `entries` or with those stored: a snapshot has one column for a name."""
+    names = {name for entry in entries for name in _extras(entry)}
     kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    for rollout in reversed(stored["rollout"]):  # of each name the newest: usually the first row
+    for entry in reversed(stored["entry"]):  # of each name the newest: usually the first row
         if not names - kinds.keys():
             break
-        new = {name: rollout.extras[name] for name in names & rollout.extras.keys() - kinds.keys()}
+        extras = _extras(entry)
+        new = {name: extras[name] for name in names & extras.keys() - kinds.keys()}
         kinds |= {name: (array.dtype, array.shape[1:]) for name, array in new.items()}
-    for rollout in rollouts:
-        for name, array in rollout.extras.items():
+    for entry in entries:
+        for name, array in _extras(entry).items():
             kind = (array.dtype, array.shape[1:])
             if kinds.setdefault(name, kind) != kind:
                 dtype, shape = kinds[name]
                 raise ValueError(
-                    f"rollout {rollout.rollout_id}: extras {name}: {array.dtype} {array.shape}, "
+                    f"rollout {entry.rollout_id}: extras {name}: {array.dtype} {array.shape}, "
                     f"others of this name have {dtype} and trailing shape {shape}: give every "
                     "rollout the same"
                 )
+
+
+def _extras(entry: Entry) -> Mapping[str, np.ndarray]:
+    return entry.payload.extras if isinstance(entry.payload, Rollout) else {}
 
 
 def number_problem(rollout: Rollout) -> str:

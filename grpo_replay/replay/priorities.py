@@ -15,21 +15,24 @@ import numpy as np
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.recipe.open_lists import PRIORITIES
-from grpo_replay.types import Rollout
+from grpo_replay.types import Entry, Rollout
 
 Columns = Mapping[str, np.ndarray]
 
 EPSILON = 1e-6
 """ε, added to every priority but `uniform`."""
 
+ENTRY_FIELDS = ("rollout_id", "group_id", "birth_step")
+"""The columns that are fields of an entry."""
+
 COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
-    **{n: (np.int64, attrgetter(n)) for n in ("rollout_id", "group_id", "birth_step")},
+    **{n: (np.int64, attrgetter(n)) for n in ENTRY_FIELDS},
     **{n: (np.float64, attrgetter(n)) for n in ("reward", "advantage", "group_reward_std")},
     "group_correct": (np.int64, attrgetter("group_correct")),
     "completion_tokens": (np.int64, lambda rollout: len(rollout.completion_token_ids)),
     "truncated": (np.bool_, lambda rollout: rollout.finish_reason == "length"),
 }
-"""The logged columns that a priority may need."""
+"""The logged columns that a priority may need: their types, and what they are of a rollout."""
 
 
 def needs(*columns: str, epsilon: bool = True) -> Callable[[Any], Any]:
@@ -71,48 +74,46 @@ def load_priority(name: str) -> Any:
     return function
 
 
-def rollout_priorities(name: str, rollouts: Sequence[Rollout]) -> np.ndarray:
+def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
     """p_i before the exponent, float64 [N]: the function `name` of `replay.priority`, plus ε.
 
-    Raises RecipeError for values that are no priorities, for a column that an index-only rollout
-    was not given, and for a function that does not take each row by itself: a rollout keeps the
-    priority with which it was stored.
+    Raises RecipeError for values that are no priorities, for a column that an entry lacks, and for
+    a function that does not take each row by itself: an entry keeps the priority with which it was
+    stored.
     """
-    function = load_priority(name)
-    _check_given(name, function.columns, rollouts)
-    columns: dict[str, np.ndarray] = {
-        column: np.array([COLUMNS[column][1](rollout) for rollout in rollouts], COLUMNS[column][0])
-        for column in function.columns
-    }
-    place = f"replay.priority {name}"
-    p_N = one_number_each(place, function(columns), len(rollouts))
+    function, place = load_priority(name), f"replay.priority {name}"
+    columns = {column: column_of(entries, column, place) for column in function.columns}
+    p_N = one_number_each(place, function(columns), len(entries))
     if not (np.isfinite(p_N).all() and (p_N >= 0).all()):
         bad = int(np.flatnonzero(~(np.isfinite(p_N) & (p_N >= 0)))[0])
         raise RecipeError(
-            f"replay.priority {name}: {p_N[bad]} for rollout {rollouts[bad].rollout_id}: return "
+            f"replay.priority {name}: {p_N[bad]} for rollout {entries[bad].rollout_id}: return "
             "finite numbers of 0 or more"
         )
-    for row in {0, len(rollouts) - 1} if rollouts else ():
+    for row in {0, len(entries) - 1} if entries else ():
         alone = {column: values[row : row + 1] for column, values in columns.items()}
         p_alone = one_number_each(place, function(alone), 1)[0]
         if not math.isclose(p_alone, p_N[row], rel_tol=1e-9):
             raise RecipeError(
-                f"{place}: {p_N[row]} for rollout {rollouts[row].rollout_id} among others, "
+                f"{place}: {p_N[row]} for rollout {entries[row].rollout_id} among others, "
                 f"{p_alone} for it alone; return one number per row, which depends on that row only"
             )
     return p_N + EPSILON if getattr(function, "epsilon", True) else p_N
 
 
-def _check_given(name: str, columns: Sequence[str], rollouts: Sequence[Rollout]) -> None:
-    """Raises RecipeError for a column that an index-only rollout was not given."""
-    for rollout in rollouts:
-        for column in columns:
-            if column in rollout.not_given:
-                raise RecipeError(
-                    f"replay.priority {name} reads {column}, which index-only rollout "
-                    f"{rollout.rollout_id} was not given: make it with Rollout.index_only(…, "
-                    f"{column}=…)"
-                )
+def column_of(entries: Sequence[Entry], name: str, reader: str) -> np.ndarray:
+    """A column of the entries, [N]. Raises RecipeError that names its `reader` if one lacks it."""
+    dtype = COLUMNS[name][0]
+    if name in ENTRY_FIELDS:
+        return np.array([getattr(entry, name) for entry in entries], dtype)
+    try:
+        return np.array([entry.columns[name] for entry in entries], dtype)
+    except KeyError:
+        lacking = next(entry.rollout_id for entry in entries if name not in entry.columns)
+        raise RecipeError(
+            f"{reader} reads {name}, which the columns of entry {lacking} lack: give each entry "
+            f"columns={{..., {name!r}: ...}}"
+        ) from None
 
 
 def one_number_each(place: str, found: Any, count: int) -> np.ndarray:

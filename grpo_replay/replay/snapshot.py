@@ -1,10 +1,13 @@
-"""The buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
+"""The store of the buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
 
 One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text` and
 `reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn), then
 `completion_mask` and `extra_<name>` if a stored rollout has them. The file's metadata contain the
 step, the replay settings and the counters as JSON. `ReplayBuffer.save` adds `library`: the seed and
 the next ids, which a run of this package has elsewhere. Nothing is pickled.
+
+Entries with payloads of another trainer are a file of another kind (`handles`), with the columns
+that they were given; payloads are not saved.
 """
 
 import json
@@ -16,10 +19,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.errors import RecipeError, SnapshotError
-from grpo_replay.recipe import ReplayConfig
-from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
-from grpo_replay.storage.parquet import open_parquet, refuse_nulls, write_parquet
+from grpo_replay.errors import SnapshotError
+from grpo_replay.replay.entry_store import NEVER_USED, EntryStore
+from grpo_replay.replay.insertion import entries_of
+from grpo_replay.replay.priorities import COLUMNS, ENTRY_FIELDS
+from grpo_replay.storage.parquet import kind_of, open_parquet, refuse_nulls, write_parquet
 from grpo_replay.storage.rollout_log import (
     LOG_ONLY,
     ROLLOUT_SCHEMA,
@@ -28,13 +32,12 @@ from grpo_replay.storage.rollout_log import (
     rollouts_to_table,
     table_to_rollouts,
 )
-from grpo_replay.types import Rollout
+from grpo_replay.types import Entry, Rollout
 
 SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
 _CHUNK_ROLLOUTS = 4096  # rows converted at once, and rows per row group: limits memory
 _COUNTERS = ("evicted_by_age", "evicted_by_capacity", "evicted_at")
-_LIBRARY_FACTS = ("seed", "next_rollout_id", "next_group_id")
 
 _USE_FIELDS = [
     pa.field("priority", pa.float64()),
@@ -44,36 +47,63 @@ _USE_FIELDS = [
 SNAPSHOT_SCHEMA = pa.schema(
     [*(field for field in ROLLOUT_SCHEMA if field.name not in LOG_ONLY), *_USE_FIELDS]
 )
+HANDLES = "handles"
+_GIVEN = {name: dtype for name, (dtype, _) in COLUMNS.items() if name not in ENTRY_FIELDS}
+_HANDLE_SCHEMA = pa.schema(
+    [
+        *(pa.field(name, pa.int64()) for name in ENTRY_FIELDS),
+        *(pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in _GIVEN.items()),
+        *_USE_FIELDS,
+    ]
+)
 _NEVER_NULL = frozenset(SNAPSHOT_SCHEMA.names) - {"last_used_step"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A buffer read from a file. `state` is for `ReplayBuffer.set_state`, `settings` is the replay
-    section of its run, and `step` the last training step before it was written."""
+    """A buffer read from a file. `state` is for `EntryStore.set_state`, `settings` is the replay
+    section of its run, `step` the last training step before it was written, and `library` what
+    `ReplayBuffer.save` adds."""
 
     step: int
     group_size: int
     settings: Mapping[str, Any]
     state: Mapping[str, Any]
+    library: Mapping[str, Any]
+
+    @property
+    def rollouts(self) -> tuple[Any, ...]:
+        """The payloads of the entries."""
+        return tuple(entry.payload for entry in self.state["entries"])
 
 
 def write_snapshot(
-    path: Path, buffer: ReplayBuffer, step: int, library: Mapping[str, Any] | None = None
+    path: Path, store: EntryStore, step: int, library: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the buffer after `step`. Reading the file gives the same state bit for bit."""
-    state = buffer.get_state()
+    """Write the store after `step`. Reading the file gives the same state bit for bit, but for
+    payloads that are not rollouts. Raises ValueError if only some of them are."""
+    state = store.get_state()
     facts = {
         "step": step,
-        "group_size": buffer.group_size,
-        "settings": buffer.settings.model_dump(mode="json"),
+        "group_size": store.group_size,
+        "settings": store.settings.model_dump(mode="json"),
         **{name: state[name] for name in _COUNTERS},
         **({} if library is None else {"library": library}),
     }
     metadata = {_FACTS_KEY: json.dumps(facts).encode()}
-    optional = optional_fields_of(state["rollouts"])
-    schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
-    write_parquet(path, "buffer", SNAPSHOT_VERSION, schema, _tables(state, optional), metadata)
+    rollouts = [each.payload for each in state["entries"] if isinstance(each.payload, Rollout)]
+    if rollouts or not state["entries"]:
+        if len(rollouts) < len(state["entries"]):
+            raise ValueError(
+                f"{path}: {len(rollouts)} of {len(state['entries'])} stored entries are whole "
+                "rollouts, the others have payloads of yours: store one or the other"
+            )
+        optional = optional_fields_of(rollouts)
+        kind, schema = "buffer", pa.schema([*SNAPSHOT_SCHEMA, *optional])
+        tables = _tables_of_rollouts(rollouts, state, optional)
+    else:
+        kind, schema, tables = HANDLES, _HANDLE_SCHEMA, _tables_of_handles(state)
+    write_parquet(path, kind, SNAPSHOT_VERSION, schema, tables, metadata)
 
 
 def read_snapshot_facts(path: Path) -> dict[str, Any]:
@@ -89,23 +119,35 @@ def count_stored(path: Path) -> int:
         return file.metadata.num_rows
 
 
-def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot. Raises SnapshotError if it is missing, damaged or another kind of file."""
-    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) -> Snapshot:
+    """Read a snapshot. `payload_of` gives the payload of a rollout id, where payloads are not
+    rollouts. Raises SnapshotError if the file is missing, damaged, of another kind, or of such
+    payloads without `payload_of`."""
+    of_handles = kind_of(path) == HANDLES
+    if of_handles and payload_of is None:
+        raise SnapshotError(
+            f"{path}: its entries had payloads, which are not saved; give load(…, payload_of=…) a "
+            "function from a rollout id to its payload"
+        )
+    kind, schema = (HANDLES, _HANDLE_SCHEMA) if of_handles else ("buffer", SNAPSHOT_SCHEMA)
+    never_null = {*ENTRY_FIELDS, "priority", "times_used"} if of_handles else _NEVER_NULL
+    with open_parquet(path, kind, SNAPSHOT_VERSION, schema) as file:
         facts = _read_facts(path, file.schema_arrow.metadata)
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
-        rollouts = []
+        entries: list[Entry] = []
         optional = [field.name for field in optional_fields(file.schema_arrow)]
-        names = [*SNAPSHOT_SCHEMA.names, *optional]
-        for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=names):
-            refuse_nulls(path, batch, _NEVER_NULL)
-            rollouts.extend(table_to_rollouts(pa.Table.from_batches([batch])))
+        for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=[*schema.names, *optional]):
+            refuse_nulls(path, batch, never_null)
+            if payload_of is not None and of_handles:
+                entries.extend(_handles(batch, payload_of))
+            else:
+                entries.extend(entries_of(table_to_rollouts(pa.Table.from_batches([batch]))))
             columns["priority"].append(batch.column("priority").to_numpy())
             columns["times_used"].append(batch.column("times_used").to_numpy())
             last_used = batch.column("last_used_step").fill_null(NEVER_USED)
             columns["last_used_step"].append(last_used.to_numpy())
     state: dict[str, Any] = {
-        "rollouts": tuple(rollouts),
+        "entries": tuple(entries),
         "priority": _joined(columns["priority"], np.float64),
         "times_used": _joined(columns["times_used"], np.int32),
         "last_used_step": _joined(columns["last_used_step"], np.int64),
@@ -113,70 +155,66 @@ def read_snapshot(path: Path) -> Snapshot:
         **{name: facts[name] for name in _COUNTERS},
     }
     state["evicted_at"] = tuple(state["evicted_at"])
-    return Snapshot(facts["step"], facts["group_size"], facts["settings"], state)
+    library = facts.get("library", {})
+    return Snapshot(facts["step"], facts["group_size"], facts["settings"], state, library)
 
 
-def restore_snapshot(path: Path, buffer: ReplayBuffer) -> int:
-    """Load a snapshot into `buffer` and return its step.
+def restore_snapshot(path: Path, store: EntryStore) -> int:
+    """Load a snapshot into `store` and return its step.
 
     Raises SnapshotError if the file cannot be read or its content is inconsistent.
     """
     snapshot = read_snapshot(path)
-    try:
-        buffer.set_state(snapshot.state)
-    except ValueError as error:
-        raise SnapshotError(f"{path}: {error}; restore the file from a copy") from error
+    set_state_of(path, snapshot, store)
     return snapshot.step
 
 
-def save_buffer(path: Path, buffer: ReplayBuffer) -> None:
-    """`ReplayBuffer.save`."""
-    library = {name: getattr(buffer, name) for name in _LIBRARY_FACTS}
-    library["payloads"] = any(rollout.payload is not None for rollout in buffer.rollouts())
-    write_snapshot(path, buffer, buffer.last_step, library)
-
-
-def load_buffer(
-    path: Path,
-    payload_of: Callable[[int], Any] | None = None,
-    on_evict: Callable[[tuple[Rollout, ...]], None] | None = None,
-) -> ReplayBuffer:
-    """`ReplayBuffer.load`."""
-    facts = read_snapshot_facts(path)
-    library = facts.get("library", {})
-    if library.get("payloads") and payload_of is None:
-        raise SnapshotError(
-            f"{path}: its rollouts had payloads, which are not saved; give load(…, payload_of=…) a "
-            "function from a rollout id to its payload"
-        )
+def set_state_of(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
+    """Load what was read from `path`. Raises SnapshotError if it is inconsistent."""
     try:
-        settings = ReplayConfig.model_validate(facts["settings"])
-    except RecipeError as error:
-        raise SnapshotError(f"{path}: its replay settings are not valid: {error}") from error
-    buffer = ReplayBuffer(settings, facts["group_size"], on_evict=on_evict)
-    buffer.last_step = restore_snapshot(path, buffer)
-    buffer.count_ids(buffer.rollouts())
-    for name in _LIBRARY_FACTS:
-        setattr(buffer, name, library.get(name, getattr(buffer, name)))
-    if payload_of is not None:
-        buffer.attach(payload_of)
-    return buffer
+        store.set_state(snapshot.state)
+    except ValueError as error:
+        raise SnapshotError(f"{path}: {error}; restore the file from a copy") from error
 
 
-def _tables(state: Mapping[str, Any], optional: Sequence[pa.Field]) -> Iterator[pa.Table]:
+def _tables_of_rollouts(
+    rollouts: Sequence[Rollout], state: Mapping[str, Any], optional: Sequence[pa.Field]
+) -> Iterator[pa.Table]:
     known = len(ROLLOUT_SCHEMA) - len(LOG_ONLY)
     schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
-    for start in range(0, len(state["rollouts"]), _CHUNK_ROLLOUTS):
-        chunk = slice(start, start + _CHUNK_ROLLOUTS)
-        whole = rollouts_to_table(state["rollouts"][chunk], optional)
+    for chunk in _chunks(len(rollouts)):
+        whole = rollouts_to_table(rollouts[chunk], optional)
         frozen = whole.drop_columns(list(LOG_ONLY)).columns
-        last_used = state["last_used_step"][chunk]
-        uses = [
-            pa.array(state["priority"][chunk]),
-            pa.array(state["times_used"][chunk]),
-            pa.array(last_used, mask=last_used == NEVER_USED),
-        ]
-        yield pa.table([*frozen[:known], *uses, *frozen[known:]], schema=schema)
+        yield pa.table([*frozen[:known], *_uses(state, chunk), *frozen[known:]], schema=schema)
+
+
+def _tables_of_handles(state: Mapping[str, Any]) -> Iterator[pa.Table]:
+    """What an entry was not given is null."""
+    for chunk in _chunks(len(state["entries"])):
+        entries = state["entries"][chunk]
+        arrays = [[getattr(entry, name) for entry in entries] for name in ENTRY_FIELDS]
+        arrays += [[entry.columns.get(name) for entry in entries] for name in _GIVEN]
+        yield pa.table([*map(pa.array, arrays), *_uses(state, chunk)], schema=_HANDLE_SCHEMA)
+
+
+def _handles(batch: pa.RecordBatch, payload_of: Callable[[int], Any]) -> Iterator[Entry]:
+    for row in batch.select([*ENTRY_FIELDS, *_GIVEN]).to_pylist():
+        columns = {name: row[name] for name in _GIVEN if row[name] is not None}
+        fields = {name: row[name] for name in ENTRY_FIELDS}
+        yield Entry(**fields, columns=columns, payload=payload_of(row["rollout_id"]))
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(start, start + _CHUNK_ROLLOUTS) for start in range(0, count, _CHUNK_ROLLOUTS))
+
+
+def _uses(state: Mapping[str, Any], chunk: slice) -> list[pa.Array]:
+    last_used = state["last_used_step"][chunk]
+    return [
+        pa.array(state["priority"][chunk]),
+        pa.array(state["times_used"][chunk]),
+        pa.array(last_used, mask=last_used == NEVER_USED),
+    ]
 
 
 def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:

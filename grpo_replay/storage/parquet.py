@@ -66,6 +66,16 @@ def open_parquet(
         ) from error
 
 
+def kind_of(path: Path) -> str | None:
+    """The kind of a file that `write_parquet` wrote; None for any other, which `open_parquet`
+    refuses with a reason."""
+    try:
+        marks = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return None
+    return marks.get(_KIND_KEY, b"").decode(errors="replace")
+
+
 def refuse_nulls(path: Path, rows: pa.Table | pa.RecordBatch, never_null: Collection[str]) -> None:
     """Raises SnapshotError if one of these columns, as far as `rows` has them, holds a null."""
     for name, column in zip(rows.schema.names, rows.columns, strict=True):

@@ -191,14 +191,14 @@ def write_step(
     draws: bool = True,
 ) -> None:
     """Write the files of a step into a run's folder: all rollouts that it took from its source, and
-    its `draws`. `outcomes[i]` belongs to `batch.rollouts[i]`; those in rollouts/ are of rollouts
+    its `draws`. `outcomes[i]` belongs to `batch.entries[i]`; those in rollouts/ are of rollouts
     that were trained on in the step that took them."""
     own = {rollout.rollout_id for rollout in generated}
     trained = zip(batch.rollouts, outcomes, strict=True)
     fresh = {each.rollout_id: outcome for each, outcome in trained if each.rollout_id in own}
     write_rollouts(step_path(folder / "rollouts", step), generated, fresh)
     if draws:
-        drawn = outcomes[len(outcomes) - len(batch.draw.rollouts) :]
+        drawn = outcomes[len(outcomes) - len(batch.draw.entries) :]
         write_draws(step_path(folder / "draws", step), step, batch.draw, drawn)
 
 
@@ -218,13 +218,13 @@ def write_rollouts(
 
 
 def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome]) -> None:
-    """Write the draw of a step, in the order drawn. `outcomes[i]` belongs to `draw.rollouts[i]`."""
-    count = len(draw.rollouts)
+    """Write the draw of a step, in the order drawn. `outcomes[i]` belongs to `draw.entries[i]`."""
+    count = len(draw.entries)
     if len(outcomes) != count:
         raise ValueError(f"step {step}: {len(outcomes)} outcomes for {count} drawn rollouts")
     columns = [
         pa.array([step] * count, pa.int64()),
-        pa.array([rollout.rollout_id for rollout in draw.rollouts], pa.int64()),
+        pa.array([entry.rollout_id for entry in draw.entries], pa.int64()),
         pa.array(draw.ages, pa.int64()),
         pa.array(draw.probabilities, pa.float64()),
         *_outcome_columns(outcomes),

@@ -129,7 +129,7 @@ def batch_metrics(
     fresh = [int(i) for i in np.flatnonzero(~batch.replayed)]
     ages = batch.ages[replayed]
     positive = [(batch.rollouts[i].advantage or 0.0) > 0 for i in replayed]
-    drew = len(batch.draw.rollouts) > 0
+    drew = len(batch.draw.entries) > 0
     return {
         "entropy": _token_mean(outcomes, "entropy"),
         "fresh/rollouts": fresh_rollouts,

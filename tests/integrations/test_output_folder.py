@@ -29,7 +29,7 @@ ARGS = SimpleNamespace(
 
 
 def folder(path, **settings):
-    replay = ReplayConfig.preset("ours", **{"warmup_steps": 1, **settings})
+    replay = ReplayConfig.of("ours", **{"warmup_steps": 1, **settings})
     return OutputFolder(path, replay, sections_of(ARGS, "a/model", False, 7))
 
 
@@ -101,7 +101,7 @@ def test_a_run_is_not_resumed_where_its_history_is_not(tmp_path):
 def test_settings_are_refused_by_the_names_of_trl(tmp_path, changes, named):
     args = SimpleNamespace(**{**vars(ARGS), **changes})
     with pytest.raises(RecipeError) as seen:
-        OutputFolder(tmp_path, ReplayConfig.preset("ours"), sections_of(args, "m", False, 1000))
+        OutputFolder(tmp_path, ReplayConfig.of("ours"), sections_of(args, "m", False, 1000))
     assert named in str(seen.value) and "loss." not in str(seen.value)
 
 

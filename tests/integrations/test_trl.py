@@ -223,7 +223,7 @@ def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path, loss_type
     """Dual-clipped tokens, replayed rows and micro-batches of unequal size included (paper A, eq.
     3); `grpo` with the ratio of a sequence is GSPO as its paper has it."""
     trainer = make(
-        tmp_path, ReplayConfig.preset("ours", ratio=0.3, max_age_steps=2, warmup_steps=1),
+        tmp_path, ReplayConfig.of("ours", ratio=0.3, max_age_steps=2, warmup_steps=1),
         BothLosses, per_device_train_batch_size=32,
         steps_per_generation=3, max_steps=12, beta=beta, epsilon=0.2, epsilon_high=0.28, delta=10.0,
         loss_type=loss_type, importance_sampling_level=level, **WITHOUT_BIAS_CORRECTION,
@@ -293,7 +293,7 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
     found = []
     for name, replay, kind in (
         ("plain", None, GRPOTrainer),
-        ("off", ReplayConfig.preset("ours", ratio=0.0), ReplayGRPOTrainer),
+        ("off", ReplayConfig.of("ours", ratio=0.0), ReplayGRPOTrainer),
     ):
         trainer = make(tmp_path / name, replay, kind, max_steps=4)
         trainer.train()
@@ -321,7 +321,7 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
     ids=["many", "others", "warm-up", "capacity"],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path, changes, replay, named):
-    settings = ReplayConfig.preset("ours", **{"warmup_steps": 1, **replay})
+    settings = ReplayConfig.of("ours", **{"warmup_steps": 1, **replay})
     with pytest.raises(UsageError) as seen:
         make(tmp_path, settings, **changes)
     assert [name for name in named if name not in str(seen.value)] == []
@@ -371,12 +371,12 @@ class EightPrompts(ReplayGRPOTrainer):
 def test_a_run_by_epochs_has_its_own_length_in_the_recipe(tmp_path):
     epochs = {"max_steps": -1, "num_train_epochs": 1}
     with pytest.raises(RecipeError, match=r"warmup_steps 2 .*run\.steps 2"):
-        make(tmp_path / "a", ReplayConfig.preset("ours", warmup_steps=2), EightPrompts,
+        make(tmp_path / "a", ReplayConfig.of("ours", warmup_steps=2), EightPrompts,
              **epochs).train()  # fmt: skip
     make(tmp_path / "b", preset("ours"), EightPrompts, **epochs).train()
     assert open_source(tmp_path / "b").recipe.run.steps == len(metrics(tmp_path / "b")) == 2
     # A warm-up above the default length of a recipe.
-    make(tmp_path / "c", ReplayConfig.preset("ours", warmup_steps=250), **epochs)
+    make(tmp_path / "c", ReplayConfig.of("ours", warmup_steps=250), **epochs)
 
 
 class TwoRewards(ReplayGRPOTrainer):

@@ -155,7 +155,7 @@ def test_a_group_of_one_reward_is_dropped_also_if_groups_without_signal_are_kept
     found = rollouts(batch(), (1.0, np.nan, 1.0, -1.0), keep_zero_variance=True)
     assert [each.kept for each in found] == [False, False, True, True]
     assert found[0].group_reward_std is None and found[0].advantage is None
-    buffer = ReplayBuffer(ReplayConfig.preset("fifo"), 2)
+    buffer = ReplayBuffer(ReplayConfig.of("fifo"), 2)
     fresh = [replace(each, birth_step=1) for each in found if each.kept]
     buffer.step(fresh, generated=4)
     buffer.save(tmp_path / "buffer.parquet")

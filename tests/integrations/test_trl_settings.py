@@ -12,7 +12,7 @@ from trl_runs import make, weights_of
 from grpo_replay import ReplayConfig
 from grpo_replay.integrations.trl import ReplayGRPOTrainer
 
-WARM_UP = ReplayConfig.preset("ours", warmup_steps=2, drop_zero_variance=False)
+WARM_UP = ReplayConfig.of("ours", warmup_steps=2, drop_zero_variance=False)
 UPDATES = 4  # of two generation batches: the warm-up
 
 

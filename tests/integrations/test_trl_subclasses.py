@@ -161,7 +161,7 @@ def test_a_loss_with_a_forward_pass_of_its_own_has_no_statistics(tmp_path):
     assert failures(tmp_path) == []
 
 
-UNEVEN = ReplayConfig.preset("ours", ratio=0.3, max_age_steps=2, warmup_steps=1)
+UNEVEN = ReplayConfig.of("ours", ratio=0.3, max_age_steps=2, warmup_steps=1)
 
 
 def gmpo(tmp_path, **changes):

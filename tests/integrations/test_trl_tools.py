@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "replay_with_tools.py"
 sys.path.insert(0, str(EXAMPLE.parent))
 import replay_with_tools as game  # noqa: E402
 
-REPLAY = ReplayConfig.preset("ours", ratio=1.0, max_age_steps=2, warmup_steps=1)
+REPLAY = ReplayConfig.of("ours", ratio=1.0, max_age_steps=2, warmup_steps=1)
 PROMPT = [{"role": "user", "content": "guess"}]
 TOOL, ASSISTANT = game.WORDS.index("<tool>"), game.WORDS.index("<assistant>")
 

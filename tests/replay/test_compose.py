@@ -14,6 +14,7 @@ from grpo_replay.replay.compose import (
     compose_batch,
     draw_count,
 )
+from grpo_replay.replay.insertion import entries_of
 
 G = 4
 GENERATED = 16  # R: four prompts
@@ -84,7 +85,7 @@ def test_warm_up_trains_on_all_fresh_and_fills_the_buffer(composition):
     for stored, fresh, batch, after in history[:2]:
         assert ids(batch.rollouts) == ids(fresh)
         assert not batch.replayed.any()
-        assert batch.draw.rollouts == ()
+        assert batch.draw.entries == ()
         assert after == stored + ids(fresh)
     assert len(history[2][2].draw.rollouts) == (4 if composition == "fresh_anchored" else 12)
 
@@ -238,7 +239,7 @@ def test_replay_in_the_birth_step_is_impossible(composition):
     buffer = ReplayBuffer(replay_settings(composition=composition), G)
     buffer.insert([make_rollout(0, birth_step=3)], 3)
     with pytest.raises(ValueError, match="birth step"):
-        compose_batch(buffer, fresh_of(3, 1), 3, GENERATED, np.random.default_rng(0))
+        compose_batch(buffer, entries_of(fresh_of(3, 1)), 3, GENERATED, np.random.default_rng(0))
 
 
 def test_pool_refuses_scattered_queries():
@@ -246,5 +247,9 @@ def test_pool_refuses_scattered_queries():
     fresh = fresh_of(1, 2)
     with pytest.raises(ValueError, match="not adjacent"):
         compose_batch(
-            ReplayBuffer(settings, G), fresh[::2] + fresh[1::2], 1, 16, np.random.default_rng(0)
+            ReplayBuffer(settings, G),
+            entries_of(fresh[::2] + fresh[1::2]),
+            1,
+            16,
+            np.random.default_rng(0),
         )

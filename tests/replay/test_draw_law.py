@@ -12,13 +12,14 @@ from scipy.stats import chisquare
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.insertion import entries_of
 from grpo_replay.replay.priorities import (
     COLUMNS,
     EPSILON,
     draw_law,
     draw_with_replacement,
     draw_without_replacement,
-    rollout_priorities,
+    entry_priorities,
 )
 
 # A right law fails a chi-square test at this level once in ten thousand seeds; the seeds are fixed.
@@ -47,15 +48,19 @@ def assert_follows(outcomes, law):
     assert chisquare(observed, expected * len(outcomes)).pvalue > FALSE_ALARM
 
 
+def priorities_of(name, rollouts):
+    return entry_priorities(name, entries_of(rollouts))
+
+
 def test_priorities_by_hand():
     rollouts = [
         make_rollout(1, advantage=-2.0, group_reward_std=0.75, tokens=3),
         make_rollout(2, advantage=0.5, group_reward_std=1.0, tokens=8),
     ]
-    assert rollout_priorities("abs_advantage", rollouts).tolist() == [2 + EPSILON, 0.5 + EPSILON]
-    assert rollout_priorities("group_std", rollouts).tolist() == [0.75 + EPSILON, 1 + EPSILON]
-    assert rollout_priorities("uniform", rollouts).tolist() == [1.0, 1.0]
-    assert rollout_priorities("own_functions:short", rollouts).tolist() == [
+    assert priorities_of("abs_advantage", rollouts).tolist() == [2 + EPSILON, 0.5 + EPSILON]
+    assert priorities_of("group_std", rollouts).tolist() == [0.75 + EPSILON, 1 + EPSILON]
+    assert priorities_of("uniform", rollouts).tolist() == [1.0, 1.0]
+    assert priorities_of("own_functions:short", rollouts).tolist() == [
         1 / 3 + EPSILON,
         1 / 8 + EPSILON,
     ]
@@ -74,7 +79,7 @@ def test_a_priority_may_use_every_column_that_is_logged():
         group_correct=3000, tokens=20_000,
     )  # fmt: skip
     cut = replace(rollout, finish_reason="length")
-    found = rollout_priorities(f"{__name__}:every_column", [rollout, cut])
+    found = priorities_of(f"{__name__}:every_column", [rollout, cut])
     assert found.tolist() == [23_956.875 + EPSILON, 23_957.875 + EPSILON]
 
 
@@ -96,12 +101,12 @@ for function in (nearly_relative, last_is_nan, rewards_as_they_are):
 
 def test_a_priority_of_zero_is_one_and_what_is_none_is_named():
     rollouts = [make_rollout(7, reward=0.0), make_rollout(8, reward=0.5), make_rollout(9)]
-    found = rollout_priorities(f"{__name__}:rewards_as_they_are", rollouts)
+    found = priorities_of(f"{__name__}:rewards_as_they_are", rollouts)
     assert found.tolist() == [EPSILON, 0.5 + EPSILON, 1.0 + EPSILON]
     with pytest.raises(RecipeError, match=r"last_is_nan.*nan for rollout 9"):
-        rollout_priorities(f"{__name__}:last_is_nan", rollouts)
+        priorities_of(f"{__name__}:last_is_nan", rollouts)
     with pytest.raises(RecipeError, match="nearly_relative"):
-        rollout_priorities(f"{__name__}:nearly_relative", rollouts[1:])
+        priorities_of(f"{__name__}:nearly_relative", rollouts[1:])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,7 @@ def test_a_priority_of_zero_is_one_and_what_is_none_is_named():
 )
 def test_what_is_no_priority_is_refused(name, found):
     with pytest.raises(RecipeError, match=found):
-        rollout_priorities(name, [make_rollout(1), make_rollout(2, tokens=9)])
+        priorities_of(name, [make_rollout(1), make_rollout(2, tokens=9)])
 
 
 def test_probabilities_ess_and_entropy_by_hand():

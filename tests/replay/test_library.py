@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from buffer_makers import check_valid, ids, make_group, make_rollout
 
-from grpo_replay import ReplayBuffer, ReplayConfig, Rollout
+from grpo_replay import Entry, ReplayBuffer, ReplayConfig
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, load_recipe, resolve_recipe
 from grpo_replay.replay import replay_buffer
 from grpo_replay.replay.compose import compose_batch
-from grpo_replay.replay.insertion import LARGEST_LOGPROB
+from grpo_replay.replay.insertion import LARGEST_LOGPROB, entries_of
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
 from grpo_replay.types import stream
@@ -32,7 +32,7 @@ CHANGES = {
 
 
 def config_of(preset):
-    return ReplayConfig.preset(preset, **CHANGES[preset])
+    return ReplayConfig.of(preset, **CHANGES[preset])
 
 
 def fresh_of(step):
@@ -54,7 +54,7 @@ def seen(buffer, batch):
               state["times_used"], state["last_used_step"])  # fmt: skip
     counters = [state[name] for name in ("evicted_by_age", "evicted_by_capacity", "evicted_at")]
     whole = [each.tolist() for each in arrays]
-    return ids(batch.rollouts), ids(state["rollouts"]), whole, counters
+    return ids(batch.entries), ids(state["entries"]), whole, counters
 
 
 def test_presets_of_the_tests_are_all():
@@ -73,7 +73,9 @@ def test_a_step_is_these_calls(preset):
         explicit.evict(step)
         if config.composition == "buffer_only":
             explicit.insert(fresh, step)
-        other = compose_batch(explicit, fresh, step, 16, stream(seed, step, DRAW_STREAM))
+        other = compose_batch(
+            explicit, entries_of(fresh), step, 16, stream(seed, step, DRAW_STREAM)
+        )
         if config.replays and config.composition != "buffer_only":
             uses = [ids(other.draw.rollouts).count(i) for i in ids(fresh)]
             explicit.insert(fresh, step, np.array(uses))
@@ -133,7 +135,7 @@ def test_a_checkpoints_buffer_can_be_loaded_and_a_saved_one_restored(tmp_path):
 def test_a_preset_is_applied_to_a_section_as_to_a_recipe(preset, section):
     recipe = resolve_recipe([{"replay": {"preset": preset}}])
     assert section(preset=preset).model_dump() == recipe.replay.model_dump()
-    assert ReplayConfig.preset(preset).preset == preset
+    assert ReplayConfig.of(preset).preset == preset
     changed = section(preset=preset, ratio=0.25, drop_zero_variance=False)
     assert (changed.ratio, changed.drop_zero_variance) == (0.25, False)
     whole = load_recipe("tiny", [f"replay.preset={preset}", "replay.unit=rollout"])
@@ -151,7 +153,7 @@ def test_a_preset_is_applied_to_a_section_as_to_a_recipe(preset, section):
 )
 def test_a_config_that_contradicts_itself_is_refused(name, changes, message):
     with pytest.raises(RecipeError, match=message):
-        ReplayConfig.preset(name, **changes)
+        ReplayConfig.of(name, **changes)
     with pytest.raises(RecipeError, match=message):
         ReplayConfig(preset=name, **changes)
 
@@ -169,7 +171,7 @@ def test_log_probs_that_are_none_are_refused_with_the_id_and_nothing_changes(pre
         buffer.step(fresh)
     assert buffer.last_step == 4
     state = buffer.get_state()
-    assert (ids(state["rollouts"]), state["times_used"].tolist()) == (before[0], before[1][4])
+    assert (ids(state["entries"]), state["times_used"].tolist()) == (before[0], before[1][4])
     fresh[2].behavior_logprobs[-1] = 0.0
     fresh[1].behavior_logprobs[-1] = LARGEST_LOGPROB
     buffer.step(fresh)
@@ -232,7 +234,7 @@ def test_extras_of_one_name_have_one_type_and_shape_so_that_they_can_be_saved(tm
 def test_the_capacity_counts_rollouts_and_the_group_size_completions():
     """Eight groups of four do not fit into 8; nor is a group of four one of two."""
     groups = [r for g in range(8) for r in make_group(G * g, g, 1, [1, -1, -1, -1])]
-    small = ReplayBuffer(ReplayConfig.preset("ours", capacity_rollouts=8), G)
+    small = ReplayBuffer(ReplayConfig.of("ours", capacity_rollouts=8), G)
     with pytest.raises(ValueError, match=r"capacity_rollouts 8 .*32"):
         small.step(groups)
     with pytest.raises(ValueError, match=r"capacity_rollouts 8 .*9"):
@@ -261,56 +263,47 @@ def test_new_groups_have_the_next_ids_and_keep_what_the_config_keeps():
     assert [rollout.advantage for rollout in kept] == [0.0, 0.0]
 
 
-def test_rollouts_of_a_new_group_have_the_payload_of_their_completion():
-    gone = []
-    buffer = ReplayBuffer(ReplayConfig.preset("fifo", capacity_rollouts=2), 3, on_evict=gone.extend)
-    given = {
-        "prompt_id": "p", "prompt_token_ids": [1], "completion_token_ids": [[2], [3], [4]],
-        "behavior_logprobs": [[-1.0], [-2.0], [-2.0]], "rewards": [1.0, None, 0.0],
-    }  # fmt: skip
-    fresh = buffer.new_group(**given, payloads=np.array([7, 8, 9]))
-    assert [rollout.payload for rollout in fresh] == [7, 9]
-    assert [rollout.payload for rollout in buffer.new_group(**given)] == [None, None]
-    buffer.step(fresh)
-    buffer.step(buffer.new_group(**given, payloads=[1, 2, 3]))
-    buffer.step([])
-    assert [rollout.payload for rollout in gone] == [7, 9]
-    with pytest.raises(ValueError, match="2 payloads for 3 completions"):
-        buffer.new_group(**given, payloads=[1, 2])
-
-
 def handles(step, count=4):
     return [
-        Rollout.index_only(
-            rollout_id=10 * step + i, group_id=step, birth_step=step, payload=("row", step, i),
-            advantage=(-1.0) ** i / (i + 3), group_reward_std=0.7,
-        )
+        Entry(10 * step + i, step, step,
+              {"advantage": (-1.0) ** i / (i + 3), "group_reward_std": 0.7},
+              payload=("row", step, i))
         for i in range(count)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("column, values", [("reward", [0.0, 1.0]), ("completion_tokens", [3, 9])])
-def test_a_priority_reads_what_a_handle_was_given_and_refuses_what_it_was_not(
+def test_a_priority_reads_what_an_entry_was_given_and_refuses_what_it_was_not(
     tmp_path, column, values
 ):
     own = tmp_path / "own.py"
     own.write_text(
         f"def own(columns):\n    return columns[{column!r}] * 1.0\n\nown.columns = ({column!r},)\n"
     )
-    buffer = ReplayBuffer(ReplayConfig.preset("ours", priority=f"{own}:own"), G)
-    whole = [
-        Rollout.index_only(
-            rollout_id=i, group_id=1, birth_step=1, advantage=1.0, group_reward_std=0.5,
-            **{column: value},
-        )
-        for i, value in enumerate(values)
-    ]  # fmt: skip
-    with pytest.raises(RecipeError, match=rf"own.py:own .*rollout.* 10 .*{column}=|{column}.* 10 "):
+    buffer = ReplayBuffer(ReplayConfig.of("ours", priority=f"{own}:own"), G)
+    whole = [Entry(i, 1, 1, {column: value}, f"row {i}") for i, value in enumerate(values)]
+    with pytest.raises(RecipeError, match=rf"own.py:own reads {column}.*entry 10 "):
         buffer.step(handles(1))
     buffer.step(whole)
     assert buffer.column("priority").tolist() == [value + 1e-6 for value in map(float, values)]
     buffer.save(tmp_path / "buffer.parquet")
-    assert len(ReplayBuffer.load(tmp_path / "buffer.parquet")) == 2
+    loaded = ReplayBuffer.load(tmp_path / "buffer.parquet", payload_of="row {}".format)
+    assert [each.columns for each in loaded.entries()] == [{column: value} for value in values]
+    assert loaded.rollouts() == ("row 0", "row 1")
+
+
+def test_the_positive_bias_names_what_an_entry_lacks():
+    buffer = ReplayBuffer(ReplayConfig.of("fifo", positive_fraction=0.5), G)
+    with pytest.raises(RecipeError, match=r"replay.positive_fraction reads advantage.*entry 3 "):
+        buffer.step([Entry(3, 1, 1, {}, None)])
+    assert len(buffer) == 0
+
+
+def test_whole_rollouts_and_handles_are_not_saved_together(tmp_path):
+    buffer = ReplayBuffer(config_of("fifo"), G)
+    buffer.step([*handles(1), *make_group(20, 20, 1, [1, -1])])
+    with pytest.raises(ValueError, match="2 of 6 stored entries are whole rollouts"):
+        buffer.save(tmp_path / "buffer.parquet")
 
 
 # Where 100 rollouts have room, the age limit binds.
@@ -320,28 +313,28 @@ LIMITS = [(preset, room, 0.0) for preset in sorted(CHANGES) for room in (10, 100
 @pytest.mark.parametrize(
     ("preset", "capacity", "fraction"), [*LIMITS, ("ours", 10, 0.5), ("fifo", 10, 0.5)]
 )
-def test_handles_are_told_once_when_they_left_and_never_before_their_batch_is_done(
+def test_handles_are_reported_once_when_they_left_and_never_before_their_batch_is_done(
     preset, capacity, fraction
 ):
     changes = {"capacity_rollouts": capacity, "positive_fraction": fraction}
-    config = ReplayConfig.preset(preset, **CHANGES[preset] | changes)
-    held, told = set(), []
+    config = ReplayConfig.of(preset, **CHANGES[preset] | changes)
+    held, reported = set(), []
 
     def forget(gone):
         assert gone
-        told.extend(rollout.payload for rollout in gone)
-        held.difference_update(rollout.payload for rollout in gone)
+        reported.extend(entry.payload for entry in gone)
+        held.difference_update(entry.payload for entry in gone)
 
     buffer = ReplayBuffer(config, G, on_evict=forget)
     for step in range(1, 15):
         fresh = handles(step)
-        held |= {rollout.payload for rollout in fresh}
+        held |= {entry.payload for entry in fresh}
         batch = buffer.step(fresh)
-        assert {rollout.payload for rollout in batch.rollouts} <= held
+        assert set(batch.rollouts) <= held
     buffer.evict(15)
-    stored = [rollout.payload for rollout in buffer.rollouts()]
-    assert held == set(stored) and len(told) == len(set(told)) == 14 * G - len(stored)
-    assert bool(told) == (capacity == 10 or preset != "fifo")
+    stored = buffer.rollouts()
+    assert held == set(stored) and len(reported) == len(set(reported)) == 14 * G - len(stored)
+    assert bool(reported) == (capacity == 10 or preset != "fifo")
 
 
 def test_handles_are_saved_without_payloads_and_get_them_back(tmp_path):
@@ -354,7 +347,7 @@ def test_handles_are_saved_without_payloads_and_get_them_back(tmp_path):
     loaded = ReplayBuffer.load(
         tmp_path / "b.parquet", payload_of=lambda i: ("row", i // 10, i % 10)
     )
-    assert [r.payload for r in loaded.rollouts()] == [r.payload for r in buffer.rollouts()]
+    assert loaded.rollouts() == buffer.rollouts()
     assert seen(loaded, loaded.step(handles(4))) == seen(buffer, buffer.step(handles(4)))
 
 
@@ -363,8 +356,8 @@ def test_the_library_loads_no_deep_learning():
         "import sys\n"
         "import grpo_replay\n"
         "assert not {'numpy', 'pydantic'} & set(sys.modules)\n"
-        "from grpo_replay import ReplayBuffer, ReplayConfig, Rollout\n"
-        "ReplayBuffer(ReplayConfig.preset('ours'), group_size=8).step([])\n"
+        "from grpo_replay import Entry, ReplayBuffer, ReplayConfig, Rollout\n"
+        "ReplayBuffer(ReplayConfig.of('ours'), group_size=8).step([])\n"
         "print(sorted({'torch', 'transformers', 'deepspeed', 'pyarrow'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -381,7 +374,7 @@ def test_the_example_of_the_class_is_true():
 def test_a_group_is_made_of_tensors_of_any_precision_with_a_gradient():
     import torch
 
-    buffer = ReplayBuffer(ReplayConfig.preset("ours", warmup_steps=0), 2)
+    buffer = ReplayBuffer(ReplayConfig.of("ours", warmup_steps=0), 2)
     logprobs = torch.tensor([-0.5, -1.5], dtype=torch.bfloat16, requires_grad=True)
     first, _ = buffer.new_group(
         prompt_id="p",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.insertion import entries_of
 from grpo_replay.replay.priorities import EPSILON
 
 
@@ -180,15 +181,15 @@ class Pair:
         scratch.insert(fresh, [0] * len(fresh), self.step)
         fresh_rows = scratch.rows
         law = self.naive.first_draw_probabilities(fresh_rows)
-        drawn = self.buffer.draw(count, self.step, self.rng, fresh=fresh)
+        drawn = self.buffer.draw(count, self.step, self.rng, fresh=entries_of(fresh))
         rows = {row["id"]: row for row in [*self.naive.rows, *fresh_rows]}
         keys = []
-        for rollout, p, age in zip(drawn.rollouts, drawn.probabilities, drawn.ages, strict=True):
-            row = rows[rollout.rollout_id]
+        for entry, p, age in zip(drawn.entries, drawn.probabilities, drawn.ages, strict=True):
+            row = rows[entry.rollout_id]
             keys.append(row["group"] if self.section.unit == "query" else row["id"])
             assert math.isclose(p, law[keys[-1]], rel_tol=1e-12)
             assert age == self.step - row["birth"]
-            self.naive.record(rollout.rollout_id, self.step)
+            self.naive.record(entry.rollout_id, self.step)
         expected = count if self.section.with_replacement and law else min(count, len(law))
         self.check_units(ids(drawn.rollouts), keys, rows, expected)
         if min(count, len(law)) > 0:

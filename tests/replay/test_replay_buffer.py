@@ -7,9 +7,9 @@ from buffer_makers import check_valid, ids, make_group, make_rollout, replay_set
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.insertion import is_correct, number_problem
+from grpo_replay.replay.entry_store import NEVER_USED
+from grpo_replay.replay.insertion import RolloutColumns, is_correct, number_problem
 from grpo_replay.replay.priorities import EPSILON, Candidates, pick, query_spans
-from grpo_replay.replay.replay_buffer import NEVER_USED
 
 
 def stored_ids(buffer):
@@ -150,7 +150,7 @@ def test_an_empty_buffer_draws_nothing_and_uses_no_randomness():
     rng = np.random.default_rng(0)
     before = rng.bit_generator.state
     draw = ReplayBuffer(replay_settings(), 2).draw(10, 4, rng)
-    assert draw.rollouts == ()
+    assert draw.entries == ()
     assert draw.probabilities.shape == draw.ages.shape == (0,)
     assert rng.bit_generator.state == before
 
@@ -237,8 +237,8 @@ def busy_buffer(settings):
 
 def assert_same_state(state, other):
     assert state.keys() == other.keys()
-    assert ids(state["rollouts"]) == ids(other["rollouts"])
-    for name in state.keys() - {"rollouts"}:
+    assert ids(state["entries"]) == ids(other["entries"])
+    for name in state.keys() - {"entries"}:
         np.testing.assert_array_equal(state[name], other[name])
 
 
@@ -280,8 +280,8 @@ def test_resuming_under_another_priority_or_a_smaller_capacity():
     other = ReplayBuffer(replay_settings(priority="uniform", capacity_rollouts=10), 4)
     other.set_state(state)
     assert other.column("priority").tolist() == [1.0] * 10
-    assert stored_ids(other) == ids(state["rollouts"])[-10:]
-    assert other.stats(9).evicted_by_capacity == len(state["rollouts"]) - 10
+    assert stored_ids(other) == ids(state["entries"])[-10:]
+    assert other.stats(9).evicted_by_capacity == len(state["entries"]) - 10
 
 
 def test_the_evicted_that_were_never_drawn_are_counted_by_step():
@@ -385,9 +385,13 @@ def test_spans_of_queries_by_hand():
     assert starts.shape == sizes.shape == (0,)
 
 
+def correct_of(rollout):
+    return is_correct(RolloutColumns(rollout))
+
+
 def test_correct_is_a_positive_advantage_or_a_group_that_is_all_correct():
-    assert is_correct(make_rollout(0, advantage=0.5))
-    assert not is_correct(make_rollout(0, advantage=-0.5))
-    assert not is_correct(make_rollout(0, advantage=0.0))
-    assert is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=1))
-    assert not is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=0))
+    assert correct_of(make_rollout(0, advantage=0.5))
+    assert not correct_of(make_rollout(0, advantage=-0.5))
+    assert not correct_of(make_rollout(0, advantage=0.0))
+    assert correct_of(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=1))
+    assert not correct_of(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=0))

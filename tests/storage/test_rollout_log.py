@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from grpo_replay.errors import OutputDirectoryError, SnapshotError
+from grpo_replay.replay.insertion import entries_of
 from grpo_replay.replay.snapshot import (
     SNAPSHOT_SCHEMA,
     read_snapshot,
@@ -146,7 +147,7 @@ def test_a_file_of_rollouts_has_them_all_and_the_statistics_of_those_trained_on(
 def test_a_file_of_draws_has_the_draw_in_its_order(tmp_path):
     path = step_path(tmp_path, 7)
     rollouts = make_group(0, 0, 5, [1.0, -1.0])
-    drawn = (rollouts[1], rollouts[0], rollouts[1])
+    drawn = tuple(entries_of([rollouts[1], rollouts[0], rollouts[1]]))
     draw = Draw(drawn, np.array([0.75, 0.25, 0.75]), np.array([2, 2, 2]), 1.6, 0.56)
     write_draws(path, 7, draw, [OUTCOME] * 3)
     table = read_draw_table(path)
@@ -161,7 +162,9 @@ def test_a_file_of_draws_has_the_draw_in_its_order(tmp_path):
         write_draws(path, 7, draw, [OUTCOME] * 2)
 
 
-DRAW = Draw(tuple(some_rollouts()[:2]), np.array([0.5, 0.5]), np.array([2, 2]), 2.0, 0.7)
+DRAW = Draw(
+    tuple(entries_of(some_rollouts()[:2])), np.array([0.5, 0.5]), np.array([2, 2]), 2.0, 0.7
+)
 READERS = {
     "rollouts": (read_rollout_table, lambda path: write_rollouts(path, some_rollouts(), {})),
     "draws": (read_draw_table, lambda path: write_draws(path, 7, DRAW, [OUTCOME] * 2)),

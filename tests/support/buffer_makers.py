@@ -8,8 +8,8 @@ import numpy as np
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.entry_store import NEVER_USED
 from grpo_replay.replay.insertion import number_problem
-from grpo_replay.replay.replay_buffer import NEVER_USED
 from grpo_replay.types import Rollout
 
 
@@ -131,12 +131,13 @@ def check_valid(buffer: ReplayBuffer) -> tuple[bool, str]:
     last_used = buffer._columns["last_used_step"]
     births = buffer._columns["birth_step"]
     used = last_used != NEVER_USED
-    rollouts = buffer._columns["rollout"]
+    rollouts = buffer.rollouts()
     holds = {
         "more rollouts than the capacity": len(buffer) <= buffer.settings.capacity_rollouts,
         "a rollout is stored twice": np.unique(ids).size == ids.size,
         "an id in the column differs from its rollout's": all(
-            rollout.rollout_id == i for rollout, i in zip(rollouts, ids, strict=True)
+            entry.rollout_id == rollout.rollout_id == i
+            for entry, rollout, i in zip(buffer.entries(), rollouts, ids, strict=True)
         ),
         "a priority is negative or not finite": bool(
             (np.isfinite(buffer._columns["priority"]) & (buffer._columns["priority"] >= 0)).all()

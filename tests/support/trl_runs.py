@@ -26,7 +26,7 @@ UPDATES = 2
 
 
 def preset(name: str) -> ReplayConfig:
-    return ReplayConfig.preset(name, **PRESETS[name])
+    return ReplayConfig.of(name, **PRESETS[name])
 
 
 def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -224,7 +224,7 @@ def test_inspection_rebuilds_the_buffer_although_rollouts_arrive_after_their_bir
     """Without the checkpoint, from rollouts/ and draws/: the same rollouts and uses."""
     rebuilt = rebuild_stored(open_source(str(anchored.path), None), anchored.recipe.replay, GROUP)
     state = anchored.snapshot(6).state
-    assert rebuilt.rollout_id.tolist() == [r.rollout_id for r in state["rollouts"]]
+    assert rebuilt.rollout_id.tolist() == [each.rollout_id for each in state["entries"]]
     assert rebuilt.times_used.tolist() == state["times_used"].tolist()
     assert (rebuilt.logged_step > rebuilt.birth_step).any()
 

@@ -18,6 +18,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.insertion import entries_of
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.training import asynchronous
 from grpo_replay.training.asynchronous import (
@@ -211,7 +212,7 @@ def test_what_a_step_takes_by_hand():
 
 def test_counters_of_a_step_by_hand():
     """Two rollouts of 3 tokens arrived, each after a prompt of 2; the batch replays one of 4."""
-    drawn = (make_rollout(7, tokens=4),)
+    drawn = tuple(entries_of([make_rollout(7, tokens=4)]))
     draw = Draw(drawn, np.ones(1), np.array([2]), 1.0, 0.0)
     batch = ComposedBatch(drawn, np.ones(1, bool), draw.ages, draw)
     taken = StepRollouts([make_rollout(0), make_rollout(1)], [], 2, 3, 2, None)
@@ -261,7 +262,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     source.parts.buffer.insert(arrived, 3)
     source.parts.buffer._evict_born_before(3, 99)  # both, in step 3
     draw = Draw.empty()
-    batch = ComposedBatch(arrived, np.zeros(2, bool), draw.ages, draw)
+    batch = ComposedBatch(tuple(entries_of(arrived)), np.zeros(2, bool), draw.ages, draw)
     found = source.metrics(StepRecord(3, taken, arrived, None, batch, [], []))
     assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.5, 0.25)
     assert (found["async/straddlers"], found["async/outstanding_groups"]) == (2, 7)
@@ -345,7 +346,7 @@ def test_lags_are_counted_from_the_versions_that_sampled(update_N, updates):
     first = replace(make_rollout(1, birth_step=5, tokens=3), policy_version=5, policy_version_end=6)
     trained = (first, make_rollout(2, birth_step=9))
     draw = replace(Draw.empty(), updates=updates, update_N=update_N and np.array(update_N))
-    batch = ComposedBatch(trained, np.zeros(2, bool), draw.ages, draw)
+    batch = ComposedBatch(tuple(entries_of(trained)), np.zeros(2, bool), draw.ages, draw)
     taken = StepRollouts(trained, (), 0, 0, 0, None)
     found = lateness(StepRecord(9, taken, (), None, batch, [], []))
     ages, first_lags, last_lags = [4, 0], [3, 0], [2, 0]

@@ -112,7 +112,7 @@ def test_zero_variance_groups_are_stored_and_drawn_with_advantage_zero(laborator
     assert len(drawn) > 60 and all(draw["tokens"] > 0 for draw in drawn)
     for step in range(10, STEPS + 1, 5):
         newest = sorted(i for i, row in run.all_rollouts.items() if row["birth_step"] <= step)[-84:]
-        assert [r.rollout_id for r in run.snapshot(step).state["rollouts"]] == newest
+        assert [r.rollout_id for r in run.snapshot(step).rollouts] == newest
     for step in steps_of(run):
         line = run.metrics[step - 1]
         groups = {row["group_id"] for row in run.rollouts(step) if row["rollout_id"] in level}

@@ -8,6 +8,7 @@ import pytest
 from grpo_replay.engine import UpdateResult
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay import BufferStats
+from grpo_replay.replay.insertion import entries_of
 from grpo_replay.training.asynchronous import sampled_by
 from grpo_replay.training.metrics import (
     GENERATION,
@@ -176,9 +177,10 @@ def test_batch_metrics_by_hand():
     """One fresh rollout of one token, and three replayed ones of 1, 3 and 1 tokens, of ages 4, 2
     and 3; token means are over tokens."""
     rollouts = [make_rollout(i, 3, advantage=a) for i, a in enumerate([1.0, 0.5, -1.0, 0.0])]
-    draw = Draw(tuple(rollouts[1:]), np.ones(3), np.array([4, 2, 3]), 2.5, 0.7)
+    entries = tuple(entries_of(rollouts))
+    draw = Draw(entries[1:], np.ones(3), np.array([4, 2, 3]), 2.5, 0.7)
     batch = ComposedBatch(
-        tuple(rollouts), np.array([False, True, True, True]), np.array([0, 4, 2, 3]), draw
+        entries, np.array([False, True, True, True]), np.array([0, 4, 2, 3]), draw
     )
     outcomes = [outcome(1, 1.0), outcome(1, 8.0), outcome(3, 4.0), outcome(1, 2.0)]
     found = batch_metrics(batch, outcomes, fresh_rollouts=2)

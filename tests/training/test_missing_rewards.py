@@ -109,7 +109,7 @@ def test_the_log_keeps_the_row_and_nothing_trains_on_it_or_stores_it(failing):
     for name in ("advantage", "behavior_logprobs", "tokens"):
         assert all(row[name] is None for row in missing.values()), name
     assert not missing.keys() & {row["rollout_id"] for row in failing.all_draws}
-    assert not missing.keys() & {r.rollout_id for r in failing.snapshot(6).state["rollouts"]}
+    assert not missing.keys() & {r.rollout_id for r in failing.snapshot(6).rollouts}
 
 
 def test_the_closed_forms_hold_with_the_members_whose_reward_came(failing):

@@ -86,9 +86,9 @@ def test_the_tools_read_such_a_run_and_verify_finds_other_functions(run):
     logged, same, other = (document[name]["ess_mean"] for name in ("logged", "same", "changed"))
     assert same == pytest.approx(logged, rel=1e-6)
     assert other > 1.05 * logged
-    stored = run.snapshot(STEPS).state
-    lengths = [len(rollout.completion_token_ids) for rollout in stored["rollouts"]]
-    np.testing.assert_array_equal(stored["priority"], 1 / np.array(lengths) + 1e-6)
+    stored = run.snapshot(STEPS)
+    lengths = [len(rollout.completion_token_ids) for rollout in stored.rollouts]
+    np.testing.assert_array_equal(stored.state["priority"], 1 / np.array(lengths) + 1e-6)
     recipe = run.path / "recipe.yaml"
     other = re.sub(r"priority: .*short", "priority: abs_advantage", recipe.read_text())
     recipe.write_text(re.sub(r"estimator: .*ranks", "estimator: group_relative", other))

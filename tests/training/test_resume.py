@@ -84,8 +84,9 @@ def test_weights_and_buffer_are_the_same(runs):
     for name in ("priority", "times_used", "last_used_step"):
         assert a[name].tobytes() == b[name].tobytes()
     assert a["evicted_by_age"] == b["evicted_by_age"] > 0
-    assert len(a["rollouts"]) == len(b["rollouts"]) > 10
-    for one, other in zip(a["rollouts"], b["rollouts"], strict=True):
+    rollouts = whole.snapshot(12).rollouts, resumed.snapshot(12).rollouts
+    assert len(rollouts[0]) == len(rollouts[1]) > 10
+    for one, other in zip(*rollouts, strict=True):
         assert one.rollout_id == other.rollout_id
         assert one.behavior_logprobs.tobytes() == other.behavior_logprobs.tobytes()
 

@@ -44,7 +44,7 @@ def test_every_file_has_the_version_of_the_last_push(lagging_run):
     for step in (3, 6, 9, 10):  # that of the weights in model/, pushed or not
         state = json.loads((run.path / f"checkpoints/step_{step:06d}/state.json").read_text())
         assert state["policy_version"] == step
-    stored = run.snapshot(10).state["rollouts"]
+    stored = run.snapshot(10).rollouts
     assert {(r.birth_step, r.policy_version) for r in stored} == {(9, 8), (10, 8)}
     report = verify_run(run.path)
     assert report.passed, [check for check in report.checks if not check.passed]

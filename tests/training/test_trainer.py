@@ -81,7 +81,7 @@ def test_dropped_groups_are_neither_drawn_nor_stored(ours_run):
     assert len(dropped) > 50
     assert not dropped & {draw["rollout_id"] for draw in ours_run.all_draws}
     for step in (3, 6, 9, 12):
-        stored = {r.rollout_id for r in ours_run.snapshot(step).state["rollouts"]}
+        stored = {r.rollout_id for r in ours_run.snapshot(step).rollouts}
         assert stored and not stored & dropped
     for i in dropped:
         row = ours_run.all_rollouts[i]
@@ -98,7 +98,7 @@ def test_the_buffer_holds_every_survivor_of_the_last_births_and_nothing_else(our
         expected = [row["rollout_id"] for birth in alive for row in ours_run.survivors(birth)]
         assert ours_run.metrics[step - 1]["buffer/rollouts"] == len(expected)
         if step % 3 == 0:
-            stored = [r.rollout_id for r in ours_run.snapshot(step).state["rollouts"]]
+            stored = [r.rollout_id for r in ours_run.snapshot(step).rollouts]
             assert stored == expected
     assert sum(line["buffer/evicted"] for line in ours_run.metrics) > 50
 

@@ -77,7 +77,7 @@ def test_buffer_only_inserts_before_it_draws_from_the_newest_n(fifo_run):
         assert line["replay/rollouts"] == len(draws)
         assert line["fresh/ratio_mean"] is None
         if step % 4 == 0:
-            stored = [r.rollout_id for r in run.snapshot(step).state["rollouts"]]
+            stored = [r.rollout_id for r in run.snapshot(step).rollouts]
             assert stored == newest
     assert ages[0] > 10  # age 0 is allowed
     assert max(ages) == 1  # 30 rollouts of 24 a step

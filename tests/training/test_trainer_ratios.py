@@ -78,7 +78,7 @@ def test_stored_rollouts_never_change(ours_run):
     """Behaviour log-probs, advantages, tokens: bit for bit those of birth, in every snapshot."""
     older = 0
     for step in (3, 6, 9, 12):
-        for stored in ours_run.snapshot(step).state["rollouts"]:
+        for stored in ours_run.snapshot(step).rollouts:
             born = ours_run.all_rollouts[stored.rollout_id]
             older += stored.birth_step < step
             behavior = np.array(born["behavior_logprobs"], np.float32)

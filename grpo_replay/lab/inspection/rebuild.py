@@ -29,18 +29,18 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import buffer_step
 from grpo_replay.storage.recipe_history import differences
 from grpo_replay.terminal.console import tracked
-from grpo_replay.types import ComposedBatch, Rollout
+from grpo_replay.types import ComposedBatch, Entry
+
+_READ = ("advantage", "group_reward_std", "reward", "group_correct", "truncated")
 
 
-def rollouts_without_tokens(rows: Rollouts) -> list[Rollout]:
-    """Rollouts with all that the buffer and priorities read: of the completion its length."""
-    names = (*("rollout_id", "group_id", "birth_step", "advantage", "group_reward_std"),
-             *("reward", "group_correct", "truncated"))  # fmt: skip
-    columns = zip(*(rows[name].tolist() for name in (*names, "tokens")), strict=True)
-    return [
-        Rollout.index_only(**dict(zip(names, values, strict=True)), completion_tokens=length)
-        for *values, length in columns
-    ]
+def entries_of_log(rows: Rollouts) -> list[Entry]:
+    """Entries with all that the buffer and priorities read, and no payload."""
+    columns = {name: rows[name].tolist() for name in _READ}
+    columns["completion_tokens"] = rows.tokens.tolist()
+    given = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    ids = (rows.rollout_id.tolist(), rows.group_id.tolist(), rows.birth_step.tolist())
+    return [Entry(*each, payload=None) for each in zip(*ids, given, strict=True)]
 
 
 def stored_after(source: Source, settings: ReplaySection, group_size: int) -> tuple[Rollouts, bool]:
@@ -69,7 +69,7 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
     survivors = log[log.kept]
     for step, _ in files:
         buffer.evict(step)
-        buffer.insert(rollouts_without_tokens(survivors[survivors.logged_step == step]), step)
+        buffer.insert(entries_of_log(survivors[survivors.logged_step == step]), step)
         buffer.evict_ahead(step)
     stored = log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
     stored.priority = buffer.column("priority")
@@ -199,16 +199,16 @@ def simulate(
     log = kept_under(log, settings)
     buffer = ReplayBuffer(settings, group_size)
     survivors = log[log.kept]
-    rollouts = rollouts_without_tokens(survivors)
+    entries = entries_of_log(survivors)
     batches: list[ComposedBatch] = []
     stored: list[int] = []
     for step, count in steps:
         first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
-        fresh = rollouts[first:last]
+        fresh = entries[first:last]
         batches.append(buffer_step(buffer, fresh, step, count, rng, draws_per_step))
         stored.append(len(buffer))
-    ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
-    draws = [batch.draw for batch in batches if batch.draw.rollouts]
+    ids = [entry.rollout_id for batch in batches for entry in batch.entries]
+    draws = [batch.draw for batch in batches if batch.draw.entries]
     trained = _Trained(
         row=find_rows(log.rollout_id, ids),
         age=np.concatenate([np.zeros(0, np.int64), *(batch.ages for batch in batches)]),

@@ -139,7 +139,7 @@ def test_the_next_draw_follows_the_stored_priorities(runs, preset):
 def test_the_next_draw_is_from_what_was_never_drawn_if_the_recipe_says_so(
     times_used, units, largest
 ):
-    settings = ReplayConfig.preset(
+    settings = ReplayConfig.of(
         "fifo", with_replacement=False, unused_first=True, priority_exponent=1.0
     )
     stored = two_groups(
@@ -153,7 +153,7 @@ def test_the_next_draw_is_from_what_was_never_drawn_if_the_recipe_says_so(
 def test_early_in_a_run_survivors_are_a_mean_over_the_steps_that_there_are():
     """Two survivors in two steps, of an age limit of ten."""
     log = two_groups()
-    found = _occupancy(log, log, ReplayConfig.preset("ours", max_age_steps=10), 2, {})
+    found = _occupancy(log, log, ReplayConfig.of("ours", max_age_steps=10), 2, {})
     assert found.survivors_per_step == 1.0
 
 

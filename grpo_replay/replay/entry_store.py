@@ -1,0 +1,323 @@
+"""The store of the replay buffer: entries in insertion order, bounded by age and capacity (paper A,
+section 4; positive-bias variant: paper B).
+
+Of every entry the store holds its priority and its uses. A use is a draw: `times_used` is the
+number of the rollout's rows in draws/, and does not count training as a fresh rollout in its birth
+step. Ages are in training steps. A caller of `draw` passes its own random generator.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.insertion import check_insertable, entries_of, is_correct, stored_form
+from grpo_replay.replay.priorities import (
+    Candidates,
+    check_groups_adjacent,
+    column_of,
+    entry_priorities,
+    pick,
+    query_spans,
+)
+from grpo_replay.types import Draw, Entry, Rollout
+
+NEVER_USED = -1
+"""`last_used_step` of an entry that was never drawn. Null in files."""
+
+_DTYPES: Mapping[str, Any] = {
+    "rollout_id": np.int64,
+    "group_id": np.int64,
+    "birth_step": np.int64,
+    "priority": np.float64,
+    "correct": np.bool_,
+    "times_used": np.int32,
+    "last_used_step": np.int64,
+    "entry": np.object_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStats:
+    """Statistics of the buffer at one step. Means and maxima are None if the buffer is empty."""
+
+    rollouts: int
+    age_mean: float | None
+    age_max: int | None
+    priority_mean: float | None  # of p, before the exponent
+    times_used_mean: float | None
+    evicted: int  # in this step, by age and by capacity
+    evicted_undrawn: int  # of those, the rollouts that were never drawn
+    evicted_by_capacity: int  # since the start of the run, those left out by positive bias too
+
+
+class EntryStore:
+    """Stored entries that can be drawn again.
+
+    If `replay.unit` is query, a query (the entries of one group) is inserted, evicted and drawn as
+    a whole: its entries must be inserted together and adjacent, and capacity evicts whole groups,
+    oldest first. If it is rollout, capacity may evict part of a group; the rest can still be drawn.
+    """
+
+    def __init__(
+        self,
+        settings: ReplaySection,
+        group_size: int,
+        on_evict: Callable[[tuple[Entry, ...]], None] | None = None,
+    ) -> None:
+        self.settings = checked_settings(settings)
+        self.group_size = group_size
+        self.on_evict = on_evict
+        self._gone: list[Entry] = []  # left, and not yet reported to `on_evict`
+        self._columns = {name: np.empty(0, dtype) for name, dtype in _DTYPES.items()}
+        self._evicted_by_age = 0
+        self._evicted_by_capacity = 0
+        self._evicted_at = (0, 0)  # step, number of entries evicted in it
+        self._evicted_undrawn = 0  # of those
+
+    def __len__(self) -> int:
+        """Number of stored entries."""
+        return len(self._columns["entry"])
+
+    def column(self, name: str) -> np.ndarray:
+        """A read-only view of one column, oldest first: rollout_id, group_id, birth_step,
+        priority, correct, times_used, last_used_step. Valid until the buffer changes."""
+        view = self._columns[name].view()
+        view.flags.writeable = False
+        return view
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The stored entries, oldest first."""
+        return tuple(self._columns["entry"])
+
+    def rollouts(self) -> tuple[Any, ...]:
+        """Their payloads: rollouts, where whole rollouts are stored."""
+        return tuple(entry.payload for entry in self._columns["entry"])
+
+    def insert(
+        self, given: Sequence[Entry | Rollout], step: int, times_used_N: np.ndarray | None = None
+    ) -> int:
+        """Store entries, or whole rollouts, born at or before `step`. Returns how many the capacity
+        evicted.
+
+        `times_used_N` counts draws in `step` before the insertion: the pool composition also draws
+        fresh entries. The text of a rollout is not stored (rollouts/ has it), and its arrays become
+        read-only. Raises ValueError for a dropped rollout, a missing advantage or behaviour
+        log-prob, one that is not finite, a positive log-prob, a birth in the future, a second
+        insertion, and, if `replay.unit` is query, a group that is not adjacent.
+        """
+        entries = entries_of(given)
+        if not entries:
+            return 0
+        check_insertable(entries, step, self._columns, self.settings.unit)
+        self._append(self._new_columns(entries, step, times_used_N))
+        evicted = self._enforce_capacity(step)
+        self._evicted_by_capacity += evicted
+        return evicted
+
+    def evict(self, step: int) -> int:
+        """Remove entries with `step - birth_step > max_age_steps`. Returns their number."""
+        evicted = self._evict_born_before(step, step)
+        gone, self._gone = tuple(self._gone), []
+        if gone and self.on_evict is not None:
+            self.on_evict(gone)
+        return evicted
+
+    def evict_ahead(self, step: int) -> int:
+        """At the end of `step`, remove entries that would be too old at `step + 1`. Returns their
+        number. Between steps the buffer then holds entries of at most `max_age_steps` births."""
+        return self._evict_born_before(step, step + 1)
+
+    def candidates(self) -> Candidates:
+        """The candidates of a draw from the buffer."""
+        columns = self._columns
+        return Candidates(columns["priority"], columns["group_id"], columns["times_used"] > 0)
+
+    def draw(
+        self, count: int, step: int, rng: np.random.Generator, fresh: Sequence[Entry] = ()
+    ) -> Draw:
+        """Draw `count` units (rollouts or queries) from the buffer and `fresh` together.
+
+        No entry is removed. Uses of stored entries are recorded here, uses of fresh ones when
+        they are inserted. The draw is empty if there are no candidates.
+        """
+        stored = len(self)
+        if count <= 0 or stored + len(fresh) == 0:
+            return Draw.empty()
+        candidates = self.candidates()
+        if fresh:
+            candidates = candidates + self._candidates_of(fresh)
+        picks = pick(candidates, count, self.settings, rng)
+        self._record_use(picks.indices[picks.indices < stored], step)
+        entry_N = self._columns["entry"]
+        drawn = tuple(entry_N[i] if i < stored else fresh[i - stored] for i in picks.indices)
+        return Draw(
+            entries=drawn,
+            probabilities=picks.probabilities,
+            ages=np.array([step - entry.birth_step for entry in drawn], dtype=np.int64),
+            effective_sample_size=picks.effective_sample_size,
+            entropy=picks.entropy,
+        )
+
+    def stats(self, step: int) -> BufferStats:
+        """Statistics at `step`, with the evictions of `step` so far."""
+        evicted, undrawn = 0, 0
+        if self._evicted_at[0] == step:
+            evicted, undrawn = self._evicted_at[1], self._evicted_undrawn
+        evictions = (evicted, undrawn, self._evicted_by_capacity)
+        if len(self) == 0:
+            return BufferStats(0, None, None, None, None, *evictions)
+        ages_N = step - self._columns["birth_step"]
+        return BufferStats(
+            len(self),
+            float(ages_N.mean()),
+            int(ages_N.max()),
+            float(self._columns["priority"].mean()),
+            float(self._columns["times_used"].mean()),
+            *evictions,
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """The complete state: entries, copies of the columns, and counters."""
+        return {
+            "entries": self.entries(),
+            "priority": self._columns["priority"].copy(),
+            "times_used": self._columns["times_used"].copy(),
+            "last_used_step": self._columns["last_used_step"].copy(),
+            "priority_kind": self.settings.priority,
+            "evicted_by_age": self._evicted_by_age,
+            "evicted_by_capacity": self._evicted_by_capacity,
+            "evicted_at": self._evicted_at,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Replace the contents by a state from `get_state`.
+
+        Priorities are recomputed from the entries under this buffer's settings, so that a run can
+        be resumed with another `replay.priority`. Under the same settings they must equal the saved
+        ones bit for bit. A smaller capacity evicts at once. Raises ValueError for an inconsistent
+        state; the buffer is then unchanged.
+        """
+        restored = EntryStore(self.settings, self.group_size)
+        entries = state["entries"]
+        if entries:
+            newest = max(entry.birth_step for entry in entries)
+            check_insertable(entries, newest, restored._columns, self.settings.unit)
+            columns = restored._new_columns(entries, newest, state["times_used"])
+            columns["last_used_step"] = np.asarray(state["last_used_step"], dtype=np.int64)
+            _check_uses(columns)
+            restored._append(columns)
+        same_law = state["priority_kind"] == self.settings.priority
+        if same_law and not np.array_equal(state["priority"], restored._columns["priority"]):
+            raise ValueError("the saved priorities are not those that replay.priority gives now")
+        self._columns = restored._columns
+        self._evicted_by_age = state["evicted_by_age"]
+        self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity(0)
+        self._evicted_at, self._evicted_undrawn = tuple(state["evicted_at"]), 0
+
+    def _append(self, new: Mapping[str, np.ndarray]) -> None:
+        self._columns = {
+            name: np.concatenate([column, new[name]]) for name, column in self._columns.items()
+        }
+
+    def _remove(self, removed_N: np.ndarray, step: int) -> int:
+        """Evict entries in `step`. Returns their number."""
+        if self.on_evict is not None:
+            self._gone.extend(self._columns["entry"][removed_N])
+        undrawn = int((self._columns["times_used"][removed_N] == 0).sum())
+        evicted = int(np.count_nonzero(removed_N))
+        if evicted:
+            kept_N = ~removed_N
+            self._columns = {name: column[kept_N] for name, column in self._columns.items()}
+        if self._evicted_at[0] != step:
+            self._evicted_at, self._evicted_undrawn = (step, 0), 0
+        self._evicted_at = (step, self._evicted_at[1] + evicted)
+        self._evicted_undrawn += undrawn
+        return evicted
+
+    def _new_columns(
+        self, entries: Sequence[Entry], step: int, times_used_N: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        count, settings = len(entries), self.settings
+        times_used = np.zeros(count, dtype=np.int32)
+        if times_used_N is not None:
+            times_used[:] = times_used_N
+        stored = np.empty(count, dtype=np.object_)
+        stored[:] = [stored_form(entry) for entry in entries]
+        if settings.positive_fraction > 0:
+            for name in ("advantage", "group_reward_std"):
+                column_of(entries, name, "replay.positive_fraction")
+        return {
+            "rollout_id": np.array([entry.rollout_id for entry in entries]),
+            "group_id": np.array([entry.group_id for entry in entries]),
+            "birth_step": np.array([entry.birth_step for entry in entries]),
+            "priority": entry_priorities(settings.priority, entries),
+            "correct": np.array([is_correct(entry.columns) for entry in entries]),
+            "times_used": times_used,
+            "last_used_step": np.where(times_used > 0, step, NEVER_USED),
+            "entry": stored,
+        }
+
+    def _candidates_of(self, entries: Sequence[Entry]) -> Candidates:
+        group_id_N = np.array([entry.group_id for entry in entries], dtype=np.int64)
+        if self.settings.unit == "query":
+            check_groups_adjacent(group_id_N)
+        never_drawn = np.zeros(len(entries), dtype=np.bool_)
+        return Candidates(
+            entry_priorities(self.settings.priority, entries), group_id_N, never_drawn
+        )
+
+    def _evict_born_before(self, step: int, now: int) -> int:
+        if self.settings.max_age_steps is None:
+            return 0
+        evicted = self._remove(
+            now - self._columns["birth_step"] > self.settings.max_age_steps, step
+        )
+        self._evicted_by_age += evicted
+        return evicted
+
+    def _enforce_capacity(self, step: int) -> int:
+        if self.settings.positive_fraction > 0:
+            return self._remove(~self._positive_bias_keeps(), step)
+        excess = len(self) - self.settings.capacity_rollouts
+        if excess <= 0:
+            return 0
+        if self.settings.unit == "query":
+            starts_Q, _ = query_spans(self._columns["group_id"])
+            excess = int(np.append(starts_Q, len(self))[np.searchsorted(starts_Q, excess)])
+        return self._remove(np.arange(len(self)) < excess, step)
+
+    def _positive_bias_keeps(self) -> np.ndarray:
+        """The newest (1-δ)N entries, and the newest δN correct ones among the older; bool [N]."""
+        capacity = self.settings.capacity_rollouts
+        reserved = round(self.settings.positive_fraction * capacity)
+        outside = max(len(self) - (capacity - reserved), 0)
+        keeps_N = np.ones(len(self), dtype=np.bool_)
+        keeps_N[:outside] = False
+        correct = np.flatnonzero(self._columns["correct"][:outside])
+        keeps_N[correct[max(correct.size - reserved, 0) :]] = True
+        return keeps_N
+
+    def _record_use(self, indices: np.ndarray, step: int) -> None:
+        np.add.at(self._columns["times_used"], indices, 1)
+        self._columns["last_used_step"][indices] = step
+
+
+def checked_settings(settings: Any) -> ReplaySection:
+    """The settings. Raises TypeError for anything else, such as a mapping."""
+    if not isinstance(settings, ReplaySection):
+        raise TypeError(
+            f"the settings of replay are a {type(settings).__name__}: give a ReplayConfig, such as "
+            'ReplayConfig.of("ours", max_age_steps=10)'
+        )
+    return settings
+
+
+def _check_uses(columns: Mapping[str, np.ndarray]) -> None:
+    last_used, used = columns["last_used_step"], columns["times_used"] > 0
+    if not np.array_equal(used, last_used != NEVER_USED):
+        raise ValueError("times_used and last_used_step disagree")
+    if (last_used < columns["birth_step"])[used].any():
+        raise ValueError("a rollout was used before its birth")
