@@ -4,6 +4,8 @@ replay buffer for other trainers, and `grade`. Names are imported when they are 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from grpo_replay.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from grpo_replay.api import evaluate, inspect, load_recipe, report, sweep, train
     from grpo_replay.recipe import Recipe, ReplayConfig
@@ -11,7 +13,6 @@ if TYPE_CHECKING:
     from grpo_replay.rewards.grading import grade
     from grpo_replay.types import Entry, Rollout
 
-__version__ = "0.1.0"
 __all__ = [
     "Entry",
     "Recipe",

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from grpo_replay import __version__
 from grpo_replay.cli import options
 from grpo_replay.errors import INTERRUPTED
+from grpo_replay.version import __version__
 
 
 class CommandGroup(TyperGroup):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import LAUNCHER_VARIABLE, RankEnvironment
 from grpo_replay.distributed.failures import name_ranks, run_collectively
 from grpo_replay.errors import LaunchError, first_line
 from grpo_replay.recipe import Recipe
+from grpo_replay.version import __version__
 
 
 def form_group(environment: RankEnvironment, backend: str, timeout: datetime.timedelta) -> None:

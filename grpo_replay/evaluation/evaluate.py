@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, PlannedSample
 from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
@@ -42,6 +41,7 @@ from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
+from grpo_replay.version import __version__
 
 VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
 

