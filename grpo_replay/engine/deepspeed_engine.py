@@ -29,11 +29,12 @@ from grpo_replay.engine.microbatches import (
     MicroBatch,
     RankStatistics,
     RowValues,
+    exchange,
     join_statistics,
     join_values,
     pack_multiple,
+    plan_sequences,
     rank_statistics,
-    scatter_microbatches,
     update_result,
     values_of_rows,
 )
@@ -48,7 +49,7 @@ from grpo_replay.engine.weights import (
     tied_names,
 )
 from grpo_replay.errors import ModelError, NonFiniteError
-from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe, ZeroSection
+from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
 from grpo_replay.types import stream
@@ -201,12 +202,18 @@ class DeepSpeedEngine:
         return self._row_logprobs(self._reference, rows)
 
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        microbatches = self._microbatches(rows)
+        comm, layout, given = self._comm, self._layout, rows or ()
+        plan = plan_sequences(given, layout, comm.world_size)
+        microbatches = exchange(comm, plan, given, layout)
+        mine = self._run_forward(module, microbatches)
+        return join_values(comm.gather_values(list[RowValues], mine), len(given))
+
+    def _run_forward(
+        self, module: nn.Module, microbatches: Sequence[MicroBatch]
+    ) -> list[RowValues]:
         computed = [self._device_logprobs(module, self._layout, each) for each in microbatches]
         parts = zip(microbatches, on_host(computed), strict=True)
-        mine = [pair for part in parts for pair in values_of_rows(*part)]
-        gathered = self._comm.gather_values(list[RowValues], mine)
-        return [] if gathered is None or rows is None else join_values(gathered, len(rows))
+        return [pair for part in parts for pair in values_of_rows(*part)]
 
     @torch.no_grad()
     def _device_logprobs(
@@ -221,9 +228,6 @@ class DeepSpeedEngine:
 
     def _logprobs_of(self, *arguments: Any) -> np.ndarray:
         return self._device_logprobs(*arguments).cpu().numpy()
-
-    def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
-        return scatter_microbatches(self._comm, rows, self._layout)
 
     def _inputs(self, batch: MicroBatch, layout: Layout) -> tuple[torch.Tensor | int | None, ...]:
         if layout.pack_multiple is not None and len(batch.input_ids_SL) == 1:
@@ -241,32 +245,26 @@ class DeepSpeedEngine:
 
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
         """One optimizer update on a mini-batch. Raises NonFiniteError on every rank."""
-        microbatches = self._microbatches(rows)
+        comm, layout, given = self._comm, self._layout, rows or ()
+        plan = plan_sequences(given, layout, comm.world_size)
+        microbatches = exchange(comm, plan, given, layout)
+        mine = self._run_backward(microbatches)
+        joined = join_statistics(comm.gather_values(RankStatistics, mine), len(given))
+        self._refuse_non_finite(joined, given)
+        grad_norm = self._step_optimizer()
+        if joined is None:
+            return None
+        rate = param_groups(self._engine)[0]["lr"]
+        return update_result(*joined, grad_norm, len(microbatches), rate)
+
+    def _run_backward(self, microbatches: Sequence[MicroBatch]) -> RankStatistics:
+        """Adds up the gradients of all micro-batches."""
         tables = []
         with self._dropout():
             for index, microbatch in enumerate(microbatches):
                 self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
                 tables.append(self._backward(microbatch))
-        mine = rank_statistics(microbatches, on_host(tables))
-        gathered = self._comm.gather_values(RankStatistics, mine)
-        table, padding_share = None, 0.0
-        if gathered is not None:
-            table, padding_share = join_statistics(gathered, len(rows or ()))
-        self._refuse_non_finite(table, rows or ())
-        self._complete_gradients()
-        unsharded_norm = self._unsharded_grad_norm()
-        self._engine.step()
-        reported = self._engine.get_global_grad_norm()
-        grad_norm = float(reported if unsharded_norm is None else unsharded_norm)
-        if not np.isfinite(grad_norm):
-            raise NonFiniteError(
-                f"the gradient norm is {grad_norm}: training stopped before a checkpoint could "
-                "hold it; resume from the last checkpoint with a smaller optimizer.learning_rate"
-            )
-        if table is None:
-            return None
-        rate = param_groups(self._engine)[0]["lr"]
-        return update_result(table, grad_norm, len(microbatches), padding_share, rate)
+        return rank_statistics(microbatches, on_host(tables))
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and
@@ -306,12 +304,13 @@ class DeepSpeedEngine:
             rows = len(microbatch.rows_R)
             return row_statistics(result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows)
 
-    def _refuse_non_finite(self, table: np.ndarray | None, rows: Sequence[TrainRow]) -> None:
+    def _refuse_non_finite(
+        self, joined: tuple[np.ndarray, float] | None, rows: Sequence[TrainRow]
+    ) -> None:
+        """Raises NonFiniteError on every rank, for what `join_statistics` found on rank 0."""
         bad = []
-        if table is not None:
-            bad = [
-                rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(table[:, 0])).tolist()
-            ]
+        if joined is not None:
+            bad = [rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(joined[0][:, 0]))]
         bad = self._comm.broadcast_json(bad)
         if bad:
             raise NonFiniteError(
@@ -320,23 +319,31 @@ class DeepSpeedEngine:
                 "checkpoint with a smaller optimizer.learning_rate, or model.dtype float32"
             )
 
-    def _complete_gradients(self) -> None:
-        """A parameter that had no part in the update decays nevertheless, as where DeepSpeed
-        reduces gradients."""
-        if not self._reduces_nothing:
-            return
-        for parameter in self._engine.module.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _unsharded_grad_norm(self) -> torch.Tensor | None:
-        """DeepSpeed does not report the norm for fp32 at stage 0, where gradients are whole."""
-        if self._stage != 0 or self._recipe.model.dtype != "float32":
-            return None
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-        )
+    def _step_optimizer(self) -> float:
+        """Makes the update, and returns the norm of its gradients. Raises NonFiniteError."""
+        module, norm = self._engine.module, None
+        if self._reduces_nothing:
+            # What had no part in the update decays nevertheless, as where DeepSpeed reduces.
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        if self._stage == 0 and self._recipe.model.dtype == "float32":
+            # DeepSpeed does not report this norm. Gradients are whole here.
+            norms = [
+                torch.linalg.vector_norm(parameter.grad)
+                for parameter in module.parameters()
+                if parameter.grad is not None
+            ]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        self._engine.step()
+        reported = self._engine.get_global_grad_norm()
+        grad_norm = float(reported if norm is None else norm)
+        if not np.isfinite(grad_norm):
+            raise NonFiniteError(
+                f"the gradient norm is {grad_norm}: training stopped before a checkpoint could "
+                "hold it; resume from the last checkpoint with a smaller optimizer.learning_rate"
+            )
+        return grad_norm
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full under its Hugging Face name, a tied one under each of its
@@ -419,37 +426,42 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
     update to update, and the loss already has its global denominator."""
-    zero = {"stage": stage, **_thresholds(engine.zero)}
+    thresholds = engine.zero
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": thresholds.reduce_bucket_size,
+        "allgather_bucket_size": thresholds.allgather_bucket_size,
+        "stage3_param_persistence_threshold": thresholds.param_persistence_threshold,
+        "stage3_prefetch_bucket_size": thresholds.prefetch_bucket_size,
+        "stage3_max_live_parameters": thresholds.max_live_parameters,
+        "stage3_max_reuse_distance": thresholds.max_reuse_distance,
+        "sub_group_size": thresholds.sub_group_size,
+        **thresholds.others,
+    }
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    adamw = {
+        # On a CPU torch's own choice is a loop of ten passes over every tensor; fused makes one.
+        "fused": not on_cuda and "foreach" not in optimizer.adamw.others,
+        "lr": optimizer.learning_rate,  # of no update: `begin_step` sets that of each step
+        **optimizer.adamw.model_dump(),
+        "torch_adam": True,
+    }
     bf16 = dtype == "bfloat16"
     accumulation = "fp32" if bf16 and not sums_in_bf16(dtype, stage) else None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
-        "optimizer": {"type": "AdamW", "params": _adamw_parameters(optimizer, on_cuda)},
+        "optimizer": {"type": "AdamW", "params": adamw},
         "bf16": {"enabled": bf16},
         "data_types": {"grad_accum_dtype": accumulation},
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-    }
-
-
-def _thresholds(zero: ZeroSection) -> dict[str, Any]:
-    return {
-        "reduce_bucket_size": zero.reduce_bucket_size,
-        "allgather_bucket_size": zero.allgather_bucket_size,
-        "stage3_param_persistence_threshold": zero.param_persistence_threshold,
-        "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
-        "stage3_max_live_parameters": zero.max_live_parameters,
-        "stage3_max_reuse_distance": zero.max_reuse_distance,
-        "sub_group_size": zero.sub_group_size,
-        **zero.others,
     }
 
 
@@ -472,13 +484,3 @@ def notices_of_precision(dtype: str, stage: int) -> list[str]:
         "of an update's micro-batches in bfloat16: measured, the sum of 64 is off by 1%, of 1,024 "
         "by 9%. Set engine.zero_stage 2 or 3, which sum in fp32, also on one rank"
     ]
-
-
-def _adamw_parameters(optimizer: OptimizerSection, on_cuda: bool) -> dict[str, Any]:
-    """On a CPU torch's own choice is a loop of ten passes over every tensor; fused makes one."""
-    return {
-        "fused": not on_cuda and "foreach" not in optimizer.adamw.others,
-        "lr": optimizer.learning_rate,  # of no update: `begin_step` sets that of each step
-        **optimizer.adamw.model_dump(),
-        "torch_adam": True,
-    }

@@ -1,5 +1,5 @@
-"""From rows to the micro-batches of every rank, one forward pass each, and from the ranks' results
-back to the rows of the mini-batch.
+"""The way of a mini-batch over the ranks: from rows to the micro-batches of every rank, one forward
+pass each (`plan_sequences`, `exchange`), and from the ranks' results back to the rows (`join_…`).
 
 Arrays only: no DeepSpeed, no process group. Rank 0 plans for all ranks and sends them their rows.
 Every rank gets the same number of micro-batches.
@@ -109,28 +109,14 @@ def pack_multiple(attention: str, max_tokens: int) -> int | None:
     return -(-max_tokens // (PACK_SIZES * FLEX_BLOCK)) * FLEX_BLOCK
 
 
-def plan_microbatches(
-    rows: Sequence[TrainRow], layout: Layout, ranks: int
-) -> list[list[MicroBatch]]:
-    """Micro-batches for each rank: the same number per rank, with balanced numbers of tokens.
+def plan_sequences(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[Sequences]]:
+    """For each rank the sequences of each of its micro-batches: the same number per rank, with
+    balanced numbers of tokens. An empty list is a micro-batch without rows.
 
     Sequences (`sequences_of`) are dealt to the ranks (`deal`). Each rank groups neighbouring ones
     while the padded size (sequences times longest) is at most `max_tokens`; with `packing`, any
     whose lengths add up to that. A row longer than that gets a micro-batch of its own.
     """
-    return [
-        [micro_batch(*_chosen(sequences, rows), layout.packing) for sequences in of_rank]
-        for of_rank in plan_sequences(rows, layout, ranks)
-    ]
-
-
-def _chosen(sequences: Sequences, rows: Sequence[TrainRow]) -> Chosen:
-    indices = [index for sequence in sequences for index in sequence]
-    return indices, [rows[index] for index in indices], [len(sequence) for sequence in sequences]
-
-
-def plan_sequences(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[Sequences]]:
-    """The sequences of each micro-batch of each rank. An empty list is one without rows."""
     lengths = Lengths(rows)
     sequences = sequences_of(lengths, layout, ranks)
     tokens = list(map(lengths.of_sequence, sequences))
@@ -292,25 +278,28 @@ def _empty_micro_batch() -> MicroBatch:
     )
 
 
-def scatter_microbatches(
-    comm: Comm, rows: Sequence[TrainRow] | None, layout: Layout
+def chosen_rows(sequences: Sequences, rows: Sequence[TrainRow]) -> Chosen:
+    """The rows of a micro-batch, as `micro_batch` takes them."""
+    indices = [index for sequence in sequences for index in sequence]
+    return indices, [rows[index] for index in indices], [len(sequence) for sequence in sequences]
+
+
+def exchange(
+    comm: Comm, plan: Sequence[Sequence[Sequences]], rows: Sequence[TrainRow], layout: Layout
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of rank 0's rows (`plan_microbatches`). Collective.
+    """This rank's micro-batches of rank 0's `plan` and `rows`; those of other ranks are not read.
+    Collective.
 
     Padding, positions and targets are computed on the receiving rank. A token costs 4 bytes of
     traffic; each kind of log-prob 4 bytes per completion token, or nothing if all are zero.
     """
+    # A generator: rank 0 holds what it sends to one rank at a time.
+    chosen = ([chosen_rows(batch, rows) for batch in batches] for batches in plan)
     if comm.world_size == 1:
-        assert rows is not None
-        return plan_microbatches(rows, layout, 1)[0]
-    payloads = None
-    if comm.is_main:
-        assert rows is not None
-        # A generator: rank 0 holds the payload of one rank at a time.
-        plan = plan_sequences(rows, layout, comm.world_size)
-        payloads = (encode([_chosen(batch, rows) for batch in batches]) for batches in plan)
-    mine = decode(list[Chosen], comm.scatter(payloads))
-    return [micro_batch(*chosen, layout.packing) for chosen in mine]
+        mine = next(chosen)
+    else:
+        mine = decode(list[Chosen], comm.scatter(map(encode, chosen) if comm.is_main else None))
+    return [micro_batch(*each, layout.packing) for each in mine]
 
 
 def values_of_rows(microbatch: MicroBatch, values_C: np.ndarray) -> list[RowValues]:
@@ -320,9 +309,11 @@ def values_of_rows(microbatch: MicroBatch, values_C: np.ndarray) -> list[RowValu
     return list(zip(microbatch.rows_R.tolist(), pieces, strict=True))
 
 
-def join_values(ranks: Sequence[Sequence[RowValues]], count: int) -> list[np.ndarray]:
-    """float32 [T] for each of the mini-batch's `count` rows, from the values of all ranks. Padding
-    rows (-1) are left out."""
+def join_values(ranks: Sequence[Sequence[RowValues]] | None, count: int) -> list[np.ndarray]:
+    """float32 [T] for each of the mini-batch's `count` rows, from the values of all ranks; nothing
+    where they are None, which is off rank 0. Padding rows (-1) are left out."""
+    if ranks is None:
+        return []
     rows: list[np.ndarray] = [np.zeros(0, np.float32)] * count
     for row, values in (pair for of_rank in ranks for pair in of_rank):
         if row >= 0:
@@ -351,9 +342,13 @@ def rank_statistics(
     )
 
 
-def join_statistics(ranks: Sequence[RankStatistics], count: int) -> tuple[np.ndarray, float]:
+def join_statistics(
+    ranks: Sequence[RankStatistics] | None, count: int
+) -> tuple[np.ndarray, float] | None:
     """float64 [N, K] in the mini-batch's order, N = `count`, and the share of the positions of all
-    forward passes that are padding."""
+    forward passes that are padding; None where `ranks` are, which is off rank 0."""
+    if ranks is None:
+        return None
     found = np.zeros((count, len(ROW_STATISTICS)))
     for each in ranks:
         real_R = each.rows_R >= 0
@@ -364,9 +359,9 @@ def join_statistics(ranks: Sequence[RankStatistics], count: int) -> tuple[np.nda
 
 def update_result(
     table: np.ndarray,
+    padding_share: float,
     grad_norm: float,
     micro_batches: int,
-    padding_share: float,
     learning_rate: float,
 ) -> UpdateResult:
     """The update's result: sums over tokens become means, which are 0 for rows without tokens."""

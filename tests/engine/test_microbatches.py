@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mini_batches import plan_microbatches
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.microbatches import (
     MicroBatch,
-    plan_microbatches,
+    exchange,
     plan_sequences,
-    scatter_microbatches,
 )
 from grpo_replay.engine.shared_prompts import Layout
 from grpo_replay.replay.batch import TrainRow
@@ -167,8 +167,10 @@ def scattered(rows: list[TrainRow], layout: Layout, ranks: int) -> tuple[list, l
     """What each of the ranks gets, and the payloads."""
     left: list = []
     comms = [SharedList(rank, ranks, left) for rank in range(ranks)]
-    given = [rows, *[None] * (ranks - 1)]
-    return [scatter_microbatches(*each, layout) for each in zip(comms, given, strict=True)], left
+    given = [rows, *[()] * (ranks - 1)]
+    plans = [plan_sequences(each, layout, ranks) for each in given]
+    each_rank = zip(comms, plans, given, strict=True)
+    return [exchange(*each, layout) for each in each_rank], left
 
 
 @settings(max_examples=60, deadline=None)
@@ -193,6 +195,7 @@ def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(
 @pytest.mark.parametrize("packing", [False, True])
 def test_one_rank_has_all_micro_batches_and_sends_none(packing):
     rows = [make_row(3, tokens, tokens) for tokens in (5, 9, 2, 7, 4)]
-    alone = scatter_microbatches(Comm(), rows, Layout(24, packing))
-    assert_same_bits(alone, plan_microbatches(rows, Layout(24, packing), 1)[0])
+    layout = Layout(24, packing)
+    alone = exchange(Comm(), plan_sequences(rows, layout, 1), rows, layout)
+    assert_same_bits(alone, plan_microbatches(rows, layout, 1)[0])
     assert len(alone) > 1

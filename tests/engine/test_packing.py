@@ -14,6 +14,7 @@ from core_engine import (
     relative,
     share_prompts,
 )
+from mini_batches import plan_microbatches
 from model_zoo import APART, MIXING, random_model
 from slow_tests import slow_except
 from transformers import (
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from grpo_replay.engine import deepspeed_engine
-from grpo_replay.engine.microbatches import MicroBatch, pack_multiple, plan_microbatches
+from grpo_replay.engine.microbatches import MicroBatch, pack_multiple
 from grpo_replay.engine.model_trials import keeps_rows_apart
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule

@@ -42,6 +42,7 @@ def test_tokens_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     rows = join_values([first, second], 4)
     assert [row.tolist() for row in rows] == [[1, 2], [11, 12, 13], [], [30]]
     assert {row.dtype for row in rows} == {np.dtype(np.float32)}
+    assert join_values(None, 0) == [] and join_statistics(None, 0) is None  # off rank 0
 
 
 def test_the_share_of_padding_is_of_the_positions_of_all_ranks():
@@ -74,7 +75,7 @@ def test_sums_over_tokens_become_means():
     nothing = dict.fromkeys(ROW_STATISTICS, 0.0) | {"log_ratio_max": -np.inf}
     assert sums.keys() == nothing.keys()
     table = np.array([[row[name] for name in ROW_STATISTICS] for row in (sums, nothing)])
-    result = update_result(table, 1.5, 3, 0.25, 1e-3)
+    result = update_result(table, 0.25, 1.5, 3, 1e-3)
     assert (result.loss, result.grad_norm, result.reference_kl) == (0.25, 1.5, 0.25)
     assert (result.micro_batches, result.padding_share, result.learning_rate) == (3, 0.25, 1e-3)
     whole, empty = result.outcomes
@@ -83,4 +84,4 @@ def test_sums_over_tokens_become_means():
     assert whole.ratio_mean == pytest.approx((1 + np.exp(2)) / 2)
     assert whole.ratio_max == pytest.approx(np.exp(2))
     assert (empty.tokens, empty.ratio_mean, empty.ratio_max, empty.log_ratio_var) == (0, 0, 0, 0)
-    assert update_result(table[1:], 0.0, 1, 0.0, 1e-3).reference_kl == 0.0
+    assert update_result(table[1:], 0.0, 0.0, 1, 1e-3).reference_kl == 0.0

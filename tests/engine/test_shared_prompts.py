@@ -19,9 +19,10 @@ from core_engine import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mini_batches import plan_microbatches
 from model_zoo import random_model
 
-from grpo_replay.engine.microbatches import micro_batch, plan_microbatches, plan_sequences
+from grpo_replay.engine.microbatches import micro_batch, plan_sequences
 from grpo_replay.engine.policy_module import segment_mask
 from grpo_replay.engine.shared_prompts import (
     Layout,
