@@ -16,7 +16,8 @@ be passed as query positions instead: the result is the same, and the cache is n
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +205,22 @@ def caps_scores(config: PreTrainedConfig) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
+class WayFailed(Exception):
+    """The code of a model failed in a way of decoding; the cause says how."""
+
+
+@contextmanager
+def code_of_model() -> Iterator[None]:
+    """Around calls into the code of a model and its cache: WayFailed for what these raise, but for
+    a lack of memory. Errors elsewhere in a trial are errors of this package."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise WayFailed from error
+
+
 def first_that_works(
     model: PreTrainedModel, gives_own_logprobs: Callable[[DecodeWay], bool]
 ) -> DecodeWay:
@@ -212,20 +229,14 @@ def first_that_works(
     Raises ModelError if there is none."""
     for way in decode_ways(model):
         try:
-            model.set_attn_implementation(way.attention)
+            with code_of_model():
+                model.set_attn_implementation(way.attention)
             if gives_own_logprobs(way):
                 return way
-        except torch.OutOfMemoryError:
-            raise
-        except _FAILURES as error:
-            logger.debug("%s cannot be decoded with %s: %r", model.config.model_type, way, error)
+        except WayFailed as failure:
+            kind, why = model.config.model_type, failure.__cause__
+            logger.debug("%s cannot be decoded with %s: %r", kind, way, why)
     raise ModelError(
         f"sampling.backend hf: it cannot decode a model of type {model.config.model_type} with a "
         "cache of transformers and get the log-probs of the model; use sampling.backend vllm"
     )
-
-
-_FAILURES = (
-    TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError
-)  # fmt: skip
-"""Raised by models that do not take a cache, mask or attention of the kind."""

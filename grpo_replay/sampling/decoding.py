@@ -6,7 +6,8 @@ tokens of a row depend only on its own logits and seed, not on the other rows of
 rounding in the model).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_replay.engine.shared_prompts import common_prefix
-from grpo_replay.sampling.decode_ways import DecodeWay, OwnCache, expanded_cache
+from grpo_replay.sampling.decode_ways import DecodeWay, OwnCache, code_of_model, expanded_cache
 from grpo_replay.types import GenerationRequest, RequestKey
 
 CHUNK_LOGITS = 1 << 24
@@ -192,9 +193,11 @@ class DecodingBatch:
         eos_ids: Sequence[int],
         pad_id: int,
         way: DecodeWay,
+        of_model: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """If `way` is not padded, all prompts have one length."""
-        self._model, self._way = model, way
+        """If `way` is not padded, all prompts have one length. `of_model` is entered around the
+        calls into the model and its cache."""
+        self._model, self._way, self._of_model = model, way, of_model
         device = model.device
         self.alive = len(requests)
         self._length = 0  # completion tokens so far
@@ -220,20 +223,22 @@ class DecodingBatch:
         # matrix products of strided tensors are a hundred times slower on a CPU (torch 2.13).
         keep = {"logits_to_keep": torch.tensor([-1], device=device)}
         keep = keep if "logits_to_keep" in self._way.takes else {}
-        begun = self._empty_cache()
-        if prefix:
-            first = self._way.inputs(ids[:1, :prefix], begun, positions[:1, :prefix], None)
-            self._model(**first, **keep)
-        caches, logits = [], []
         step = len(prompts) if self._way.own_cache else max(1, PREFILL_TOKENS // width)
-        for start in range(0, len(prompts), step):
-            part = slice(start, start + step)
-            some_mask = None if real[part].all() else mask[part]
-            caches.append(self._repeated(begun, len(ids[part])) if prefix else self._empty_cache())
-            rest = (ids[part, prefix:], caches[-1], positions[part, prefix:], some_mask)
-            logits.append(self._model(**self._way.inputs(*rest), **keep).logits[:, -1])
         rows = torch.from_numpy(prompt_of_row).to(device)
-        self._cache = self._expanded(caches, rows)
+        caches, logits = [], []
+        with self._of_model():
+            begun = self._empty_cache()
+            if prefix:
+                first = self._way.inputs(ids[:1, :prefix], begun, positions[:1, :prefix], None)
+                self._model(**first, **keep)
+            for start in range(0, len(prompts), step):
+                part = slice(start, start + step)
+                some_mask = None if real[part].all() else mask[part]
+                cache = self._repeated(begun, len(ids[part])) if prefix else self._empty_cache()
+                rest = (ids[part, prefix:], cache, positions[part, prefix:], some_mask)
+                logits.append(self._model(**self._way.inputs(*rest), **keep).logits[:, -1])
+                caches.append(cache)
+            self._cache = self._expanded(caches, rows)
         self._logits = torch.cat(logits)[rows]
         self._positions = torch.from_numpy(lengths).to(device)[rows]
         self._width = width
@@ -303,7 +308,8 @@ class DecodingBatch:
         mask = None if self._mask is None else self._mask[:n, ..., : self._width + self._length]
         positions = self._positions[:n].unsqueeze(1)
         given = self._way.inputs(self._last_tokens.unsqueeze(1), self._cache, positions, mask)
-        self._logits = self._model(**given).logits[:, -1]
+        with self._of_model():
+            self._logits = self._model(**given).logits[:, -1]
         self._positions[:n] += 1
 
     def _draw_uniforms(self) -> None:
@@ -336,7 +342,8 @@ class DecodingBatch:
             host[holes] = host[movers]
         targets = torch.from_numpy(holes).to(self._tokens_RT.device)
         sources = torch.from_numpy(movers).to(self._tokens_RT.device)
-        self._cache.move_rows(targets, sources, left)
+        with self._of_model():
+            self._cache.move_rows(targets, sources, left)
         done = self._length
         self._tokens_RT[targets, :done] = self._tokens_RT[sources, :done]
         self._logprobs_RT[targets, :done] = self._logprobs_RT[sources, :done]
@@ -413,7 +420,8 @@ _NO_TOKEN = -1
 
 def gives_own_logprobs(model: PreTrainedModel, way: DecodeWay, pad_id: int) -> bool:
     """Whether completions of random prompts, of two lengths and ending one after the other, have
-    the log-probs of a forward pass over each row alone. True where those are not finite."""
+    the log-probs of a forward pass over each row alone. True where those are not finite. Raises
+    WayFailed if the model cannot run so."""
     random = np.random.default_rng(0)
 
     def ids(tokens: int) -> np.ndarray:
@@ -432,7 +440,7 @@ def gives_own_logprobs(model: PreTrainedModel, way: DecodeWay, pad_id: int) -> b
     batches = [requests] if way.padded else [requests[:1], requests[1:]]
     found, own = [], []
     for batch in batches:
-        decoding = DecodingBatch(model, batch, (_NO_TOKEN,), pad_id, way)
+        decoding = DecodingBatch(model, batch, (_NO_TOKEN,), pad_id, way, code_of_model)
         while decoding.alive:
             for row, token_ids, logprobs, _ in decoding.advance():
                 found.append(logprobs)
@@ -451,6 +459,7 @@ def _own_logprobs(
 ) -> np.ndarray:
     """float32 [T], from one forward pass without cache and padding."""
     ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids])).long().to(model.device)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
+    with code_of_model():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
     logprobs = torch.log_softmax(logits.float(), -1)
     return logprobs.gather(1, ids[len(prompt_ids) :, None])[:, 0].cpu().numpy()

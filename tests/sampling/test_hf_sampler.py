@@ -252,6 +252,18 @@ def test_a_model_that_no_way_decodes_rightly_is_refused_when_the_sampler_opens(m
         sampler_of(model)
 
 
+@pytest.mark.parametrize("of_model", [True, False])
+def test_what_a_model_raises_refuses_it_and_an_error_of_ours_is_one(model, monkeypatch, of_model):
+    def fail(self, input_ids, past_key_values=None):
+        raise TypeError("planted")
+
+    broken, name = (type(model), "forward") if of_model else (decoding, "choose_tokens")
+    monkeypatch.setattr(broken, name, fail)
+    error, words = (ModelError, "type qwen3") if of_model else (TypeError, "planted")
+    with pytest.raises(error, match=words):
+        sampler_of(model)
+
+
 def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():
     recipe = resolve_recipe([{"model": {"path": "builtin:tiny"}}])
     sampler = HfSampler.open(SamplerOpening.of(recipe, "builtin:tiny", Comm()))
