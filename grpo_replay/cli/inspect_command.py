@@ -145,6 +145,6 @@ def _policies(source: Source) -> Callable[[int], Any]:
         assert source.run_dir and source.recipes, "the verification has read them"
         recipe, checkpoint = source.recipes.at(max(step, 1)), checkpoint_name(step)
         folder = source.run_dir / "checkpoints" / checkpoint / "model" if step else None
-        return PlainPolicy(recipe.model, recipe.run.seed, folder)
+        return PlainPolicy(recipe, folder)
 
     return open_policy

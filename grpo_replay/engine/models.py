@@ -6,7 +6,6 @@ Nothing here touches the network for a local folder or a `builtin:` name.
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +32,7 @@ from transformers.utils import cached_file
 from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.hub import use_cache_without_hub
-from grpo_replay.recipe import ModelSection
+from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import BASES
 
@@ -151,7 +150,7 @@ def base_digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
+def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreTrainedModel:
     """The causal language model on the CPU, in the section's dtype and in evaluation mode.
 
     With `random_init` the weights are a function of configuration and `seed`, and the global
@@ -166,7 +165,7 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
     else:
         policy = _pretrained(model, config)
     switch_off_dropout(policy)
-    if model.fp32_head:
+    if fp32_head:
         use_fp32_head(policy)
     return policy.eval()
 
@@ -336,22 +335,18 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     values.pop("layer_types", None)
     try:
         changed = type(config).from_dict({**values, **overrides})
-        _check_heads(changed)
+        heads = getattr(changed, "num_attention_heads", None)
+        groups = getattr(changed, "num_key_value_heads", None) or heads
+        if heads and heads % groups:
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of key_value heads {groups}"
+            )
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise RecipeError(
             f"model.random_init {overrides}: not a valid {config.model_type} "
             f"configuration: {' '.join(str(error).split())}"
         ) from error
     return changed
-
-
-def _check_heads(config: PreTrainedConfig) -> None:
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if heads and heads % groups:
-        raise ValueError(
-            f"num_attention_heads {heads} is not a multiple of key_value heads {groups}"
-        )
 
 
 def _check_vocabulary(
@@ -415,9 +410,9 @@ _CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
 class PlainPolicy:
     """The weights in a folder, or without one the model that the run began with, on the CPU."""
 
-    def __init__(self, model: ModelSection, seed: int, folder: Path | None) -> None:
-        section = model if folder is None else section_at(model, str(folder))
-        self._model = load_policy(section, seed)
+    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+        section = recipe.model if folder is None else section_at(recipe.model, str(folder))
+        self._model = load_policy(section, recipe.run.seed, recipe.sampling.fp32_head)
 
     @torch.no_grad()
     def logprobs(
@@ -436,9 +431,6 @@ class PlainPolicy:
             chosen.append(logprobs_TV.gather(1, some_T[:, None])[:, 0])
             entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
         return torch.cat(chosen).numpy(), torch.cat(entropies).numpy()
-
-
-logger = logging.getLogger(__name__)
 
 
 def drop_unwritable_settings(policy: PreTrainedModel) -> list[str]:
@@ -463,21 +455,14 @@ def drop_unwritable_settings(policy: PreTrainedModel) -> list[str]:
 def switch_off_dropout(policy: PreTrainedModel) -> None:
     """Make the log-probs of a row the same in every forward pass. With dropout, behaviour log-probs
     would not be those of the policy that sampled, and ratios would be noise. config.json keeps its
-    values."""
-    for module, name in list(_dropouts(policy)):
-        logger.debug("%s of %s is switched off", name, type(module).__name__)
-        setattr(module, name, 0.0)
-
-
-def _dropouts(policy: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
-    """Attributes that are probabilities of dropout, above zero. Functional dropout reads them
-    from modules under names such as `attention_dropout` and `resid_pdrop`."""
+    values. Functional dropout reads its probability from modules under names such as
+    `attention_dropout` and `resid_pdrop`."""
     for module in policy.modules():
-        for name, value in vars(module).items():
+        for name, value in list(vars(module).items()):
             named = "dropout" in name or "pdrop" in name
             named = named or (name == "p" and isinstance(module, nn.Dropout))
             if named and isinstance(value, float) and value > 0:
-                yield module, name
+                setattr(module, name, 0.0)
 
 
 SCORE_BYTES = 4

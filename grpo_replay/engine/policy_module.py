@@ -66,19 +66,26 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
 
 
 class Fp32Head(nn.Linear):
-    """A linear output head (`ModelSection.fp32_head`) with logits in fp32, whatever its weight is.
+    """A linear output head (`SamplingSection.fp32_head`) with logits in fp32, whatever its weight
+    is. It has the parameters of the head whose place it takes.
 
     The sum over the hidden size is rounded to 24 bits instead of bfloat16's 8.
     """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
+        self.weight, self.bias = head.weight, head.bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return fp32_product(hidden, self.weight, self.bias)
 
 
 def use_fp32_head(model: PreTrainedModel) -> None:
-    """Makes the model's output head an `Fp32Head` in place; its parameters keep their names.
+    """Puts an `Fp32Head` in the place of the model's output head; its parameters keep their names.
     Raises ModelError without a linear head."""
-    find_head(model).__class__ = Fp32Head
+    head = find_head(model)
+    name = next(name for name, module in model.named_modules() if module is head)
+    model.set_submodule(name, Fp32Head(head))
 
 
 def fp32_product(

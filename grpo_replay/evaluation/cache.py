@@ -55,8 +55,7 @@ def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
     left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
     options = vllm.model_dump(mode="json", exclude=left_out)
     if sampling.with_transformers:
-        fp32 = vllm.head_dtype == "float32"
-        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
+        options = {"hf_overrides": {"head_dtype": "float32"}} if sampling.fp32_head else {}
     digest = None
     if sampling.own_class:
         from grpo_replay.rewards.verifier_worker import source_digest

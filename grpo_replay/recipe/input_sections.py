@@ -5,7 +5,7 @@ import string
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import (
     LEAST_TEMPERATURE,
@@ -93,7 +93,6 @@ class ModelSection(Section):
     but the output head if null. `lora_dropout` (0): dropout of the adapters' input, in updates
     only; its masks depend on the number of ranks, and the ratio of a fresh rollout is then not
     exactly 1."""
-    _fp32_head: bool = PrivateAttr(default=False)
 
     @field_validator("random_init")
     @classmethod
@@ -104,11 +103,6 @@ class ModelSection(Section):
     def config_overrides(self) -> dict[str, Any]:
         """Values that replace those of the model's configuration."""
         return self.random_init if isinstance(self.random_init, dict) else {}
-
-    @property
-    def fp32_head(self) -> bool:
-        """True if `sampling.vllm` asks for logits in fp32: trainer and samplers compute alike."""
-        return self._fp32_head
 
 
 class PromptSource(Section):
@@ -400,6 +394,11 @@ class SamplingSection(Section):
     def rollouts_per_step(self) -> int:
         """Rollouts that one sampling of a step generates: prompts times G."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def fp32_head(self) -> bool:
+        """True if `vllm` asks for logits in fp32: trainer and samplers compute alike."""
+        return self.vllm.head_dtype == "float32"
 
     @property
     def with_transformers(self) -> bool:

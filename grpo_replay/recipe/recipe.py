@@ -75,11 +75,6 @@ class Recipe(Section):
         return name
 
     @model_validator(mode="after")
-    def _heads_are_alike(self) -> "Recipe":
-        self.model._fp32_head = self.sampling.vllm.head_dtype == "float32"
-        return self
-
-    @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":
         if problems := find_contradictions(self):
             raise ValueError("; ".join(problems))

@@ -66,7 +66,7 @@ class HfSampler:
         """Raises ModelError, also for a model that it cannot decode."""
         device = torch.device("cuda", torch.cuda.current_device()) if opening.on_gpu else "cpu"
         return cls(
-            load_policy(opening.model, opening.seed),
+            load_policy(opening.model, opening.seed, opening.sampling.fp32_head),
             opening.stop_token_ids,
             load_tokenizer(opening.model).pad_token_id,
             opening.sampling.max_batch_rollouts,

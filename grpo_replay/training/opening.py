@@ -197,7 +197,7 @@ class RunOpener:
         recipe = self.recipe
         if start.checkpoint is not None:
             refuse_other_shapes(recipe.model, start.checkpoint / "model")
-        model = load_policy(recipe.model, recipe.run.seed)
+        model = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
         self.notices += drop_unwritable_settings(model)
         self._remember_base(base_digest(model), start.state)
         parameters = sum(parameter.numel() for parameter in model.parameters())

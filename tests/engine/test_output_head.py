@@ -114,7 +114,7 @@ def test_an_engine_shards_an_fp32_head_without_changing_it(processes):
         "model": {"dtype": "bfloat16"},
         "sampling": {"vllm": {"hf_overrides": {"head_dtype": "float32"}}},
     }
-    plain = load_policy(engine_recipe(**asked).model, 0)
+    plain = load_policy(engine_recipe(**asked).model, 0, fp32_head=True)
     found, norms = {}, {}
     for stage in (2, 3):
         sections = {"engine": SHARDED | {"zero_stage": stage}}

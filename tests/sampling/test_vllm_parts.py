@@ -20,7 +20,7 @@ from tiny_policy import changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm, encode
 from grpo_replay.distributed.environment import RankEnvironment
-from grpo_replay.engine.models import byte_tokenizer, load_policy, section_at
+from grpo_replay.engine.models import byte_tokenizer, load_policy
 from grpo_replay.engine.policy_module import Fp32Head, find_head
 from grpo_replay.engine.weights import CheckedWeights, expected_weights
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
@@ -142,9 +142,8 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
 def test_an_fp32_head_asked_of_vllm_is_the_trainers_too(tied):
     overrides = {"rope_theta": 1e6, "head_dtype": "float32"}
     recipe = tiny_recipe(tied.folder, vllm={"hf_overrides": overrides})
-    assert recipe.model.fp32_head and not tiny_recipe(tied.folder).model.fp32_head
-    assert section_at(recipe.model, "/elsewhere").fp32_head, "an evaluated checkpoint's as well"
-    assert isinstance(find_head(load_policy(recipe.model, 0)), Fp32Head)
+    assert recipe.sampling.fp32_head and not tiny_recipe(tied.folder).sampling.fp32_head
+    assert isinstance(find_head(load_policy(recipe.model, 0, fp32_head=True)), Fp32Head)
     found = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
     command = server_command(found, "127.0.0.1", 8300)
     text = command[command.index("--hf-overrides") + 1]

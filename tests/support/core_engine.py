@@ -78,7 +78,8 @@ def open_engine(
 ) -> Iterator[DeepSpeedEngine]:
     recipe = engine_recipe(**sections)
     comm, device = processes
-    policy = load_policy(recipe.model, 0) if policy is None else policy
+    fp32_head = recipe.sampling.fp32_head
+    policy = load_policy(recipe.model, 0, fp32_head) if policy is None else policy
     engine = DeepSpeedEngine(recipe, policy, load_tokenizer(recipe.model), comm, device)
     try:
         yield engine

@@ -257,7 +257,7 @@ def test_masked_tokens_take_no_part_in_training(masked_run):
 
     def open_policy(step):
         folder = run.path / f"checkpoints/step_{step:06d}/model"
-        return PlainPolicy(run.recipe.model, run.recipe.run.seed, folder if step else None)
+        return PlainPolicy(run.recipe, folder if step else None)
 
     report = verify_run(run.path, open_policy)
     assert report.passed, [check for check in report.checks if not check.passed]
