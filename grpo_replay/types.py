@@ -109,6 +109,14 @@ class Verdict:
     scores: tuple[float, ...]
 
 
+class Graded(NamedTuple):
+    """A completion, its text, and what a verifier says of it."""
+
+    completion: Completion
+    text: str
+    verdict: Verdict
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One completion and everything computed at its birth, frozen. The unit of replay.

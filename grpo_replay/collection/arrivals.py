@@ -34,7 +34,7 @@ from grpo_replay.collection.messages import (
 from grpo_replay.errors import JournalError, LedgerError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import assemble_rollouts
-from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
+from grpo_replay.types import Completion, Graded, Prompt, RequestKey, Rollout, Verdict
 
 CATEGORIES = ("inserted", "zero_variance", "no_reward", "stale", "cancelled", "lost")
 
@@ -275,20 +275,18 @@ def _rollouts(arrived: Arrived, recipe: Recipe) -> list[Rollout]:
     )
     birth, index = arrived.birth_step, 0
     keys = [RequestKey(birth, index, member) for member in range(size)]
+    graded = {
+        key: Graded(_completion(key, row), row.text, Verdict(row.reward, row.verdict, row.scores))
+        for key, row in zip(keys, group.rows, strict=True)
+    }
     return assemble_rollouts(
         {index: prompt},
-        {key: _completion(key, row) for key, row in zip(keys, group.rows, strict=True)},
-        {key: row.text for key, row in zip(keys, group.rows, strict=True)},
-        {key: _verdict(row) for key, row in zip(keys, group.rows, strict=True)},
-        birth,
+        graded,
         recipe,
+        step=birth,
         first_rollout_id=arrived.number * size,
         first_group_id=arrived.number,
     )
-
-
-def _verdict(row: Row) -> Verdict:
-    return Verdict(row.reward, row.verdict, row.scores)
 
 
 def _completion(key: RequestKey, row: Row) -> Completion:

@@ -10,6 +10,7 @@ from grpo_replay.replay.advantages import GroupAdvantage, estimate_advantages
 from grpo_replay.types import (
     Completion,
     GenerationRequest,
+    Graded,
     Prompt,
     RequestKey,
     Rollout,
@@ -41,17 +42,16 @@ def group_requests(
 
 def assemble_rollouts(
     prompts: Mapping[int, Prompt],
-    completions: Mapping[RequestKey, Completion],
-    texts: Mapping[RequestKey, str],
-    verdicts: Mapping[RequestKey, Verdict],
-    step: int,
+    graded: Mapping[RequestKey, Graded],
     recipe: Recipe,
+    *,
+    step: int,
     first_rollout_id: int,
     first_group_id: int,
 ) -> list[Rollout]:
     """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
-    advantage 0 if `replay.drop_zero_variance` is false. A completion whose reward did not come has
-    `kept` False and counts nowhere in its group; if fewer than two rewards came, so has the whole
+    advantage 0 if `replay.drop_zero_variance` is false. A completion without a reward has
+    `kept` False and counts nowhere in its group; with fewer than two rewards, so has the whole
     group. With `reward.mask_truncated`, a completion that was cut off has `kept` False too, and so
     has one with a mask that leaves no token to train.
 
@@ -59,34 +59,29 @@ def assemble_rollouts(
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
     known yet.
     """
-    group_size, reward = recipe.sampling.group_size, recipe.reward
-    longest, combined = recipe.sampling.max_completion_length, reward.is_combined
-    rollouts = []
+    size, rollouts = recipe.sampling.group_size, []
     for prompt_index, prompt in sorted(prompts.items()):
-        keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
-        of_group = [_with_length(verdicts[key], completions[key], reward, longest) for key in keys]
-        group, correct = _score_group(of_group, recipe)
+        keys = [RequestKey(step, prompt_index, index) for index in range(size)]
+        members = [_with_length(graded[key], recipe) for key in keys]
+        group, correct = _score_group([member.verdict for member in members], recipe)
+        shared = {"group_id": first_group_id + prompt_index, "group_correct": correct}
+        first = first_rollout_id + prompt_index * size
         rollouts += [
-            _rollout(
-                prompt, completions[key], texts[key], verdict, group, correct,
-                scores=verdict.scores if combined else (), mask_truncated=reward.mask_truncated,
-                rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
-                group_id=first_group_id + prompt_index,
-            )
-            for key, verdict in zip(keys, of_group, strict=True)
-        ]  # fmt: skip
+            _rollout(prompt, member, group, recipe.reward, rollout_id=first + index, **shared)
+            for index, member in enumerate(members)
+        ]
     return rollouts
 
 
-def _with_length(
-    verdict: Verdict, completion: Completion, section: RewardSection, longest_tokens: int
-) -> Verdict:
-    """The verdict with the length penalty among its scores, if the recipe has one."""
-    if section.overlong_buffer_tokens is None or verdict.reward is None:
-        return verdict
-    length, buffer = len(completion.token_ids), section.overlong_buffer_tokens
-    score = overlong_score(length, longest_tokens, buffer)
-    return replace(verdict, reward=verdict.reward + score, scores=(*verdict.scores, score))
+def _with_length(graded: Graded, recipe: Recipe) -> Graded:
+    """With the length penalty among the scores of its verdict, if the recipe has one."""
+    verdict, buffer = graded.verdict, recipe.reward.overlong_buffer_tokens
+    if buffer is None or verdict.reward is None:
+        return graded
+    length = len(graded.completion.token_ids)
+    score = overlong_score(length, recipe.sampling.max_completion_length, buffer)
+    scores = (*verdict.scores, score)
+    return graded._replace(verdict=replace(verdict, reward=verdict.reward + score, scores=scores))
 
 
 def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) -> float:
@@ -107,23 +102,23 @@ def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> tuple[GroupAdva
     if group.std == 0 and not recipe.replay.drop_zero_variance:
         # Trained on with 0 (asymre: `loss_coefficient`).
         group = replace(group, advantages_G=np.zeros(len(verdicts), dtype=np.float32))
-    came = (verdict for verdict in verdicts if verdict.reward is not None)
-    return group, sum(verdict.scores[0] >= recipe.reward.correct for verdict in came)
+    rewarded = (verdict for verdict in verdicts if verdict.reward is not None)
+    return group, sum(verdict.scores[0] >= recipe.reward.correct for verdict in rewarded)
 
 
 def _rollout(
     prompt: Prompt,
-    completion: Completion,
-    text: str,
-    verdict: Verdict,
+    graded: Graded,
     group: GroupAdvantage,
-    correct: int,
-    scores: Sequence[float],
-    mask_truncated: bool,
+    section: RewardSection,
+    *,
     rollout_id: int,
     group_id: int,
+    group_correct: int,
 ) -> Rollout:
-    advantage = _advantage(completion, verdict, group, mask_truncated)
+    completion, text, verdict = graded
+    advantage = _advantage(completion, verdict, group, section.mask_truncated)
+    scores = verdict.scores if section.is_combined else ()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
@@ -141,7 +136,7 @@ def _rollout(
         advantage=advantage,
         group_reward_mean=group.mean,
         group_reward_std=group.std,
-        group_correct=correct,
+        group_correct=group_correct,
         finish_reason=completion.finish_reason,
         verdict=verdict.status,
         kept=advantage is not None,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.engine import UpdateResult
-from grpo_replay.recipe import LossSection, Machines, RewardSection
+from grpo_replay.recipe import LossSection, Recipe
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.batch import sampler_weights
 from grpo_replay.replay.compose import relative_compute
@@ -26,26 +26,24 @@ VERDICTS = ("correct", "incorrect", "unparsable", "scored", *FAILED)
 
 def step_metrics(
     record: StepRecord,
+    recipe: Recipe,
+    *,
     buffer: BufferStats,
     seconds: Mapping[str, float],
     of_source: Mapping[str, Any],
-    loss: LossSection,
-    reward: RewardSection,
-    group_size: int,
-    draws_per_step: int,
-    machines: Machines | None,
 ) -> dict[str, Any]:
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
     generated, trained = record.generated, record.batch.rollouts
+    loss, machines = recipe.loss, recipe.replay.machines
     return json_values(
         {
             "step": record.step,
-            **generation_metrics(generated, group_size),
-            **score_metrics(generated, reward.score_names),
+            **generation_metrics(generated, recipe.sampling.group_size),
+            **score_metrics(generated, recipe.reward.score_names),
             **update_metrics(record.results, loss.beta),
             **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
-            **buffer_metrics(buffer, draws_per_step),
+            **buffer_metrics(buffer, recipe.draws_per_step),
             **gap_metrics(record.gap),
             **of_source,
             **sampler_weight_metrics(trained, loss),
@@ -64,25 +62,25 @@ GENERATION = (
 
 
 def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
-    """Of everything generated in the step, dropped groups included. Rewards that did not come count
+    """Of everything generated in the step, dropped groups included. Rollouts without a reward count
     only in `reward/missing_fraction`. All null if nothing has arrived."""
     if not rollouts:
         return dict.fromkeys(GENERATION)
-    came_N = np.array([rollout.reward is not None for rollout in rollouts])
+    rewarded_N = np.array([rollout.reward is not None for rollout in rollouts])
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     without_signal = [rollout.group_reward_std == 0 for rollout in rollouts]
     lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
     groups = rollouts[::group_size]
     stds = [group.group_reward_std for group in groups if group.group_reward_std is not None]
-    rewarded = came_N.reshape(-1, group_size).sum(axis=1)
+    rewarded = rewarded_N.reshape(-1, group_size).sum(axis=1)
     correct = np.array([group.group_correct for group in groups])[rewarded > 0]
     truncated = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     verdicts = Counter(rollout.verdict for rollout in rollouts)
     return {
         "reward": _mean(rewards),
         "reward_std": _mean(stds),
-        "reward/missing_fraction": float(1 - came_N.mean()),
-        "frac_reward_zero_std": _mean(list(compress(without_signal, came_N))),
+        "reward/missing_fraction": float(1 - rewarded_N.mean()),
+        "frac_reward_zero_std": _mean(list(compress(without_signal, rewarded_N))),
         "groups/all_correct_fraction": _mean(correct == rewarded[rewarded > 0]),
         "groups/all_wrong_fraction": _mean(correct == 0),
         "completions/mean_length": float(lengths_N.mean()),
@@ -94,8 +92,8 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
 
 
 def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
-    """Mean and population standard deviation of each score over the rollouts of the step whose
-    reward came; nothing if there are none, or they have no single scores."""
+    """Mean and population standard deviation of each score over the rollouts of the step that
+    have a reward; nothing if there are none, or they have no single scores."""
     scores = [rollout.reward_scores for rollout in rollouts if rollout.reward is not None]
     if not all(scores) or not scores:
         return {}
@@ -128,7 +126,8 @@ def batch_metrics(
     replayed = [int(i) for i in np.flatnonzero(batch.replayed)]
     fresh = [int(i) for i in np.flatnonzero(~batch.replayed)]
     ages = batch.ages[replayed]
-    positive = [(batch.rollouts[i].advantage or 0.0) > 0 for i in replayed]
+    rollouts = batch.rollouts
+    positive = [(rollouts[i].advantage or 0.0) > 0 for i in replayed]
     drew = len(batch.draw.entries) > 0
     return {
         "entropy": _token_mean(outcomes, "entropy"),

@@ -6,7 +6,6 @@ Every rank samples and scores its share of the step's completions; rank 0 gather
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import ServersLost
@@ -23,10 +22,10 @@ from grpo_replay.training.weight_sync import (
 from grpo_replay.types import (
     Completion,
     GenerationRequest,
+    Graded,
     Prompt,
     RequestKey,
     Rollout,
-    Verdict,
 )
 
 
@@ -121,11 +120,12 @@ class SynchronousSource:
                 return []
             return assemble_rollouts(
                 prompts,
-                {key: each.completion for key, each in graded.items()},
-                {key: each.text for key, each in graded.items()},
-                {key: each.verdict for key, each in graded.items()},
-                step, self.recipe, self.state.next_rollout_id, self.state.next_group_id,
-            )  # fmt: skip
+                graded,
+                self.recipe,
+                step=step,
+                first_rollout_id=self.state.next_rollout_id,
+                first_group_id=self.state.next_group_id,
+            )
 
     def _sample(
         self, requests: Sequence[GenerationRequest], prompts: Mapping[int, Prompt]
@@ -169,14 +169,6 @@ class SynchronousSource:
         """The weights of a sampler that lags."""
         if self._pushed is not None and self._pushed.version != self.state.policy_version:
             self._pushed.save(folder)
-
-
-class Graded(NamedTuple):
-    """A completion with its text and its verdict."""
-
-    completion: Completion
-    text: str
-    verdict: Verdict
 
 
 def share_of_rank(

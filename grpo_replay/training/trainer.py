@@ -205,10 +205,12 @@ class Trainer:
         folder = self.parts.run_dir.path
         write_step(folder, step, taken, record.batch, record.outcomes, draws=recipe.replays)
         metrics = step_metrics(
-            record, self.buffer.stats(step), self.parts.clock.read(), self.source.metrics(record),
-            recipe.loss, recipe.reward, recipe.sampling.group_size, recipe.draws_per_step,
-            recipe.replay.machines,
-        )  # fmt: skip
+            record,
+            recipe,
+            buffer=self.buffer.stats(step),
+            seconds=self.parts.clock.read(),
+            of_source=self.source.metrics(record),
+        )
         if self.recipe.model.lora.r is not None:
             metrics["sampler/merged_share"] = self.parts.engine.merged_share
         return {**metrics, "num_tokens": self.state.processed_tokens}

@@ -6,7 +6,15 @@ import pytest
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
-from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict, completion_seed
+from grpo_replay.types import (
+    Completion,
+    Graded,
+    Prompt,
+    RequestKey,
+    Rollout,
+    Verdict,
+    completion_seed,
+)
 
 LONGEST = 20
 
@@ -33,9 +41,13 @@ def rollouts_of(recipe: Recipe, verdicts: list[Verdict], lengths: list[int]) -> 
         )
         for key, length in zip(keys, lengths, strict=True)
     }  # fmt: skip
-    texts = dict.fromkeys(keys, "")
-    graded = dict(zip(keys, verdicts, strict=True))
-    return assemble_rollouts({0: prompt}, completions, texts, graded, 1, recipe, 0, 0)
+    graded = {
+        key: Graded(completions[key], "", verdict)
+        for key, verdict in zip(keys, verdicts, strict=True)
+    }
+    return assemble_rollouts(
+        {0: prompt}, graded, recipe, step=1, first_rollout_id=0, first_group_id=0
+    )
 
 
 RIGHT, WRONG = Verdict(1.0, "correct", (1.0,)), Verdict(-1.0, "incorrect", (-1.0,))
@@ -127,9 +139,11 @@ def test_the_rollouts_of_a_step_are_numbered_by_prompt_and_by_completion():
         )
         for key in keys
     }  # fmt: skip
-    verdicts = {key: RIGHT if key.completion_index else WRONG for key in keys}
+    graded = {
+        key: Graded(completions[key], "", RIGHT if key.completion_index else WRONG) for key in keys
+    }
     found = assemble_rollouts(
-        prompts, completions, dict.fromkeys(keys, ""), verdicts, 7, recipe_of(), 100, 50
+        prompts, graded, recipe_of(), step=7, first_rollout_id=100, first_group_id=50
     )
     assert [(r.group_id, r.prompt_id) for r in found] == [(51, "p1")] * 4 + [(52, "p2")] * 4
     assert [r.rollout_id for r in found] == list(range(104, 112))

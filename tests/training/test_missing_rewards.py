@@ -59,27 +59,32 @@ def failing(tmp_path_factory, processes, listener) -> FinishedRun:
     return FinishedRun(path, recipe)
 
 
-def shorter_groups(prompts, completions, texts, verdicts, step, recipe, first_rollout, first_group):
+def shorter_groups(prompts, graded, recipe, *, step, first_rollout_id, first_group_id):
     """`assemble_rollouts` of groups without the members on which the other run's function fails:
     each is a whole group of its own, smaller size."""
     size, rollouts = recipe.sampling.group_size, []
     for place, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, place, i) for i in range(size)]
-        there = [key for key in keys if not fails_on(texts[key], prompt.answer)]
+        there = [key for key in keys if not fails_on(graded[key].text, prompt.answer)]
         if len(there) < 2:
             continue
         sampling = recipe.sampling.model_copy(update={"group_size": len(there)})
         keys = [RequestKey(step, 0, i) for i in range(len(there))]
         renumbered = dict(zip(keys, there, strict=True))
+        members = {
+            key: graded[old]._replace(completion=replace(graded[old].completion, key=key))
+            for key, old in renumbered.items()
+        }
         of_group = assemble_rollouts(
             {0: prompt},
-            {key: replace(completions[old], key=key) for key, old in renumbered.items()},
-            {key: texts[old] for key, old in renumbered.items()},
-            {key: verdicts[old] for key, old in renumbered.items()},
-            step, recipe.model_copy(update={"sampling": sampling}), 0, first_group + place,
-        )  # fmt: skip
+            members,
+            recipe.model_copy(update={"sampling": sampling}),
+            step=step,
+            first_rollout_id=0,
+            first_group_id=first_group_id + place,
+        )
         rollouts += [
-            replace(rollout, rollout_id=first_rollout + place * size + old.completion_index)
+            replace(rollout, rollout_id=first_rollout_id + place * size + old.completion_index)
             for rollout, old in zip(of_group, there, strict=True)
         ]
     return rollouts

@@ -12,12 +12,11 @@ from grpo_replay.replay.rollouts import group_requests
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training import synchronous
 from grpo_replay.training.synchronous import (
-    Graded,
     SynchronousSource,
     gather_graded,
     share_of_rank,
 )
-from grpo_replay.types import Completion, Prompt, RequestKey, Verdict
+from grpo_replay.types import Completion, Graded, Prompt, RequestKey, Verdict
 
 
 @pytest.mark.parametrize(
