@@ -100,7 +100,7 @@ class Verdict:
     the first, unless one of them failed.
 
     `scores` has the score of each function, in the order of the recipe. `reward` is their weighted
-    sum. It is None, without scores, if a function of the user failed: the reward did not come. A
+    sum. It is None, without scores, if a function of the user failed. A
     completion on which a built-in verifier fails has the reward of an incorrect answer.
     """
 
@@ -122,8 +122,8 @@ class Rollout:
     """One completion and everything computed at its birth, frozen. The unit of replay.
 
     `advantage` and `behavior_logprobs` are None if the rollout was dropped (`kept` False): with its
-    group, because its reward did not come (`reward` None), or because it was cut off and
-    `reward.mask_truncated` is set. Group statistics are over the members whose rewards came; mean
+    group, because it has no reward (`reward` None), or because it was cut off and
+    `reward.mask_truncated` is set. Group statistics are over the members with a reward; mean
     and deviation are None if those are fewer than two. `group_reward_std` is exactly 0 if their
     rewards are equal. The age of a rollout is `step - birth_step`, in training steps.
 

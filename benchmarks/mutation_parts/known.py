@@ -260,7 +260,7 @@ KNOWN = (
         "tests/collection/test_admission.py::test_the_limit_by_hand",
     ),
     Known(
-        "settled rollouts stay in flight", "grpo_replay/collection/arrivals.py",
+        "closed rollouts stay in flight", "grpo_replay/collection/arrivals.py",
         "        self.queued = self.queued.minus(amount)\n", "",
         "tests/collection/test_ledger.py::test_a_balance_by_hand",
     ),

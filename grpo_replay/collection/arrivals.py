@@ -53,7 +53,7 @@ class Amount(NamedTuple):
 class Ledger:
     """The balance of a run so far.
 
-    A rollout that arrives is `queued` until it is settled as inserted (stored, or trained on if the
+    A rollout that arrives is `queued` until it is closed as inserted (stored, or trained on if the
     run stores nothing), zero_variance, no_reward or stale. Cancelled and lost ones never arrive.
     """
 
@@ -61,7 +61,7 @@ class Ledger:
         self.generated = Amount()
         self.held = Amount()  # by the collector, as of the same report as `generated`
         self.queued = Amount()
-        self.settled = dict.fromkeys(CATEGORIES, Amount())
+        self.closed = dict.fromkeys(CATEGORIES, Amount())
 
     @property
     def in_flight(self) -> Amount:
@@ -70,14 +70,14 @@ class Ledger:
     def arrive(self, amount: Amount) -> None:
         self.queued = self.queued.plus(amount)
 
-    def settle(self, category: str, amount: Amount) -> None:
+    def close(self, category: str, amount: Amount) -> None:
         """Close the account of rollouts that had arrived."""
         self.queued = self.queued.minus(amount)
-        self.settled[category] = self.settled[category].plus(amount)
+        self.closed[category] = self.closed[category].plus(amount)
 
     def write_off(self, category: str, amount: Amount) -> None:
         """Close the account of rollouts that will not arrive: cancelled or lost."""
-        self.settled[category] = self.settled[category].plus(amount)
+        self.closed[category] = self.closed[category].plus(amount)
 
     def report(self, generated: Amount, held: Amount) -> None:
         """Take over the collector's count."""
@@ -85,9 +85,9 @@ class Ledger:
 
     @property
     def delivered(self) -> Amount:
-        """What rank 0 knows of: queued or settled."""
+        """What rank 0 knows of: queued or closed."""
         total = self.queued
-        for amount in self.settled.values():
+        for amount in self.closed.values():
             total = total.plus(amount)
         return total
 
@@ -95,7 +95,7 @@ class Ledger:
         """Raises LedgerError if the two sides differ."""
         accounted = self.delivered.plus(self.held)
         if accounted != self.generated:
-            parts = ", ".join(f"{name} {amount}" for name, amount in self.settled.items())
+            parts = ", ".join(f"{name} {amount}" for name, amount in self.closed.items())
             raise LedgerError(
                 f"step {step}: the collector generated {self.generated}, but {accounted} are "
                 f"accounted for ({parts}, queued {self.queued}, held {self.held}): rollouts were "
@@ -104,7 +104,7 @@ class Ledger:
 
     def metrics(self) -> dict[str, int]:
         """The metrics `ledger/*`, cumulative over the run."""
-        amounts = {"generated": self.generated, **self.settled, "in_flight": self.in_flight}
+        amounts = {"generated": self.generated, **self.closed, "in_flight": self.in_flight}
         return {
             f"ledger/{name}_{unit}": value
             for name, amount in amounts.items()
@@ -225,8 +225,8 @@ def amount_of(group: Group) -> Amount:
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple[Rollout, ...]:
     """Rollouts of a selection, in the order of arrival; those to train on and store are `kept`.
 
-    Each is settled in the ledger: as stale if its group is too old or it straddles an update that
-    the recipe drops it for, as no_reward if its reward did not come, as zero_variance if it is not
+    Each is closed in the ledger: as stale if its group is too old or it straddles an update that
+    the recipe drops it for, as no_reward if it has no reward, as zero_variance if it is not
     kept (no signal in its group, or masked), else as inserted."""
     stale = {each.number for each in selection.stale}
     generated: list[Rollout] = []
@@ -235,7 +235,7 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple
     for arrived in by_arrival:
         for rollout in _rollouts(arrived, recipe):
             category = _category(rollout, arrived.number in stale, drops)
-            ledger.settle(category, Amount(1, len(rollout.completion_token_ids)))
+            ledger.close(category, Amount(1, len(rollout.completion_token_ids)))
             if rollout.kept and category != "inserted":
                 rollout = replace(rollout, kept=False, advantage=None)
             generated.append(rollout)
@@ -243,7 +243,7 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple
 
 
 def rollouts_to_insert(arrived: Arrived, recipe: Recipe) -> int:
-    """How many rollouts of a group that is not too old `take_rollouts` settles as inserted."""
+    """How many rollouts of a group that is not too old `take_rollouts` closes as inserted."""
     drops = recipe.sampling.collection.straddlers == "drop"
     rollouts = _rollouts(arrived, recipe)
     return sum(_category(rollout, False, drops) == "inserted" for rollout in rollouts)

@@ -115,7 +115,7 @@ class Intake:
                 f"expected step {step} after {self.arrivals.records}"
             )
         self._recorded_steps -= 1
-        return self._settle(self.arrivals.select(step), record)
+        return self._record(self.arrivals.select(step), record)
 
     def cut(self, step: int, version: int, sampler_version: int) -> tuple[Rollout, ...]:
         """End the arrivals of a step, and take its groups."""
@@ -126,9 +126,9 @@ class Intake:
             report.held_rollouts, report.held_tokens,
         )  # fmt: skip
         self._journal.append(record)
-        return self._settle(self.arrivals.select(step), record)
+        return self._record(self.arrivals.select(step), record)
 
-    def _settle(self, selection: Selection, record: Step) -> tuple[Rollout, ...]:
+    def _record(self, selection: Selection, record: Step) -> tuple[Rollout, ...]:
         ledger = self.arrivals.ledger
         taken = take_rollouts(selection, self.recipe, ledger)
         generated = Amount(record.generated_rollouts, record.generated_tokens)

@@ -340,7 +340,7 @@ def shown(value: Any) -> str:
 
 
 _OF_CONFIG = "ReplayConfig"
-"""Where the values of one come from, in messages."""
+"""The source of the values of one, in messages."""
 
 
 @final

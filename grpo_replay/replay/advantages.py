@@ -2,7 +2,7 @@
 
 `A_i = (r_i - μ_g) / (σ_g + ε_σ)` over the G completions of one prompt. With k correct of G under
 rewards that take two values, `|A_correct| = √((G-k)/k)` and `|A_incorrect| = √(k/(G-k))`, up to
-ε_σ; these closed forms need the population standard deviation. A reward that did not come (None)
+ε_σ; these closed forms need the population standard deviation. A reward that is missing (None)
 counts nowhere: G, k, μ_g and σ_g are those of the other members. Dr. GRPO (arXiv 2503.20783) leaves
 the division out: dividing by σ_g gives very easy and very hard prompts more weight.
 
@@ -46,7 +46,7 @@ def group_advantages(
     divide_by_std: bool = True,
 ) -> GroupAdvantage:
     """Mean, standard deviation and advantages of one group of G ≥ 2 rewards, None where a reward
-    did not come.
+    is missing.
 
     Without `divide_by_std`, `A_i = r_i - μ_g` (Dr. GRPO): rewards [1, 1, 1, -1] give
     [0.5, 0.5, 0.5, -1.5].
@@ -58,8 +58,8 @@ def group_advantages(
     if std not in ("population", "sample"):
         raise ValueError(f"std {std!r}: expected 'population' or 'sample'")
     everything = _as_rewards(rewards_G)
-    came_G = np.array([reward is not None for reward in rewards_G])
-    rewards = everything[came_G]
+    rewarded_G = np.array([reward is not None for reward in rewards_G])
+    rewards = everything[rewarded_G]
     if rewards.size < 2:
         return GroupAdvantage(mean=None, std=None, advantages_G=None)
     if not np.isfinite(rewards).all():
@@ -74,12 +74,12 @@ def group_advantages(
     divisor = rewards.size if std == "population" else rewards.size - 1
     sigma = math.sqrt(math.fsum(deviations**2) / divisor)
     advantages_G = np.full(everything.size, np.nan, np.float32)
-    advantages_G[came_G] = deviations / (sigma + epsilon if divide_by_std else 1.0)
+    advantages_G[rewarded_G] = deviations / (sigma + epsilon if divide_by_std else 1.0)
     return GroupAdvantage(float(np.float32(mean)), float(np.float32(sigma)), advantages_G)
 
 
 def _as_rewards(rewards_G: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """float32 values as float64 [G], NaN where a reward did not come."""
+    """float32 values as float64 [G], NaN where a reward is missing."""
     rewards = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
     if rewards.ndim != 1 or rewards.size < 2:
         raise ValueError(f"rewards of one group have shape [G] with G ≥ 2, found {rewards.shape}")
@@ -102,7 +102,7 @@ def estimate_advantages(
     group = _statistics(rewards_G, settings)
     if group.advantages_G is None:
         return group
-    came_G = np.array([reward is not None for reward in rewards_G])
+    rewarded_G = np.array([reward is not None for reward in rewards_G])
     rewards = np.array([reward for reward in rewards_G if reward is not None], np.float64)
     place = f"advantage.estimator {settings.estimator}"
     returned = ADVANTAGES.load(settings.estimator)(rewards, settings)
@@ -112,8 +112,8 @@ def estimate_advantages(
             f"advantage.estimator {settings.estimator}: returned {found} for rewards {rewards}: "
             "return one finite number for each"
         )
-    advantages_G = np.full(came_G.size, np.nan, np.float32)
-    advantages_G[came_G] = found
+    advantages_G = np.full(rewarded_G.size, np.nan, np.float32)
+    advantages_G[rewarded_G] = found
     return replace(group, advantages_G=advantages_G)
 
 

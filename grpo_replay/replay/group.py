@@ -43,14 +43,14 @@ def rollouts_of_group(
     """The G rollouts of one prompt, born at `step`, with their advantages (paper A, section 3).
 
     Ids are `first_rollout_id + i`; ids of rollouts and of groups must be unique in a run and
-    ascend. Rewards of at least `correct` count as correct. A completion whose reward is None (it
-    did not come) is left out, of the list and of the statistics of its group; one of which no token
+    ascend. Rewards of at least `correct` count as correct. A completion whose reward is None
+    is left out, of the list and of the statistics of its group; one of which no token
     trains is left out of the list.
 
     Advantages are those of `group_advantages` with `std`, `epsilon` and `divide_by_std`, or
     `advantages`, rounded to float32. If all rewards are equal (with `advantages`: if those are all
     0, whatever the rewards), the group has no signal: the list is empty, or has advantages 0 with
-    `keep_zero_variance`. It is always empty if fewer than two rewards came. Raises ValueError if
+    `keep_zero_variance`. It is always empty with fewer than two rewards. Raises ValueError if
     lengths differ or an advantage is not finite, NonFiniteError for a reward that is not finite.
     """
     members = _members(len(rewards), completions)
@@ -129,11 +129,11 @@ def _scores(
     rewards: Sequence[float | None], group: GroupAdvantage, correct: float, keep: bool
 ) -> dict[int, dict[str, Any]]:
     """The fields that come from the rewards, of the members of the group that become rollouts."""
-    came = {index: reward for index, reward in enumerate(rewards) if reward is not None}
+    rewarded = {index: reward for index, reward in enumerate(rewards) if reward is not None}
     advantages_G = group.advantages_G
     if advantages_G is None and keep:
         advantages_G = np.zeros(len(rewards), np.float32)
-    if advantages_G is None or len(came) < 2:
+    if advantages_G is None or len(rewarded) < 2:
         return {}
     return {
         index: {
@@ -141,22 +141,22 @@ def _scores(
             "advantage": float(advantages_G[index]),
             "group_reward_mean": group.mean,
             "group_reward_std": group.std,
-            "group_correct": sum(each >= correct for each in came.values()),
+            "group_correct": sum(each >= correct for each in rewarded.values()),
             "verdict": "correct" if reward >= correct else "incorrect",
             "kept": True,
         }
-        for index, reward in came.items()
+        for index, reward in rewarded.items()
     }
 
 
 def _given(
     advantages: Sequence[float | None] | np.ndarray, rewards: Sequence[float | None]
 ) -> np.ndarray | None:
-    """float32 [G]; None if those of the members whose rewards came are all 0."""
+    """float32 [G]; None if those of the members with a reward are all 0."""
     if len(advantages) != len(rewards):
         raise ValueError(f"{len(advantages)} advantages for {len(rewards)} rewards")
     advantages_G = np.array(advantages, np.float32)  # None is NaN
-    came = [index for index, reward in enumerate(rewards) if reward is not None]
-    if not np.isfinite(advantages_G[came]).all():
+    rewarded = [index for index, reward in enumerate(rewards) if reward is not None]
+    if not np.isfinite(advantages_G[rewarded]).all():
         raise ValueError(f"advantages {list(advantages)}: one finite number for every reward")
-    return advantages_G if advantages_G[came].any() else None
+    return advantages_G if advantages_G[rewarded].any() else None

@@ -50,9 +50,9 @@ ROLLOUT_SCHEMA = pa.schema(
     ]
 )
 """A rollout as frozen at birth. `advantage` and `behavior_logprobs` are null if it was dropped
-(`kept` false), `reward` if it did not come, `group_reward_mean` and `group_reward_std` if fewer
-than two rewards of the group came. `reward_scores` is empty unless the reward came and combines
-several scores."""
+(`kept` false), `reward` if it is missing, `group_reward_mean` and `group_reward_std` if the group
+has fewer than two rewards. `reward_scores` is empty unless the reward is there and combines several
+scores."""
 
 MASK = pa.field("completion_mask", pa.list_(pa.bool_()))
 EXTRA = "extra_"

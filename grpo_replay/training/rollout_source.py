@@ -97,7 +97,7 @@ class StepRollouts:
     nominal_rollouts: int
     """R, from which `buffer_only` takes the size of its draw (`replay.compose`)."""
     prompts: int
-    """Prompts used up, those included of which no group came."""
+    """Prompts used up, those included of which no group arrived."""
     groups: int
     """Groups that got ids."""
     generation_seconds: float | None

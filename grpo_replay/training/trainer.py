@@ -55,7 +55,7 @@ class Trainer:
             self.recipe.reward, self.recipe.sampling, self.recipe.run.steps, self.end_tokens
         )
         self._missing = MissingWatch()
-        self._rounding_told = False
+        self._rounding_reported = False
         self._correct = CorrectWatch(self.recipe.reward)
 
     def end_tokens(self) -> str:
@@ -170,9 +170,9 @@ class Trainer:
         """Say so at the first push, and at the end, if the sampler holds too little of what LoRA's
         adapters change."""
         share, last = self.parts.engine.merged_share, step == self.recipe.run.steps
-        if share is None or share >= MERGED_ENOUGH or (self._rounding_told and not last):
+        if share is None or share >= MERGED_ENOUGH or (self._rounding_reported and not last):
             return
-        self._rounding_told = True
+        self._rounding_reported = True
         self.notices.append(
             f"step {step}: {share:.0%} of what the adapters change is in the merged weights, with "
             "which samples, evaluations and model/ of checkpoints are made; the rest is below the "

@@ -84,7 +84,7 @@ def test_a_group_that_will_not_come_is_counted_and_written_off_once(reason):
     queue = filled(arrivals(), 1)
     queue.take_in(Drop(0, 1, reason, 2, 30))
     assert (queue.records, queue.arrived_groups, queue.dropped_groups) == (2, 1, 1)
-    closed = {name: each for name, each in queue.ledger.settled.items() if each != Amount()}
+    closed = {name: each for name, each in queue.ledger.closed.items() if each != Amount()}
     assert closed == {reason: Amount(2, 30)}
     queue.ledger.report(Amount(2 + 2, 6 + 30), held=Amount())
     queue.ledger.check(1)
@@ -105,4 +105,4 @@ def test_what_a_dead_collector_held_is_lost_and_balances():
     queue.take_in(Restart(3, 40))
     queue.ledger.report(Amount(2 + 3, 6 + 40), Amount())
     queue.ledger.check(1)
-    assert queue.ledger.settled["lost"] == Amount(3, 40)
+    assert queue.ledger.closed["lost"] == Amount(3, 40)

@@ -55,7 +55,7 @@ def test_a_group_becomes_rollouts_with_the_samplers_logprobs():
     np.testing.assert_array_equal(first.completion_token_ids, [7, 8, 9])
     np.testing.assert_array_equal(first.prompt_token_ids, [5, 6])
     assert abs(first.advantage - 1) < 1e-5
-    assert ledger.settled["inserted"] == Amount(2, 6)
+    assert ledger.closed["inserted"] == Amount(2, 6)
 
 
 def test_ids_follow_the_order_of_arrival_and_count_every_group():
@@ -63,11 +63,11 @@ def test_ids_follow_the_order_of_arrival_and_count_every_group():
     taken, ledger = take(groups, 1, recipe())
     assert [r.rollout_id for r in taken] == [0, 1, 2, 3]
     assert [r.kept for r in taken] == [False, False, True, True]
-    assert ledger.settled["zero_variance"] == Amount(2, 6)
+    assert ledger.closed["zero_variance"] == Amount(2, 6)
     assert ledger.in_flight == Amount()
 
 
-def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_settled_as_such():
+def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_closed_as_such():
     """One of the first group's three; two of the second's, so that nothing can be compared."""
     settings = recipe(sampling={"group_size": 3}, replay={"drop_zero_variance": False})
     groups = [group((0, 0), rewards=(1.0, None, -1.0)), group((0, 1), rewards=(None, 1.0, None))]
@@ -78,8 +78,8 @@ def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_settled_as_su
     assert (missing.reward, missing.advantage, missing.behavior_logprobs) == (None, None, None)
     assert (missing.group_reward_mean, missing.group_reward_std) == (0.0, 1.0)
     assert all(r.group_reward_mean is r.group_reward_std is None for r in taken[3:])
-    assert ledger.settled["no_reward"] == Amount(3, 9)
-    assert ledger.settled["zero_variance"] == Amount(1, 3)
+    assert ledger.closed["no_reward"] == Amount(3, 9)
+    assert ledger.closed["zero_variance"] == Amount(1, 3)
     assert ledger.in_flight == Amount()
     assert mean_lengths(taken) == (3.0, None)
 
@@ -89,7 +89,7 @@ def test_a_stale_group_is_recorded_but_not_trained_on():
     assert [r.rollout_id for r in survivors(taken)] == [2, 3]
     assert [r.kept for r in taken] == [False, False, True, True]
     assert all(r.advantage is None and r.behavior_logprobs is None for r in taken[:2])
-    assert ledger.settled["stale"] == Amount(2, 6)
+    assert ledger.closed["stale"] == Amount(2, 6)
 
 
 def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
@@ -102,7 +102,7 @@ def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
     dropped, ledger = take([straddler()], 5, drop)
     assert [r.rollout_id for r in survivors(dropped)] == [0]
     assert sum(map(straddles, dropped)) == 1
-    assert ledger.settled["stale"] == Amount(1, 3)
+    assert ledger.closed["stale"] == Amount(1, 3)
 
 
 LONG_HALF = {"max_completion_length": 4}

@@ -222,7 +222,7 @@ def test_the_journal_alone_repeats_every_selection(server, tmp_path):
         taken = again.take_recorded(step)
         assert [rollout.rollout_id for rollout in taken] == run.taken[step]
         assert again.outstanding_groups() == len(again.arrivals)
-    assert again.arrivals.ledger.settled == run.intake.arrivals.ledger.settled
+    assert again.arrivals.ledger.closed == run.intake.arrivals.ledger.closed
 
 
 def test_a_checkpoint_that_is_ahead_of_its_journal_is_refused(server, tmp_path):
@@ -247,7 +247,7 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     ledger = run.intake.arrivals.ledger
     ledger.check(STEPS)
     lost = [record for record in read_journal(tmp_path) if isinstance(record, Restart)]
-    assert ledger.settled["lost"].rollouts == sum(record.rollouts for record in lost)
+    assert ledger.closed["lost"].rollouts == sum(record.rollouts for record in lost)
     run.close()
 
 
@@ -332,7 +332,7 @@ def test_what_a_collector_generated_and_did_not_deliver_is_written_off_once(serv
     ledger.report(Amount(9, 90), Amount(7, 84))
     for _ in range(2):
         run.intake._write_off()
-        assert ledger.settled["lost"] == Amount(7, 84)
+        assert ledger.closed["lost"] == Amount(7, 84)
         assert (ledger.generated, ledger.held) == (Amount(9, 90), Amount())
         ledger.check(1)
     assert [r for r in read_journal(tmp_path) if isinstance(r, Restart)] == [Restart(7, 84)]

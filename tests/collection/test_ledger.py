@@ -12,8 +12,8 @@ def test_a_balance_by_hand():
     """Five rollouts of 10 tokens: two trained on, one stale, one cancelled, one still held."""
     ledger = Ledger()
     ledger.arrive(Amount(3, 30))
-    ledger.settle("inserted", Amount(2, 20))
-    ledger.settle("stale", Amount(1, 10))
+    ledger.close("inserted", Amount(2, 20))
+    ledger.close("stale", Amount(1, 10))
     ledger.write_off("cancelled", Amount(1, 10))
     ledger.report(Amount(5, 50), held=Amount(1, 10))
     ledger.check(step=4)
@@ -52,7 +52,7 @@ def test_any_history_balances(events):
             ledger.write_off(event, amount)
         else:
             ledger.arrive(amount)
-            ledger.settle(event, amount)
+            ledger.close(event, amount)
         ledger.report(generated, Amount())
         ledger.check(step=1)
     assert ledger.in_flight.rollouts == queued
