@@ -84,7 +84,12 @@ def compose_batch(
         replayed = np.ones(len(draw.entries), bool)
         return ComposedBatch(draw.entries, replayed, draw.in_updates(draw.ages), draw)
     count = draw_count(settings, buffer.group_size, len(fresh))
-    _check_born_before(buffer, step)
+    births = buffer.column("birth_step")
+    if len(births) and births.max() >= step:
+        raise ValueError(
+            f"before the draw of step {step} the buffer holds a rollout born at step "
+            f"{births.max()}: a rollout must not be replayed in its birth step"
+        )
     if settings.composition == "pool":
         draw = buffer.draw(count, step, rng, fresh=fresh)
         return ComposedBatch(draw.entries, draw.ages > 0, draw.ages, draw)
@@ -125,15 +130,6 @@ def _fresh_and_drawn(fresh: Sequence[Entry], draw: Draw) -> ComposedBatch:
         ages=np.concatenate([fresh_ages, draw.ages]),
         draw=draw,
     )
-
-
-def _check_born_before(buffer: EntryStore, step: int) -> None:
-    newest = buffer.column("birth_step")
-    if len(newest) and newest.max() >= step:
-        raise ValueError(
-            f"before the draw of step {step} the buffer holds a rollout born at step "
-            f"{newest.max()}: a rollout must not be replayed in its birth step"
-        )
 
 
 def relative_compute(y: float, mu: float) -> float:

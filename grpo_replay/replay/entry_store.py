@@ -148,9 +148,16 @@ class EntryStore:
             return Draw.empty()
         candidates = self.candidates()
         if fresh:
-            candidates = candidates + self._candidates_of(fresh)
+            group_id_N = np.array([entry.group_id for entry in fresh], dtype=np.int64)
+            if self.settings.unit == "query":
+                check_groups_adjacent(group_id_N)
+            priority_N = entry_priorities(self.settings.priority, fresh)
+            never_drawn_N = np.zeros(len(fresh), dtype=np.bool_)
+            candidates = candidates + Candidates(priority_N, group_id_N, never_drawn_N)
         picks = pick(candidates, count, self.settings, rng)
-        self._record_use(picks.indices[picks.indices < stored], step)
+        used = picks.indices[picks.indices < stored]
+        np.add.at(self._columns["times_used"], used, 1)
+        self._columns["last_used_step"][used] = step
         entry_N = self._columns["entry"]
         drawn = tuple(entry_N[i] if i < stored else fresh[i - stored] for i in picks.indices)
         return Draw(
@@ -206,8 +213,13 @@ class EntryStore:
             newest = max(entry.birth_step for entry in entries)
             check_insertable(entries, newest, restored._columns, self.settings.unit)
             columns = restored._new_columns(entries, newest, state["times_used"])
-            columns["last_used_step"] = np.asarray(state["last_used_step"], dtype=np.int64)
-            _check_uses(columns)
+            last_used_N = np.asarray(state["last_used_step"], dtype=np.int64)
+            columns["last_used_step"] = last_used_N
+            used_N = columns["times_used"] > 0
+            if not np.array_equal(used_N, last_used_N != NEVER_USED):
+                raise ValueError("times_used and last_used_step disagree")
+            if (last_used_N < columns["birth_step"])[used_N].any():
+                raise ValueError("a rollout was used before its birth")
             restored._append(columns)
         same_law = state["priority_kind"] == self.settings.priority
         if same_law and not np.array_equal(state["priority"], restored._columns["priority"]):
@@ -260,15 +272,6 @@ class EntryStore:
             "entry": stored,
         }
 
-    def _candidates_of(self, entries: Sequence[Entry]) -> Candidates:
-        group_id_N = np.array([entry.group_id for entry in entries], dtype=np.int64)
-        if self.settings.unit == "query":
-            check_groups_adjacent(group_id_N)
-        never_drawn = np.zeros(len(entries), dtype=np.bool_)
-        return Candidates(
-            entry_priorities(self.settings.priority, entries), group_id_N, never_drawn
-        )
-
     def _evict_born_before(self, step: int, now: int) -> int:
         if self.settings.max_age_steps is None:
             return 0
@@ -300,10 +303,6 @@ class EntryStore:
         keeps_N[correct[max(correct.size - reserved, 0) :]] = True
         return keeps_N
 
-    def _record_use(self, indices: np.ndarray, step: int) -> None:
-        np.add.at(self._columns["times_used"], indices, 1)
-        self._columns["last_used_step"][indices] = step
-
 
 def checked_settings(settings: Any) -> ReplaySection:
     """The settings. Raises TypeError for anything else, such as a mapping."""
@@ -313,11 +312,3 @@ def checked_settings(settings: Any) -> ReplaySection:
             'ReplayConfig.of("ours", max_age_steps=10)'
         )
     return settings
-
-
-def _check_uses(columns: Mapping[str, np.ndarray]) -> None:
-    last_used, used = columns["last_used_step"], columns["times_used"] > 0
-    if not np.array_equal(used, last_used != NEVER_USED):
-        raise ValueError("times_used and last_used_step disagree")
-    if (last_used < columns["birth_step"])[used].any():
-        raise ValueError("a rollout was used before its birth")

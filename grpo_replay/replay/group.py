@@ -58,25 +58,18 @@ def rollouts_of_group(
     if advantages is not None:
         group = replace(group, advantages_G=_given(advantages, rewards))
     scores = _scores(rewards, group, correct, keep_zero_variance)
-    shared = _shared(prompt_id, prompt_token_ids, step)
-    return [
-        Rollout(first_rollout_id + i, group_id, **shared, **members[i], **score)
-        for i, score in scores.items()
-        if members[i]["completion_mask"] is None or members[i]["completion_mask"].any()
-    ]
-
-
-def _shared(
-    prompt_id: str, prompt_token_ids: Sequence[int] | np.ndarray, step: int
-) -> dict[str, Any]:
-    """The fields that are the same for the whole group."""
-    return {
+    shared: dict[str, Any] = {
         "prompt_id": prompt_id,
         "prompt_token_ids": np.array(prompt_token_ids, np.int32),
         "birth_step": step,
         "policy_version": step - 1,
         "policy_version_end": step - 1,
     }
+    return [
+        Rollout(first_rollout_id + i, group_id, **shared, **members[i], **score)
+        for i, score in scores.items()
+        if members[i]["completion_mask"] is None or members[i]["completion_mask"].any()
+    ]
 
 
 def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:

@@ -66,8 +66,15 @@ def check_insertable(
     if `unit` is "query", are ordered by group. Whole rollouts are survivors with valid numbers
     (`number_problem`) and extras like those stored."""
     for entry in entries:
-        if isinstance(entry.payload, Rollout):
-            _check_complete(entry.payload)
+        rollout = entry.payload
+        if isinstance(rollout, Rollout):
+            if not rollout.kept or rollout.advantage is None or rollout.behavior_logprobs is None:
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: only survivors with advantage and behaviour "
+                    "log-probs are stored"
+                )
+            if problem := number_problem(rollout):
+                raise ValueError(f"rollout {rollout.rollout_id}: {problem}")
         if entry.birth_step > step:
             raise ValueError(
                 f"rollout {entry.rollout_id}: born at step {entry.birth_step}, inserted at "
@@ -107,16 +114,6 @@ def is_correct(columns: Mapping[str, Any]) -> bool:
     if columns.get("group_reward_std") == 0:
         return (columns.get("group_correct") or 0) > 0
     return (columns.get("advantage") or 0) > 0
-
-
-def _check_complete(rollout: Rollout) -> None:
-    if not rollout.kept or rollout.advantage is None or rollout.behavior_logprobs is None:
-        raise ValueError(
-            f"rollout {rollout.rollout_id}: only survivors with advantage and behaviour "
-            "log-probs are stored"
-        )
-    if problem := number_problem(rollout):
-        raise ValueError(f"rollout {rollout.rollout_id}: {problem}")
 
 
 def _check_same_extras(entries: Sequence[Entry], stored: Mapping[str, np.ndarray]) -> None:
