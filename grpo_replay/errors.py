@@ -7,6 +7,7 @@
     ├── DataError                  3   missing or bad data
     │   ├── DatasetError           3   a prompt set or benchmark
     │   ├── ModelError             3   a model folder, configuration or tokenizer
+    │   │   └── NotFetchedError    3   one of the hub that is not in the local cache
     │   ├── SnapshotError          3   a buffer snapshot, rollout or draw file
     │   ├── CheckpointError        3   a checkpoint that is missing, partial or damaged
     │   ├── JournalError           3   the journal of an asynchronous run
@@ -58,6 +59,10 @@ class DatasetError(DataError):
 
 
 class ModelError(DataError):
+    pass
+
+
+class NotFetchedError(ModelError):
     pass
 
 

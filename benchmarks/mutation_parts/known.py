@@ -272,7 +272,7 @@ KNOWN = (
     ),
     Known(
         "recorded steps are repeated under another recipe",
-        "grpo_replay/training/journal_rules.py",
+        "grpo_replay/training/resuming.py",
         "    if last > step:\n",
         "    if last > step + 99:\n",
         "tests/training/test_journal_rules.py::"

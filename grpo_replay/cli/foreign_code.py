@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_replay.errors import RecipeError, UsageError
-from grpo_replay.named_functions import is_place, refuse_missing_file
+from grpo_replay.errors import UsageError
 from grpo_replay.recipe.layers import parse_overrides
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, SAMPLERS, VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
@@ -28,16 +27,6 @@ def consider_code(code: Sequence[str], whose: str, refuse: bool, announce: bool)
     if announce:
         text = f"{whose} brings code that will run: {named} (--no-code refuses it)"
         print(printable(text), file=sys.stderr, flush=True)
-
-
-def refuse_missing_files(recipe: Recipe) -> None:
-    """Raises RecipeError if a function of the recipe is in a file that is not there."""
-    for key, value in _places(recipe):
-        if is_place(value):
-            try:
-                refuse_missing_file(value)
-            except FileNotFoundError as error:
-                raise RecipeError(f"{key} {value}: {error}") from error
 
 
 def code_of(

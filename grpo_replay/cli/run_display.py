@@ -25,6 +25,7 @@ from grpo_replay.training import Observer
 if TYPE_CHECKING:
     from grpo_replay.evaluation.evaluation_report import EvaluationReport
     from grpo_replay.storage.checkpoint import RunState
+    from grpo_replay.training import Notice
     from grpo_replay.training.run import RunResult
 
 PLAIN_LINES = 20
@@ -76,12 +77,12 @@ class RunDisplay(Observer):
             self._line = text
 
     def on_start(
-        self, recipe: Recipe, run_dir: Path, state: "RunState", notices: list[str]
+        self, recipe: Recipe, run_dir: Path, state: "RunState", notices: "Sequence[Notice]"
     ) -> None:
         self._recipe, self._steps = recipe, recipe.run.steps
         self._console.print(describe_run(recipe, run_dir, state.step), soft_wrap=True)
         for notice in notices:
-            self.on_notice(notice)
+            self.on_notice(notice.text)
         self._line = ""
         self._progress.update(
             self._task, description="step", total=self._steps, completed=state.step

@@ -1,20 +1,18 @@
 """`grpo-replay train`: launch the ranks if needed, and train."""
 
-import datetime
 import logging
 import sys
 from pathlib import Path
 
-from grpo_replay.cli.foreign_code import code_of, consider_code, refuse_missing_files
+from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.cli.run_display import RunDisplay, open_display
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
-from grpo_replay.recipe import Recipe, TrackingSection, load_recipe
+from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.recipe_history import recipe_to_resume
-from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
-from grpo_replay.storage.tracking import missing_trackers
+from grpo_replay.storage.run_directory import RunDirectory, default_run_dir, refuse_missing
 
 _OF_DRY_RUNS = ("sample", "gpu_memory_gib", "nodes", "as_json")
 
@@ -28,11 +26,9 @@ def run(options: TrainOptions) -> int:
     _consider_code(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
-    _check_options(recipe.tracking, options)
-    refuse_missing_files(recipe)
+    _check_options(options)
     environment = rank_environment()
-    by_time = f"runs/{recipe.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(options.output_dir or by_time)
+    run_dir = Path(options.output_dir) if options.output_dir else default_run_dir(recipe.name)
     if not options.resume and not environment.is_launched:
         RunDirectory(run_dir).refuse_occupied()
     if _launches_ranks(recipe, options):
@@ -93,14 +89,12 @@ def _launches_ranks(recipe: Recipe, options: TrainOptions) -> bool:
     return recipe.engine.num_processes > 1 and not rank_environment().is_launched
 
 
-def _check_options(tracking: TrackingSection, options: TrainOptions) -> None:
+def _check_options(options: TrainOptions) -> None:
     for name in _OF_DRY_RUNS[:-1]:
         if getattr(options, name) is not None:
             raise UsageError(f"{_spelled(name)} needs --dry-run; a run uses the machine it finds")
     if options.as_json:
         raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
-    if missing := missing_trackers(tracking):
-        raise UsageError("; ".join(missing))
 
 
 def _spelled(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +31,13 @@ from transformers import (
 from transformers.utils import cached_file
 
 from grpo_replay.engine.policy_module import use_fp32_head
-from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
+from grpo_replay.errors import (
+    ModelError,
+    NotFetchedError,
+    RecipeError,
+    did_you_mean,
+    first_line,
+)
 from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.recipe.layers import short_path
@@ -158,7 +165,7 @@ def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreT
     """
     config = load_config(model)
     tokenizer = load_tokenizer(model)
-    _check_vocabulary(model, config, tokenizer)
+    check_vocabulary(model, config, tokenizer)
     check_attention(model)
     if model.random_init:
         policy = _random(model, config, tokenizer, seed)
@@ -245,12 +252,16 @@ def _load(
         reason = first_line(error).rstrip(".")
         if local:
             raise ModelError(f"{place}: {what} in {source} cannot be loaded: {reason}") from error
-        raise ModelError(
-            f"{place}: {what} is neither in the local cache nor could it be fetched from the "
-            f"hub: {reason}. Where there is a network, run `hf download {source} "
-            f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
-            f"*.safetensors) and set model.path to DIR"
-        ) from error
+        raise _not_fetched(place, what, source, reason) from error
+
+
+def _not_fetched(place: str, what: str, source: str, reason: str) -> NotFetchedError:
+    return NotFetchedError(
+        f"{place}: {what} is neither in the local cache nor could it be fetched from the "
+        f"hub: {reason}. Where there is a network, run `hf download {source} "
+        f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
+        f"*.safetensors) and set model.path to DIR"
+    )
 
 
 def _check_local(source: str, place: str) -> None:
@@ -262,8 +273,29 @@ def _check_local(source: str, place: str) -> None:
         raise ModelError(f"{place}: no such folder (a hub id has the form owner/name)")
 
 
+def notices_of_weights(model: ModelSection) -> list[str]:
+    """A notice if the weights come from the hub. Raises ModelError for a folder without weights,
+    and if the hub may not be asked."""
+    refuse_missing_weights(model)
+    source = resolve_model_path(model.path)
+    if model.random_init or Path(source).is_dir() or _are_cached(source, model.revision):
+        return []
+    if constants.HF_HUB_OFFLINE:
+        place = f"model.path {short_path(model.path)!r}"
+        raise _not_fetched(place, "weights", source, "HF_HUB_OFFLINE is set")
+    return [f"weights of {model.path} are not in the local cache: the start downloads them"]
+
+
+def _are_cached(source: str, revision: str | None) -> bool:
+    names = ("model.safetensors", "model.safetensors.index.json")
+    found = (try_to_load_from_cache(source, name, revision=revision) for name in names)
+    return any(isinstance(each, str) for each in found)
+
+
 def refuse_missing_weights(model: ModelSection) -> None:
     """Raises ModelError for a folder without weights."""
+    if model.random_init:
+        return
     folder = Path(resolve_model_path(model.path))
     if folder.is_dir() and not any(any(folder.glob(each)) for each in _WEIGHT_PATTERNS):
         raise ModelError(
@@ -349,9 +381,10 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     return changed
 
 
-def _check_vocabulary(
+def check_vocabulary(
     model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
+    """Raises ModelError if the tokenizer has more tokens than the model."""
     if len(tokenizer) > config.vocab_size:
         raise ModelError(
             f"model.tokenizer {model.tokenizer or model.path!r} has {len(tokenizer)} tokens, but "

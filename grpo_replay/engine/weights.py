@@ -148,6 +148,32 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
     return sorted(found if wanted is None else set(wanted))
 
 
+def parameter_counts(model: ModelSection) -> tuple[int, int] | None:
+    """Parameters of the model and of LoRA's adapters, by its configuration alone. None for a model
+    that only its weights make."""
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
+    except (RuntimeError, ValueError, LookupError, AttributeError, TypeError, ImportError):
+        return None
+    whole = sum(each.numel() for each in empty.parameters())
+    return whole, 0 if model.lora.r is None else sum(
+        model.lora.r * (layer.in_features + layer.out_features)
+        for layer in adapted_layers(empty, model.lora.target_modules).values()
+    )
+
+
+def adapted_layers(model: PreTrainedModel, wanted: Sequence[str] | None) -> dict[str, nn.Linear]:
+    """The linear layers that get adapters, by their names."""
+    targets, head = lora_targets(model, wanted), model.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not head
+        and name.rpartition(".")[2] in targets
+    }  # fmt: skip
+
+
 MOST_PROBLEMS = 8
 """Problems named in one message; a wrong model has hundreds."""
 

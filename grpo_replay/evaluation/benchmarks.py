@@ -280,6 +280,12 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
     )
 
 
+def read_from_hub(settings: EvalSection, prompts: PromptsSection) -> list[str]:
+    """The benchmarks that are read from the hub. Raises as `find_benchmarks` and `local_file`."""
+    found = find_benchmarks(settings, prompts)
+    return [e.name for e in found if e.source != "builtin" and local_file(e, settings) is None]
+
+
 def _what_to_download(benchmark: Benchmark) -> str:
     fields = [benchmark.id_field, benchmark.problem_field, benchmark.answer_field]
     stem = benchmark.file_stem or benchmark.name

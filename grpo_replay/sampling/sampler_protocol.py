@@ -236,6 +236,15 @@ def refuse_impossible(
         )
 
 
+def refuse_split_engine(size: int, ranks_here: int) -> None:
+    """Raises RecipeError if vLLM engines of `size` ranks do not fit in the ranks of a node."""
+    if ranks_here % size:
+        raise RecipeError(
+            f"sampling.vllm.tensor_parallel_size {size} does not divide the {ranks_here} ranks of "
+            "a node: every engine spans that many ranks of one node"
+        )
+
+
 class WeightState:
     """Tracks whether a sampler can sample: it is open, its last weight update is complete, and the
     weights were not discarded since."""
@@ -306,9 +315,8 @@ def find_stop_tokens(
     return tuple(sorted(ids))
 
 
-def name_stop_tokens(sampler: Sampler, tokenizer: "PreTrainedTokenizerBase") -> str:
+def name_stop_tokens(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> str:
     """The tokens that end a completion, as text and id: `<|im_end|> (2)`."""
-    ids = sampler.stop_token_ids
     texts = tokenizer.convert_ids_to_tokens(list(ids))
     return " or ".join(f"{text} ({each})" for text, each in zip(texts, ids, strict=True))
 

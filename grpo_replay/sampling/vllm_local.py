@@ -25,7 +25,11 @@ from grpo_replay.engine.weights import (
     refuse_problems,
 )
 from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
-from grpo_replay.sampling.sampler_protocol import SamplerOpening, WeightState
+from grpo_replay.sampling.sampler_protocol import (
+    SamplerOpening,
+    WeightState,
+    refuse_split_engine,
+)
 from grpo_replay.sampling.vllm_process import (
     VLLM_ERRORS,
     SleepState,
@@ -242,11 +246,7 @@ def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
     vllm, world_size = opening.sampling.vllm, opening.comm.world_size
     sleeps = opening.on_gpu and vllm.enable_sleep_mode
     size = vllm.tensor_parallel_size
-    if (here := rank_environment().local_world_size) % size:
-        raise RecipeError(
-            f"sampling.vllm.tensor_parallel_size {size} does not divide the {here} ranks of a "
-            "node: every engine spans that many ranks of one node"
-        )
+    refuse_split_engine(size, rank_environment().local_world_size)
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
         "enable_sleep_mode": sleeps,

@@ -200,27 +200,39 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def adopt_latest(checkpoints: Path) -> None:
-    """Give `latest` as a folder, when only that was copied, the name of its step. Raises
+    """Give `latest` as a folder, when only that was copied, the name of its step."""
+    found = _copy_of_latest(checkpoints)
+    if found is not None:
+        rename_folder(found, checkpoints / checkpoint_name(read_state(found).step))
+
+
+def _copy_of_latest(checkpoints: Path) -> Path | None:
+    """`latest` as a folder, if it is complete and no folder has the name of its step. Raises
     CheckpointError if it is damaged and the only checkpoint."""
     found = checkpoints / LATEST
     if found.is_symlink() or not found.is_dir():
-        return
+        return None
     try:
-        own = checkpoints / checkpoint_name(read_state(found).step)
-        if not own.exists():
-            verify_checkpoint(found)
-            rename_folder(found, own)
+        if (checkpoints / checkpoint_name(read_state(found).step)).exists():
+            return None
+        verify_checkpoint(found)
     except CheckpointError:
         if not list_checkpoints(checkpoints):
             raise
+        return None
+    return found
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest checkpoint, after verification; None if there is none.
+    """The newest checkpoint, after verification; None if there is none. It may be `latest`, to
+    which `adopt_latest` gives its name.
 
     Raises CheckpointError if it is damaged. The message names the newest complete one before it.
     """
-    found = list_checkpoints(checkpoints)
+    found, copy = list_checkpoints(checkpoints), _copy_of_latest(checkpoints)
+    newest = step_of(found[-1]) or 0 if found else -1
+    if copy is not None and read_state(copy).step > newest:
+        return copy
     if not found:
         return None
     try:

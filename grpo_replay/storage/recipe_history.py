@@ -132,14 +132,19 @@ def _word(value: Any) -> str:
 def record_recipe(run_dir: Path, recipe: Recipe, step: int) -> list[str]:
     """Keep `recipe` as that of the steps after `step`. Returns the changes against the recipe that
     the run had last, one line each. Recipes of later steps are removed, as their steps are."""
-    before = read_recipe_file(recipe_file(run_dir))
-    changes = [f"{key}: {old!r} -> {new!r}" for key, old, new in differences(before, recipe)]
+    changes = recipe_changes(run_dir, recipe)
     if read_recipe_file(recipe_file(run_dir, step + 1)) != recipe:
         write_recipe(change_file(run_dir, step), recipe, f"The recipe of the steps after {step}.")
     for after, path in _changes(run_dir):
         if after > step:
             path.unlink()
     return changes
+
+
+def recipe_changes(run_dir: Path, recipe: Recipe) -> list[str]:
+    """How `recipe` differs from the one that the run had last, one line for each key."""
+    before = read_recipe_file(recipe_file(run_dir))
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in differences(before, recipe)]
 
 
 def write_recipe(path: Path, recipe: Recipe, comment: str = "") -> None:

@@ -5,6 +5,7 @@ it is therefore enough to remove later files, once everything that the checkpoin
 be whole (`check`, then `go_back`).
 """
 
+import datetime
 import fcntl
 import json
 import logging
@@ -28,6 +29,7 @@ from grpo_replay.storage.atomic import (
 )
 from grpo_replay.storage.checkpoint import leftovers
 from grpo_replay.storage.recipe_history import (
+    CHANGES_FOLDER,
     RECIPE_FILE,
     read_history,
     record_recipe,
@@ -64,12 +66,6 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 LOCK = ".lock"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
-_REMOVED_FOLDERS = ("initial_model", "journal")  # of a start, before the next in the same folder
-_OF_A_START = (
-    *_OPENING_FILES, *_REMOVED_FOLDERS, RECIPE_FILE, "environment.json", "environment.json.tmp",
-    "wandb_id", "log",
-)  # fmt: skip
-"""What a run that has made no step, checkpoint or evaluation may leave."""
 
 
 class _AttemptLog(logging.FileHandler):
@@ -114,14 +110,22 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._lock.seek(0)
-            raise OutputDirectoryError(
-                f"output directory {self.path} is in use by process {self._lock.read().strip()}: "
-                "wait for it or stop it, or choose another --output-dir"
-            ) from error
+            raise self._in_use() from error
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()}\n")
         self._lock.flush()
+
+    def refuse_in_use(self) -> None:
+        """Raises OutputDirectoryError if a process holds the lock."""
+        if is_locked(self.path / LOCK):
+            raise self._in_use()
+
+    def _in_use(self) -> OutputDirectoryError:
+        process = (self.path / LOCK).read_text().strip()
+        return OutputDirectoryError(
+            f"output directory {self.path} is in use by process {process}: wait for it or stop it, "
+            "or choose another --output-dir"
+        )
 
     def unlock(self) -> None:
         """Release the lock, if held."""
@@ -136,12 +140,13 @@ class RunDirectory:
 
     @property
     def is_free(self) -> bool:
-        """True for a folder in which a run may start: there is nothing in it, or only what a run
-        leaves that ended before its first step, checkpoint or evaluation."""
+        """True for a folder in which a run may start: there is nothing in it, or a run that ended
+        before its first step, checkpoint or evaluation."""
         if not self.path.is_dir():
             return not self.path.exists()
         # Without a lock what is there is somebody's: a run locks its folder first.
-        return self.is_unborn or ((self.path / LOCK).exists() and self._names <= set(_OF_A_START))
+        begun = {*STEP_FOLDERS, "checkpoints", CHANGES_FOLDER, self.metrics_path.name}
+        return self.is_unborn or ((self.path / LOCK).exists() and not begun & self._names)
 
     @property
     def _names(self) -> set[str]:
@@ -170,6 +175,16 @@ class RunDirectory:
             raise OutputDirectoryError(
                 f"output directory {self.path} already holds {found}: choose another "
                 f"--output-dir{remedy}"
+            )
+
+    def refuse_unwritable(self) -> None:
+        """Raises OutputDirectoryError if this user may not write in the folder, or where it would
+        be made."""
+        there = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise OutputDirectoryError(
+                f"output directory {self.path}: {there} cannot be written: choose another "
+                "--output-dir, or change its permissions"
             )
 
     def create(self, recipe: Recipe) -> None:
@@ -231,9 +246,6 @@ class RunDirectory:
 
     def _write_opening(self, recipe: Recipe) -> None:
         try:
-            for name in _REMOVED_FOLDERS:
-                if (self.path / name).exists():
-                    shutil.rmtree(self.path / name)
             self._make_folders()
             write_recipe(self.recipe_path, recipe)
         except OSError as error:
@@ -315,6 +327,11 @@ class RunDirectory:
         root.addHandler(handler)
         logging.getLogger("grpo_replay").setLevel(logging.INFO)
         return path
+
+
+def default_run_dir(name: str) -> Path:
+    """The directory of a new run of the recipe `name`."""
+    return Path(f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
 
 
 def refuse_missing(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ Imports the rest of the core, never the laboratory or `cli`; torch only inside f
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,20 @@ if TYPE_CHECKING:
     from grpo_replay.storage.checkpoint import RunState
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the user is told when a run opens. `key` is the stage that says it
+    (`opening.RunOpener.stages`), or "disk"."""
+
+    key: str
+    text: str
+
+
 class Observer:
     """Receives progress events. This one ignores them, as on the ranks other than 0."""
 
     def on_start(
-        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
+        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: Sequence[Notice]
     ) -> None:
         """Everything is loaded. `notices` are messages for the user."""
 

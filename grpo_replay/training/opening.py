@@ -1,52 +1,71 @@
-"""Opening a run: its directory, its components, and its last checkpoint if it is resumed.
+"""Opening a run: a list of stages, each with a `check` of what would end it and an `open`.
 
-`RunOpener.open` reads from top to bottom: directory, rewards, prompts, engine, sampler, source,
-buffer. What a run needs to know about its own recipe is checked here, before the first step.
+A start runs every check, then opens every stage; the dry run runs the same checks and opens
+nothing. No check changes anything on disk, so a start that is refused leaves nothing.
 """
 
+import importlib.util
+import logging
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from logging.handlers import MemoryHandler
+from typing import Any, NamedTuple
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively, run_on_main
+from grpo_replay.engine.compiled import refuse_stage_3
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine, notices_of_precision
 from grpo_replay.engine.models import (
+    DTYPES,
     base_digest,
+    check_attention,
+    check_vocabulary,
     drop_unwritable_settings,
     float32_warning,
     load_config,
     load_policy,
     load_tokenizer,
+    notices_of_weights,
     refuse_other_shapes,
     resolve_model_path,
 )
 from grpo_replay.engine.passed_settings import check_passed_settings
-from grpo_replay.errors import ModelError
-from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits
+from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
+from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
+from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, read_from_hub
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
-from grpo_replay.recipe import Recipe
+from grpo_replay.prompts.sources import is_local_source
+from grpo_replay.recipe import BUILTIN_VERIFIERS, ModelSection, Recipe
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
+from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import notices_of_workers
 from grpo_replay.sampling.sampler_protocol import (
+    NoSampler,
     Sampler,
+    SamplerOpening,
     check_room,
     name_stop_tokens,
     open_sampler,
+    refuse_split_engine,
     sampler_class,
 )
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer
+from grpo_replay.storage.tracking import missing_trackers
+from grpo_replay.training import Notice, Observer
+from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.resuming import (
     StartingPoint,
+    find_start,
     go_back,
-    notices_of_room,
     restore_buffer,
     take_directory,
 )
@@ -59,6 +78,39 @@ from grpo_replay.training.reward_watch import (
 from grpo_replay.training.rollout_source import Parts, RolloutSource
 from grpo_replay.training.sources import open_source
 
+ATTENTION_PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+}
+"""The package of an attention that transformers does not bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run runs: the number of its ranks, of those on one node, and whether on GPUs.
+
+    A plan fetches no data set. If it is for machines `elsewhere`, what this one lacks, and its
+    folders and servers, say nothing about the run.
+    """
+
+    ranks: int
+    ranks_here: int
+    on_cuda: bool
+    is_plan: bool = False
+    elsewhere: bool = False
+
+
+def _nothing() -> None:
+    pass
+
+
+class Stage(NamedTuple):
+    """A part of a run. Both functions are collective; `check` only looks."""
+
+    name: str
+    check: Callable[[], None] = _nothing
+    open: Callable[[], None] = _nothing
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
@@ -70,11 +122,21 @@ class OpenedRun:
     source: RolloutSource
     evaluation: EvaluationPlan | None
     checkpoint_bytes: int
-    notices: list[str]
+    notices: list[Notice]
 
 
 class RunOpener:
-    """Opens a run on every rank. What it opens is closed with `stack`."""
+    """Checks and opens a run, on every rank. What it opens is closed with `stack`.
+
+    What a check reads is kept for the stages after it: None if it could not be read, which only
+    `problems` goes on after. `unchecked` are sentences about what a plan does not look at.
+    `known_model` is the model whose configuration is read, if not the recipe's.
+    """
+
+    parts: Parts
+    engine: DeepSpeedEngine
+    sampler: Sampler
+    source: RolloutSource
 
     def __init__(
         self,
@@ -86,78 +148,133 @@ class RunOpener:
         stack: ExitStack,
         scorer: RewardScorer | None = None,
         stop: StopToken | None = None,
+        resume: bool = False,
+        place: Place | None = None,
+        known_model: ModelSection | None = None,
     ) -> None:
         self.recipe, self.comm, self.device, self.scorer = recipe, comm, device, scorer
-        self.stop = stop or StopToken()
+        self.stop, self.resume = stop or StopToken(), resume
         self.run_dir, self.observer, self.stack = run_dir, observer, stack
-        self.stage = recipe.zero_stage(comm.world_size)
-        self.notices: list[str] = []
+        ranks_here = rank_environment().local_world_size
+        self.place = place or Place(comm.world_size, ranks_here, device.type == "cuda")
+        self.sized = recipe.model_copy(update={"model": known_model or recipe.model})
+        self.zero_stage = recipe.zero_stage(self.place.ranks)
+        self.notices: list[Notice] = []
+        self.unchecked: list[str] = []
+        self.start = StartingPoint(None)
+        self.tokenizer: Any = None
+        self.prompts: PromptSet | None = None
+        self.evaluation: EvaluationPlan | None = None
         self.checkpoint_bytes = 0
+        self._held_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
 
-    def open(self, resume: bool) -> OpenedRun:
-        """Prepare the directory, load the components, and restore the last checkpoint if the run
-        is resumed. What comes after the checkpoint is removed only then. Collective."""
-        recipe, comm = self.recipe, self.comm
-        self._load_named_functions()
-        check_passed_settings(recipe, self.stage, self.device.type == "cuda")
-        start = take_directory(recipe, self.run_dir, comm, resume, self.stack)
-        self.notices += start.notices
-        tokenizer = load_tokenizer(recipe.model)
-        scorer = self._open_scorer(start)
-        prompts = self._load_prompts(tokenizer)
-        self._remember_prompts(prompts, start.state)
-        evaluation = self._plan_evaluation(tokenizer)
-        self._try_rewards(scorer, prompts, evaluation)
-        engine = self._open_engine(start, tokenizer)
-        self._note_limits()
-        sampler = self._open_sampler(start, engine, tokenizer)
-        buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
-        parts = Parts(
-            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir,
-            self.stop,
-        )  # fmt: skip
-        source = open_source(parts, start.state, start.checkpoint, self.stack)
-        self._restore_buffer(start, buffer)
-        if resume:
-            self.notices += run_on_main(comm, lambda: go_back(recipe, self.run_dir, start)) or []
-        start.state.world_size, start.state.zero_stage = comm.world_size, self.stage
+    @property
+    def stages(self) -> list[Stage]:
+        """In their order: each may use what those before it have read or opened."""
+        return [
+            Stage("recipe", self._check_recipe),
+            Stage("folder", self._find_start, self._take_folder),
+            Stage("tokenizer", self._load_tokenizer),
+            Stage("prompts", self._load_prompts),
+            Stage("evaluation", self._plan_evaluation),
+            Stage("rewards", self._try_rewards),
+            Stage("engine", self._check_engine, self._open_engine),
+            Stage("sampler", self._check_sampler, self._open_sampler),
+            Stage("buffer", self._check_buffer, self._open_buffer),
+        ]
+
+    def problems(self) -> Iterator[GrpoReplayError]:
+        """Check every stage: what each refuses, as a start would raise it. Collective."""
+        for stage in self.stages:
+            try:
+                stage.check()
+            except GrpoReplayError as error:
+                yield error
+
+    def check(self) -> None:
+        """Check every stage, and raise the first refusal. Collective."""
+        root = logging.getLogger()
+        root.addHandler(self._held_records)  # there is no log yet
+        try:
+            for error in self.problems():
+                raise error
+        finally:
+            root.removeHandler(self._held_records)
+
+    def open(self) -> OpenedRun:
+        """Check every stage, then open every stage; the last checkpoint is restored if the run is
+        resumed. What comes after it is removed only then. Collective."""
+        self.check()
+        for stage in self.stages:
+            stage.open()
+        comm, start = self.comm, self.start
+        if self.resume:
+            run_on_main(comm, lambda: go_back(self.recipe, self.run_dir, start))
+        start.state.world_size, start.state.zero_stage = comm.world_size, self.zero_stage
         return OpenedRun(
-            parts, start.state, source, evaluation, self.checkpoint_bytes, self.notices
-        )
+            self.parts, start.state, self.source, self.evaluation, self.checkpoint_bytes,
+            self.notices,
+        )  # fmt: skip
 
-    def _load_named_functions(self) -> None:
-        """A function of the user's that is not there is refused before anything is created."""
-        load_priority(self.recipe.replay.priority)
-        ADVANTAGES.load(self.recipe.advantage.estimator)
-        LOSSES.load(self.recipe.loss.kind)
-        sampler_class(self.recipe.sampling)
+    def _say(self, key: str, *texts: str) -> None:
+        """Each once: the same function may grade training and evaluations."""
+        said = (Notice(key, text) for text in texts)
+        self.notices += [each for each in dict.fromkeys(said) if each not in self.notices]
 
-    def _open_scorer(self, start: StartingPoint) -> RewardScorer:
-        """The scorer, which the state remembers. Notices if it is another than at the
-        checkpoint."""
-        recipe, state = self.recipe, start.state
-        scorer = self.scorer or self.stack.enter_context(RewardScorer.open(recipe.reward))
+    def _check_recipe(self) -> None:
+        run_collectively(self.comm, self._check_names)
 
-        def compare() -> list[str]:
-            before, state.reward = state.reward, reward_facts(recipe.reward, scorer.sources())
-            if start.checkpoint is None:
-                return []
-            return notices_of_change(recipe, start.checkpoint, before, state.reward)
+    def _check_names(self) -> None:
+        """What the recipe names is there, and its libraries take their settings."""
+        recipe, model = self.recipe, self.recipe.model
+        load_priority(recipe.replay.priority)
+        ADVANTAGES.load(recipe.advantage.estimator)
+        LOSSES.load(recipe.loss.kind)
+        missing = missing_packages(recipe)
+        if self.place.elsewhere:
+            self.unchecked += missing
+        elif missing:
+            raise RecipeError("; ".join(missing))
+        refuse_stage_3(model.compile, self.zero_stage)
+        if not self.place.on_cuda and model.attn_implementation in PACKING_ATTENTION:
+            raise RecipeError(
+                f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
+            )
+        check_passed_settings(recipe, self.zero_stage, self.place.on_cuda)
 
-        self.notices += run_on_main(self.comm, compare) or []
-        return scorer
+    def _find_start(self) -> None:
+        if self.place.elsewhere and not self.resume:
+            return
+        self.start = find_start(self.recipe, self.run_dir, self.comm, self.resume)
+        self._say("folder", *self.start.notices)
 
-    def _load_prompts(self, tokenizer: Any) -> PromptSet:
+    def _take_folder(self) -> None:
+        take_directory(self.recipe, self.run_dir, self.comm, self.start, self.stack)
+        for record in self._held_records.buffer:
+            logging.getLogger().handle(record)
+
+    def _load_tokenizer(self) -> None:
+        self.tokenizer = run_collectively(self.comm, lambda: load_tokenizer(self.recipe.model))
+
+    def _load_prompts(self) -> None:
         recipe = self.recipe
-        prompts = run_collectively(
-            self.comm,
-            lambda: load_prompts(
-                recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows
-            ),
-        )
-        run_collectively(self.comm, lambda: check_room(recipe, prompts.longest_prompt))
-        self.notices += prompts.notices
-        return prompts
+        if not self._leaves_to_start("prompts", _on_hub(recipe)) and self.tokenizer is not None:
+            self.prompts = run_collectively(
+                self.comm,
+                lambda: load_prompts(
+                    recipe.prompts, self.tokenizer, recipe.run.seed, recipe.reward.reads_rows
+                ),
+            )
+            self._say("prompts", *self.prompts.notices)
+            self._remember_prompts(self.prompts, self.start.state)
+        longest = 1 if self.prompts is None else self.prompts.longest_prompt
+        run_collectively(self.comm, lambda: check_room(self.sized, longest))
+
+    def _leaves_to_start(self, what: str, on_hub: list[str]) -> bool:
+        """Whether this is a plan that would have to fetch data sets."""
+        if on_hub and self.place.is_plan:
+            self.unchecked.append(f"{what} of {', '.join(on_hub)}: a start reads them from the hub")
+        return bool(on_hub) and self.place.is_plan
 
     def _remember_prompts(self, prompts: PromptSet, state: RunState) -> None:
         """In the state. A notice if they are others than at the checkpoint."""
@@ -166,56 +283,107 @@ class RunOpener:
             return
         state.prompts[str(first)] = prompts.sha256
         if before is not None:
-            self.notices.append(
+            self._say(
+                "prompts",
                 f"the prompts are others than before step {first}: problems, answers or their "
                 "order. Epochs go on in another order, and a stored rollout's prompt_id may be "
-                "another problem now"
+                "another problem now",
             )
 
-    def _plan_evaluation(self, tokenizer: Any) -> EvaluationPlan | None:
-        if not self.recipe.eval.benchmarks:
-            return None
-        return run_collectively(self.comm, lambda: plan_that_fits(tokenizer, self.recipe))
+    def _plan_evaluation(self) -> None:
+        recipe = self.sized
 
-    def _try_rewards(
-        self, scorer: RewardScorer, prompts: PromptSet, evaluation: EvaluationPlan | None
-    ) -> None:
-        recipe = self.recipe
+        def plan() -> EvaluationPlan | None:
+            if self.tokenizer is None or not recipe.eval.benchmarks:
+                return None
+            on_hub = read_from_hub(recipe.eval, recipe.prompts)
+            if self._leaves_to_start("benchmarks", on_hub):
+                return None
+            return plan_that_fits(self.tokenizer, recipe)
 
-        def try_them() -> list[str]:
-            held_out = evaluation.problem_texts if evaluation is not None else set()
-            notices = prompts.notices_of_use(recipe.sampling.prompts_per_step, held_out)
+        self.evaluation = run_collectively(self.comm, plan)
+        if self.prompts is not None:
+            held_out = self.evaluation.problem_texts if self.evaluation is not None else set()
+            of_step = recipe.sampling.prompts_per_step
+            self._say("prompts", *self.prompts.notices_of_use(of_step, held_out))
+
+    def _try_rewards(self) -> None:
+        """The scorer is opened on every rank; rank 0 tries it."""
+        reward = self.recipe.reward
+        builtin = all(each.function in BUILTIN_VERIFIERS for each in reward.functions)
+        if self.prompts is None and builtin:
+            return
+        if self.scorer is None:
+            workers = 1 if self.place.is_plan else reward.workers
+            section = reward.model_copy(update={"workers": workers})
+            self.scorer = self.stack.enter_context(RewardScorer.open(section))
+        self._say("rewards", *(run_on_main(self.comm, self._notices_of_rewards) or []))
+
+    def _notices_of_rewards(self) -> list[str]:
+        recipe, state, scorer, notices = self.recipe, self.start.state, self.scorer, list[str]()
+        assert scorer is not None
+        before, state.reward = state.reward, reward_facts(recipe.reward, scorer.sources())
+        if self.start.checkpoint is not None:
+            notices += notices_of_change(recipe, self.start.checkpoint, before, state.reward)
+        if not self.place.elsewhere:
             notices += notices_of_workers(recipe.reward.workers, recipe.engine.num_processes)
-            notices += notices_of_rewards(recipe.reward, scorer, prompts)
-            if evaluation is not None:
-                notices += notices_of_verifier(recipe.eval.reward, recipe.reward, evaluation)
-            return list(dict.fromkeys(notices))  # the same function may grade both
+        if self.prompts is not None:
+            notices += notices_of_rewards(recipe.reward, scorer, self.prompts)
+        if self.evaluation is not None:
+            notices += notices_of_verifier(recipe.eval.reward, recipe.reward, self.evaluation)
+        return notices
 
-        self.notices += run_on_main(self.comm, try_them) or []
+    def _check_engine(self) -> None:
+        self._say("engine", *notices_of_precision(self.recipe.model.dtype, self.zero_stage))
+        run_collectively(self.comm, self._check_disk)
+        run_collectively(self.comm, self._check_model)
 
-    def _open_engine(self, start: StartingPoint, tokenizer: Any) -> DeepSpeedEngine:
+    def _check_model(self) -> None:
+        """What can be known of the model without its weights."""
+        recipe, model = self.recipe, self.sized.model
+        config = load_config(model)
+        if self.start.checkpoint is not None:
+            refuse_other_shapes(recipe.model, self.start.checkpoint / "model")
+        if self.tokenizer is not None:
+            check_vocabulary(model, config, self.tokenizer)
+        check_attention(model)
+        warning = float32_warning(model, config, recipe.longest_rollout, self.place.on_cuda)
+        self._say("engine", *([] if warning is None else [warning]))
+        self._say("engine", *notices_of_weights(recipe.model))
+
+    def _check_disk(self) -> None:
+        """On rank 0: whether the checkpoints will have room."""
+        counts = parameter_counts(self.sized.model)
+        if counts is None or not self.comm.is_main or self.place.elsewhere:
+            return
         recipe = self.recipe
-        if start.checkpoint is not None:
-            refuse_other_shapes(recipe.model, start.checkpoint / "model")
+        size = DTYPES[recipe.model.dtype].itemsize
+        expected = checkpoint_bytes(counts[0], size, self.zero_stage, counts[1])
+        checkpoints = self.run_dir.checkpoints
+        self._say("disk", *notices_of_room(checkpoints, recipe.checkpoint.keep, expected))
+
+    def _open_engine(self) -> None:
+        recipe, start = self.recipe, self.start
         model = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
-        self.notices += drop_unwritable_settings(model)
+        self._say("engine", *drop_unwritable_settings(model))
         self._remember_base(base_digest(model), start.state)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
+        engine = DeepSpeedEngine(recipe, model, self.tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
-        self.notices += engine.notices
+        self._say("engine", *engine.notices)
         self.checkpoint_bytes = checkpoint_bytes(
-            parameters, model.dtype.itemsize, self.stage, engine.adapter_parameters
+            parameters, model.dtype.itemsize, self.zero_stage, engine.adapter_parameters
         )
         if engine.adapter_parameters:
-            self.notices.append(
+            self._say(
+                "engine",
                 f"LoRA: {engine.adapter_parameters:,} parameters of adapters train, the "
-                f"{parameters:,} of {recipe.model.path} are frozen"
+                f"{parameters:,} of {recipe.model.path} are frozen",
             )
         if start.checkpoint is not None:
             self._say_if_resharded(start.state)
             engine.load(start.checkpoint / "engine")
-        return engine
+        self.engine = engine
 
     def _remember_base(self, digest: str, state: RunState) -> None:
         """In the state. Raises ModelError for another than the run began with: adapters are trained
@@ -230,38 +398,37 @@ class RunOpener:
 
     def _say_if_resharded(self, state: RunState) -> None:
         ranks, stage = state.world_size, state.zero_stage
-        if (ranks, stage) != (self.comm.world_size, self.stage):
+        if (ranks, stage) != (self.comm.world_size, self.zero_stage):
             self.observer.on_status(
                 f"restoring the engine state of {ranks} ranks at ZeRO {stage} on "
-                f"{self.comm.world_size} at ZeRO {self.stage}"
+                f"{self.comm.world_size} at ZeRO {self.zero_stage}"
             )
 
-    def _note_limits(self) -> None:
-        """Notices about attention memory, room on disk and the precision of gradients."""
-        recipe, checkpoints = self.recipe, self.run_dir.checkpoints
-        longest = recipe.longest_rollout
-        config, on_cuda = load_config(recipe.model), self.device.type == "cuda"
-        if warning := float32_warning(recipe.model, config, longest, on_cuda):
-            self.notices.append(warning)
+    def _check_sampler(self) -> None:
+        recipe, sampling = self.recipe, self.recipe.sampling
+        found = run_collectively(self.comm, lambda: sampler_class(sampling))
+        if self.tokenizer is None:
+            return
+        opening = run_collectively(self.comm, lambda: SamplerOpening.of(
+            recipe, recipe.model.path, self.comm
+        ))  # fmt: skip
+        ends = name_stop_tokens(opening.stop_token_ids, self.tokenizer)
+        self._say("sampler", f"completions end at {ends}; sampling.stop_tokens chooses others")
+        if found is not NoSampler and sampling.vllm_in_ranks:
+            size, here = sampling.vllm.tensor_parallel_size, self.place.ranks_here
+            run_collectively(self.comm, lambda: refuse_split_engine(size, here))
+        if self.place.elsewhere and sampling.servers.urls:
+            self.unchecked.append("servers of sampling.servers.urls: a start asks them")
+        elif sampling.over_http and found is not NoSampler:
+            checked: Any = found
+            checked.check(opening, self.place.ranks_here)
 
-        def room() -> list[str]:
-            if not self.comm.is_main:
-                return []
-            return notices_of_room(checkpoints, recipe.checkpoint.keep, self.checkpoint_bytes)
+    def _open_sampler(self) -> None:
+        path = self._model_path()
+        self.sampler = open_sampler(self.recipe, path, self.comm, self.run_dir.path / "log")
+        self.stack.callback(self.sampler.close)
 
-        self.notices += run_collectively(self.comm, room)
-        self.notices += notices_of_precision(recipe.model.dtype, self.stage)
-
-    def _open_sampler(
-        self, start: StartingPoint, engine: DeepSpeedEngine, tokenizer: Any
-    ) -> Sampler:
-        path = self._model_path(engine, resumed=start.checkpoint is not None)
-        sampler = open_sampler(self.recipe, path, self.comm, self.run_dir.path / "log")
-        self.stack.callback(sampler.close)
-        self.notices.append(_describe_stop_tokens(sampler, tokenizer))
-        return sampler
-
-    def _model_path(self, engine: DeepSpeedEngine, resumed: bool) -> str:
+    def _model_path(self) -> str:
         """The model that the sampler opens: the recipe's, or for a random initialisation the folder
         to which it was saved when the run began."""
         if not self.recipe.model.random_init:
@@ -269,22 +436,57 @@ class RunOpener:
         if not sampler_class(self.recipe.sampling).reads_files:
             return self.recipe.model.path
         folder = self.run_dir.path / "initial_model"
-        if not (resumed and folder.is_dir()):
-            engine.save_model(folder)
+        if self.start.checkpoint is None or not folder.is_dir():
+            if self.comm.is_main:  # what a start left that ended before its first step
+                shutil.rmtree(folder, ignore_errors=True)
+            self.engine.save_model(folder)
         return str(folder)
 
-    def _restore_buffer(self, start: StartingPoint, buffer: ReplayBuffer) -> None:
+    def _check_buffer(self) -> None:
+        if self.start.checkpoint is not None and not self.recipe.checkpoint.restore_buffer:
+            text = "checkpoint.restore_buffer is false: the replay buffer starts empty"
+            self._say("buffer", text)
+
+    def _open_buffer(self) -> None:
+        """The buffer, and the source of rollouts, as they were at the checkpoint."""
+        recipe, start, prompts, scorer = self.recipe, self.start, self.prompts, self.scorer
+        assert prompts is not None and scorer is not None  # else a check has refused the start
+        buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+        self.parts = Parts(
+            recipe, self.comm, self.engine, self.sampler, scorer, prompts, self.tokenizer, buffer,
+            self.run_dir, self.stop,
+        )  # fmt: skip
+        self.source = open_source(self.parts, start.state, start.checkpoint, self.stack)
         checkpoint, step = start.checkpoint, start.state.step
-        if checkpoint is None:
-            return
-        if not self.recipe.checkpoint.restore_buffer:
-            self.notices.append(
-                "checkpoint.restore_buffer is false: the replay buffer starts empty"
-            )
-            return
-        run_on_main(self.comm, lambda: restore_buffer(checkpoint, step, buffer))
+        if checkpoint is not None and recipe.checkpoint.restore_buffer:
+            run_on_main(self.comm, lambda: restore_buffer(checkpoint, step, buffer))
 
 
-def _describe_stop_tokens(sampler: Sampler, tokenizer: Any) -> str:
-    ends = name_stop_tokens(sampler, tokenizer)
-    return f"completions end at {ends}; sampling.stop_tokens chooses others"
+def missing_packages(recipe: Recipe) -> list[str]:
+    """A sentence for each package that the recipe needs and that is not installed."""
+    sampling, attention = recipe.sampling, recipe.model.attn_implementation
+    missing = missing_trackers(recipe.tracking)
+    has_vllm = sampling.vllm_in_ranks or sampling.servers_launched
+    samples = sampling.collection.replay_journal is None
+    if has_vllm and samples and importlib.util.find_spec("vllm") is None:
+        missing.append(
+            f"sampling.backend {sampling.backend}: vLLM is not installed here: pip install "
+            "'grpo-replay[vllm]', or use sampling.backend hf"
+        )
+    if recipe.model.lora.r is not None and importlib.util.find_spec("peft") is None:
+        missing.append(MISSING_PEFT)
+    package = ATTENTION_PACKAGES.get(attention)
+    if package is not None and importlib.util.find_spec(package) is None:
+        missing.append(
+            f"model.attn_implementation {attention}: {package} is not installed here; use sdpa"
+        )
+    return missing
+
+
+def _on_hub(recipe: Recipe) -> list[str]:
+    """The sources of prompts that are data sets of the hub."""
+    return [
+        name
+        for name in recipe.prompts.source_names
+        if not name.startswith("builtin:") and not is_local_source(name)
+    ]

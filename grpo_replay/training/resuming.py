@@ -1,15 +1,17 @@
-"""Checkpoints of a run, and its directory: a new one, or one that is resumed from the last of them.
+"""Where a run begins: in a new folder, or at the last checkpoint of a run that is resumed; and what
+the recipe of a resume may not change.
 
-Writing: room first, then shards, then a manifest. Every rank flushes and hashes what it wrote
-itself; rank 0 completes the folder. Resuming: nothing that it will remove is removed before
-everything that it needs is restored: `take_directory` only looks, `go_back` comes last.
+Nothing that a resume will remove is removed before everything that it needs is restored:
+`find_start` only looks, `take_directory` makes or locks the folder, `go_back` comes last.
+
+A journal has the groups as they arrived: with their rewards, and sampled by policies of which
+version v is the policy after the first v steps as they were recorded. A resume repeats the steps
+that the journal has after the checkpoint; `sampling.collection.replay_journal` repeats all.
 """
 
 import platform
-import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,213 +20,160 @@ from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
-from grpo_replay.storage.atomic import (
-    describe_write_failure,
-    flush_files,
-    free_bytes,
-    write_text_whole,
-)
+from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.storage.checkpoint import (
-    MODEL_CARD,
-    FileFacts,
     RunState,
     adopt_latest,
-    begin_checkpoint,
-    checkpoint_bytes_on_disk,
-    complete_checkpoint,
-    file_facts,
+    checkpoint_name,
     find_checkpoint,
-    list_checkpoints,
+    newest_state,
     point_latest,
     read_state,
     remove_old,
-    temporary_folder,
-    to_gib,
 )
-from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
+from grpo_replay.storage.recipe_history import (
+    differences,
+    read_history,
+    read_recipe_file,
+    recipe_changes,
+    recipe_file,
+    refuse_secrets,
+)
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
-from grpo_replay.training.journal_rules import (
-    NEW_RUN,
-    refuse_other_journal,
-    refuse_other_rules,
-    refuse_other_steps,
+from grpo_replay.training.reward_watch import changes_of_reward, reward_facts
+
+NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
+
+JOURNAL_FOLDER = "journal"
+
+JOURNAL_RULES = (
+    "sampling.prompts_per_step",
+    "sampling.group_size",
+    "sampling.collection.order",
+    "sampling.collection.straddlers",
+    "replay.preset",
+    "replay.composition",
+    "replay.max_age_steps",
+    "replay.drop_zero_variance",
 )
-from grpo_replay.training.rollout_source import Parts, RolloutSource
+"""Keys that decide which groups of the journal a step takes, and how each of them ends."""
 
-_SHARD = re.compile(r"zero_pp_rank_(\d+)_")
-
-
-def write_checkpoint(
-    parts: Parts,
-    source: RolloutSource,
-    state: RunState,
-    expected_bytes: int,
-    model_card: Callable[[], str],
-) -> None:
-    """Write the checkpoint of `state.step` and drop the oldest. Collective.
-
-    Its files: model/ (weights, tokenizer, card), adapter/ with LoRA, engine/ (each rank's shards),
-    buffer.parquet, those of the source, state.json and the manifest last. Rollouts and draws up to
-    it are flushed.
-
-    `expected_bytes` is its size if there is none yet to go by. Raises OutputDirectoryError if the
-    disk has no room for it, or runs full; earlier checkpoints are then as they were.
-    """
-    comm, checkpoints = parts.comm, parts.run_dir.checkpoints
-    temporary = temporary_folder(checkpoints, state.step)
-
-    def begin() -> None:
-        if comm.is_main:
-            refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
-            with removed_if_unwritable(temporary):
-                parts.run_dir.flush_steps(state.step)
-                begin_checkpoint(temporary)
-
-    def complete() -> None:
-        with removed_if_unwritable(temporary):
-            write_text_whole(temporary / MODEL_CARD, model_card())
-            write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
-            source.save(temporary)
-            complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
-
-    run_collectively(comm, begin)
-    with removed_if_unwritable(temporary):
-        parts.engine.save(temporary / "engine")
-        parts.engine.save_model(temporary / "model")
-        parts.engine.save_adapter(temporary / "adapter")
-        facts = _facts_of_all(comm, temporary)
-    run_on_main(comm, complete)
-
-
-def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
-    """Size and SHA-256 of every file in `folder`, each flushed and read by the rank that wrote it:
-    DeepSpeed's shards name theirs, the rest is rank 0's."""
-    comm.barrier()
-    names = comm.broadcast_json(_files_in(folder) if comm.is_main else None)
-    mine = [name for name in names if _writer(name) % comm.world_size == comm.rank]
-    flush_files([folder / name for name in mine])
-    facts: FileFacts = {}
-    for part in comm.all_gather_json(file_facts(folder, mine)):
-        facts |= part
-    return facts
-
-
-def _files_in(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-
-
-def _writer(name: str) -> int:
-    shard = _SHARD.search(name)
-    return int(shard[1]) if shard else 0
-
-
-def notices_of_room(checkpoints: Path, keep: int, expected_bytes: int) -> list[str]:
-    """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
-    another is written. Raises OutputDirectoryError if there is no room for one."""
-    refuse_full_disk(checkpoints, "a checkpoint of this run", expected_bytes)
-    more = max(keep + 1 - len(list_checkpoints(checkpoints)), 1)
-    each, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
-    if free >= more * each:
-        return []
-    return [
-        f"{checkpoints} has {to_gib(free)} GiB free, and {more} more checkpoints "
-        f"(checkpoint.keep {keep} and one being written) take {to_gib(more * each)} GiB: the run "
-        "stops at the one that does not fit; make room"
-    ]
-
-
-def refuse_full_disk(checkpoints: Path, what: str, expected_bytes: int) -> None:
-    """Raises OutputDirectoryError if a checkpoint does not fit on the disk."""
-    needed, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
-    if free < needed:
-        raise OutputDirectoryError(
-            f"{what} needs {to_gib(needed)} GiB, and {checkpoints} has {to_gib(free)} GiB free: "
-            f"nothing was written. {_what_is_left(list_checkpoints(checkpoints))}"
-        )
-
-
-def _expected_size(checkpoints: Path, expected_bytes: int) -> int:
-    """As large as the newest, or as expected if that is more."""
-    kept = list_checkpoints(checkpoints)
-    return max(expected_bytes, checkpoint_bytes_on_disk(kept[-1]) if kept else 0)
-
-
-def _what_is_left(kept: Sequence[Path]) -> str:
-    if not kept:
-        return "There is no earlier checkpoint: free the place, and start again"
-    return f"{kept[-1].name} is complete: free the place, and go on from there with --resume"
-
-
-@contextmanager
-def removed_if_unwritable(temporary: Path) -> Iterator[None]:
-    """Within, a disk that is full or fails, or a folder that may not be changed, becomes an
-    OutputDirectoryError, and what was written of the checkpoint is removed."""
-    try:
-        yield
-    except Exception as error:
-        reason = describe_write_failure(error)
-        if reason is None:
-            raise
-        free = free_bytes(temporary.parent)
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OutputDirectoryError(
-            f"{temporary} cannot be written ({reason}; {to_gib(free)} GiB free then): what was "
-            f"written of it was removed. {_what_is_left(list_checkpoints(temporary.parent))}"
-        ) from error
+CHANGE_NO_UPDATE = (
+    "name",
+    "batch.max_tokens_per_microbatch",
+    "batch.packing",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "engine.",
+    "eval.",
+    "model.attn_implementation",
+    "model.compile",
+    "model.gradient_checkpointing",
+    "reward.",
+    "sampling.collection.max_ahead_steps",
+    "sampling.logprob_gap_limit",
+    "sampling.max_batch_rollouts",
+    "sampling.servers.",
+    "sampling.vllm.",
+    "tracking.",
+)
+"""Keys, and beginnings of keys, that change the updates of recorded steps by rounding at most. What
+`reward.` changes is told by `_reward_changes`."""
 
 
 @dataclass(slots=True)
 class StartingPoint:
-    """Where a run begins: its first step, or `checkpoint`. `notices` are for the user."""
+    """Where a run begins: its first step, or `checkpoint`. With `is_new` the folder gets a run;
+    else it has one. `notices` are for the user."""
 
     checkpoint: Path | None
+    is_new: bool = True
     state: RunState = field(default_factory=RunState)
     notices: list[str] = field(default_factory=list)
 
 
-def take_directory(
-    recipe: Recipe, run_dir: RunDirectory, comm: Comm, resume: bool, stack: ExitStack
-) -> StartingPoint:
-    """Create the directory of the run, or find the checkpoint that it goes on from. Opens the logs
-    of all ranks. Collective; `stack` unlocks the directory."""
-    stack.callback(run_dir.unlock)
-
-    def take() -> StartingPoint:
-        start = _find_start(recipe, run_dir, resume)
-        attempt = run_dir.next_attempt()
-        run_dir.open_log(attempt)
-        run_dir.write_environment(attempt, environment_facts(comm.world_size))
-        return start
-
-    start = run_on_main(comm, take) or StartingPoint(None)
+def find_start(recipe: Recipe, run_dir: RunDirectory, comm: Comm, resume: bool) -> StartingPoint:
+    """Where the run would begin in its folder, which stays as it is. Raises for a folder or a
+    checkpoint in which it cannot. Collective."""
+    start = run_on_main(comm, lambda: _look(recipe, run_dir, resume)) or StartingPoint(None)
     start.checkpoint = _seen_by_all(start.checkpoint, run_dir.checkpoints, comm)
-    open_other_logs(run_dir, comm)
     if start.checkpoint:
         start.state = read_state(start.checkpoint)
     return start
 
 
-def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
+def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     """Called on rank 0 only."""
-    if recipe.sampling.collection.replay_journal is not None:
-        refuse_other_journal(recipe)
+    refuse_other_journal(recipe)
+    refuse_secrets(recipe)
     if not resume or run_dir.is_unborn:
-        run_dir.create(recipe)
+        run_dir.refuse_occupied()
+        run_dir.refuse_unwritable()
+        refuse_recorded_groups(run_dir.path)
         notices = ["the run had not begun yet: it starts now"] if resume else []
         return StartingPoint(None, notices=notices)
     refuse_missing(run_dir.path)
+    run_dir.refuse_in_use()
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
-    run_dir.lock()
-    adopt_latest(run_dir.checkpoints)
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
     run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
     refuse_other_steps(recipe, run_dir.path, step)
     again = "the run had no checkpoint yet: it starts again from its first step"
-    return StartingPoint(checkpoint, notices=[] if checkpoint else [again])
+    changes = recipe_changes(run_dir.path, recipe)
+    notices = [*([] if checkpoint else [again]),
+               *(f"the recipe changes from here on: {change}" for change in changes)]  # fmt: skip
+    return StartingPoint(checkpoint, False, notices=notices)
+
+
+def take_directory(
+    recipe: Recipe, run_dir: RunDirectory, comm: Comm, start: StartingPoint, stack: ExitStack
+) -> None:
+    """Create the directory of the run, or lock the one that `start` was found in, and open the logs
+    of all ranks. Collective; `stack` unlocks the directory."""
+    stack.callback(run_dir.unlock)
+
+    def take() -> None:
+        if start.is_new:
+            run_dir.create(recipe)
+        else:
+            run_dir.lock()
+            _refuse_moved(run_dir, start)
+            adopt_latest(run_dir.checkpoints)
+        attempt = run_dir.next_attempt()
+        run_dir.open_log(attempt)
+        run_dir.write_environment(attempt, environment_facts(comm.world_size))
+
+    run_on_main(comm, take)
+    if start.checkpoint:
+        start.checkpoint = run_dir.checkpoints / checkpoint_name(start.state.step)
+    open_other_logs(run_dir, comm)
+
+
+def _refuse_moved(run_dir: RunDirectory, start: StartingPoint) -> None:
+    """Raises OutputDirectoryError if another process wrote a checkpoint after `find_start`."""
+    if newest_state(run_dir.checkpoints).step > start.state.step:
+        raise OutputDirectoryError(
+            f"{run_dir.path} has a newer checkpoint than when this process began: another one went "
+            "on with the run meanwhile. Resume again"
+        )
+
+
+def refuse_recorded_groups(run_dir: Path) -> None:
+    """Raises OutputDirectoryError if a run that made no step here left groups in its journal: a new
+    run would take them for its own."""
+    folder = run_dir / JOURNAL_FOLDER
+    if not folder.is_dir():
+        return
+    from grpo_replay.collection.journal import read_journal
+
+    if next(read_journal(folder), None) is not None:
+        raise OutputDirectoryError(
+            f"output directory {run_dir} holds a run without a step, and {folder} has groups that "
+            "it sampled: go on with them with --resume, or choose another --output-dir"
+        )
 
 
 def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
@@ -289,11 +238,105 @@ def restore_buffer(checkpoint: Path, step: int, buffer: ReplayBuffer) -> None:
         )
 
 
-def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> list[str]:
-    """Remove what comes after the checkpoint, now that it is restored; returns notices. Called on
-    rank 0 only."""
-    changes = run_dir.go_back(recipe, start.state.step)
+def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> None:
+    """Remove what comes after the checkpoint, now that it is restored. Called on rank 0 only."""
+    run_dir.go_back(recipe, start.state.step)
     if start.checkpoint:
         point_latest(start.checkpoint)
         remove_old(start.checkpoint, recipe.checkpoint.keep)
-    return [f"the recipe changes from here on: {change}" for change in changes]
+
+
+def refuse_other_journal(recipe: Recipe) -> None:
+    """Raises RecipeError if the journal that `recipe` repeats is not there, or was recorded by
+    other rules or rewards."""
+    repeated = recipe.sampling.collection.replay_journal
+    if repeated is None:
+        return
+    run = Path(repeated)
+    if not any((run / JOURNAL_FOLDER).glob("segment_*")):
+        raise RecipeError(
+            f"sampling.collection.replay_journal {repeated!r}: {run / JOURNAL_FOLDER} has no "
+            "segment_*.journal; the directory of an asynchronous run is expected"
+        )
+    refuse_other_rules(recipe, run)
+    if recipe_file(run).exists():
+        _refuse_other_rewards([read_recipe_file(recipe_file(run))], recipe, run)
+
+
+def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if `recipe` cannot repeat the steps of the journal in `run_dir`: groups
+    would be trained on in other steps, twice, or not at all."""
+    recorded = recipe_file(run_dir)
+    if not (run_dir / JOURNAL_FOLDER).is_dir() or not recorded.exists():
+        return
+    changes = [
+        f"{key} {new!r}, was {old!r}"
+        for key, old, new in differences(read_recipe_file(recorded), recipe)
+        if key in JOURNAL_RULES
+    ]
+    if changes:
+        raise RecipeError(
+            f"the steps in {run_dir / JOURNAL_FOLDER} are repeated by the rules that they were "
+            f"recorded under, which the recipe changes: {'; '.join(changes)}. Leave these keys as "
+            f"they were, or {NEW_RUN}"
+        )
+
+
+def refuse_other_steps(recipe: Recipe, run_dir: Path, step: int) -> None:
+    """Raises RecipeError if `recipe` changes what the journal in `run_dir` has after `step`, that
+    of the checkpoint: updates of its steps, or rewards."""
+    if not (run_dir / JOURNAL_FOLDER).is_dir():
+        return
+    history = read_history(run_dir)
+    recorded = [history.at(step + 1), *(each for after, each in history.changed if after > step)]
+    _refuse_other_rewards(recorded, recipe, run_dir)
+    changes = _unique(_update_changes(before, recipe) for before in recorded)
+    if not changes:
+        return  # reading a journal takes time
+    from grpo_replay.collection.journal import JournalRecords
+
+    last = JournalRecords.of(run_dir / JOURNAL_FOLDER).steps
+    if last > step:
+        checkpoint = f"the checkpoint of step {step}" if step else "the start"
+        raise RecipeError(
+            f"{run_dir / JOURNAL_FOLDER} goes on to step {last}, and the steps after {checkpoint} "
+            f"are repeated as they were recorded, which the recipe changes: {'; '.join(changes)}. "
+            f"Resume without these changes, stop with Ctrl-C when step {last} is done, and make "
+            f"them at the checkpoint that is then written; or {NEW_RUN}"
+        )
+
+
+def _refuse_other_rewards(recorded: Iterable[Recipe], recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if `recipe` gives other rewards than the recipes under which the groups of
+    the journal in `run_dir` arrived: they keep theirs, those that wait for a step as well."""
+    changes = _unique(_reward_changes(before, recipe) for before in recorded)
+    if changes:
+        raise RecipeError(
+            f"the groups in {run_dir / JOURNAL_FOLDER} have the rewards that they were given, "
+            f"which the recipe changes: {'; '.join(changes)}. Leave these keys as they were, or "
+            f"{NEW_RUN}"
+        )
+
+
+def _update_changes(before: Recipe, now: Recipe) -> list[str]:
+    """The keys of `now` that make updates other than those of `before`."""
+    is_constant = now.optimizer.schedule == "constant"  # others fall to 0 at run.steps
+    return [
+        f"{key} {new!r}, was {old!r}"
+        for key, old, new in differences(before, now)
+        if not key.startswith(CHANGE_NO_UPDATE) and not (key == "run.steps" and is_constant)
+    ]
+
+
+def _reward_changes(before: Recipe, now: Recipe) -> list[str]:
+    """The keys of `now` that give other rewards than those of `before`. What a function of the
+    user's does is not looked at."""
+    changes = changes_of_reward(reward_facts(before.reward, {}), reward_facts(now.reward, {}))
+    old, new = (each.sampling.max_completion_length for each in (before, now))
+    if now.reward.overlong_buffer_tokens is not None and old != new:
+        changes.append(f"sampling.max_completion_length {new!r}, was {old!r}")
+    return changes
+
+
+def _unique(lists: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(text for texts in lists for text in texts))

@@ -21,9 +21,9 @@ from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.checkpoint import MODEL_CARD, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
-from grpo_replay.training import Observer
+from grpo_replay.training import Notice, Observer
+from grpo_replay.training.checkpoint_writer import write_checkpoint
 from grpo_replay.training.opening import OpenedRun, RunOpener
-from grpo_replay.training.resuming import write_checkpoint
 from grpo_replay.training.run_evaluation import (
     NOT_EVALUATED,
     RunEvaluation,
@@ -62,8 +62,8 @@ def run_training(
         comm, device = initialize_processes(recipe)
         # Ranks that a launcher started apart would name a directory after different times.
         run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
-        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer, stop)
-        run = Run(opener.open(resume), observer, stack)
+        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer, stop, resume)
+        run = Run(opener.open(), observer, stack)
         stop.can_save = True
         return run.train()
 
@@ -104,14 +104,14 @@ class Run:
         if self.comm.is_main:
             self._announce(opened.notices, stack)
 
-    def _announce(self, notices: list[str], stack: ExitStack) -> None:
+    def _announce(self, notices: Sequence[Notice], stack: ExitStack) -> None:
         step = self.state.step
         first_step = step + 1 if step else 0  # the evaluation of the base model is at step 0
         self.trackers = open_trackers(self.recipe, self.run_dir.path, first_step)
         for tracker in self.trackers:
             stack.callback(tracker.close)
         for notice in notices:
-            logger.info(notice)
+            logger.info(notice.text)
         self.observer.on_start(self.recipe, self.run_dir.path, self.state, notices)
         shown = _ShownWarnings(self.observer)
         for name in WARNINGS_SHOWN:

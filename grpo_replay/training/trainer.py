@@ -60,7 +60,7 @@ class Trainer:
 
     def end_tokens(self) -> str:
         """The tokens that end a completion, in words."""
-        return name_stop_tokens(self.parts.sampler, self.parts.tokenizer)
+        return name_stop_tokens(self.parts.sampler.stop_token_ids, self.parts.tokenizer)
 
     def train_step(self) -> dict[str, Any] | None:
         """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks;

@@ -9,7 +9,6 @@ import pytest
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import RecipeError
-from grpo_replay.lab.dry_run import start_checks
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.run_directory import RunDirectory
@@ -25,13 +24,13 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(start_checks, "check_rewards", lambda *_: None)
+    monkeypatch.setattr(RunOpener, "_try_rewards", lambda _: None)
 
 
 def start(recipe: Recipe, folder: Path) -> None:
     with ExitStack() as stack:
         device = SimpleNamespace(type="cpu")
-        RunOpener(recipe, Comm(), device, RunDirectory(folder), Observer(), stack).open(False)
+        RunOpener(recipe, Comm(), device, RunDirectory(folder), Observer(), stack).open()
 
 
 @pytest.mark.parametrize("override", REFUSED)

@@ -216,5 +216,6 @@ def test_a_copy_of_latest_alone_is_the_checkpoint_unless_it_is_damaged(tmp_path)
     with pytest.raises(CheckpointError, match="latest"):
         adopt_latest(tmp_path)
     (copy / "model" / "weights").write_bytes(weights)
+    assert find_checkpoint(tmp_path) == copy
     adopt_latest(tmp_path)
     assert find_checkpoint(tmp_path).name == "step_000005"

@@ -16,7 +16,7 @@ from grpo_replay.storage.checkpoint import (
     list_checkpoints,
     verify_checkpoint,
 )
-from grpo_replay.training import resuming
+from grpo_replay.training import checkpoint_writer
 
 SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}
 PLENTY, LITTLE = 10**12, 1000
@@ -25,7 +25,9 @@ PLENTY, LITTLE = 10**12, 1000
 def say_free(monkeypatch, *sizes: int) -> None:
     """Make the disk have so much room, one size a question, the last for ever."""
     left = list(sizes)
-    monkeypatch.setattr(resuming, "free_bytes", lambda _: left.pop(0) if len(left) > 1 else left[0])
+    monkeypatch.setattr(
+        checkpoint_writer, "free_bytes", lambda _: left.pop(0) if len(left) > 1 else left[0]
+    )
 
 
 def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes):
@@ -36,19 +38,19 @@ def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes):
     parameters = sum(tensor.numel() for tensor in run.weights().values())
     expected = checkpoint_bytes(parameters, 2, 3)
     (checkpoint,) = list_checkpoints(run.path / "checkpoints")
-    found = resuming.checkpoint_bytes_on_disk(checkpoint)
+    found = checkpoint_writer.checkpoint_bytes_on_disk(checkpoint)
     assert expected < found < expected + 0.6 * parameters  # the tokenizer and DeepSpeed's scripts
 
 
 def test_the_start_says_that_not_all_will_fit_and_refuses_if_none_does(tmp_path, monkeypatch):
     say_free(monkeypatch, 40)
-    assert resuming.notices_of_room(tmp_path, 3, 10) == []
+    assert checkpoint_writer.notices_of_room(tmp_path, 3, 10) == []
     say_free(monkeypatch, 35)
-    (notice,) = resuming.notices_of_room(tmp_path, 3, 10)
+    (notice,) = checkpoint_writer.notices_of_room(tmp_path, 3, 10)
     assert "4 more checkpoints" in notice and "checkpoint.keep 3" in notice
     say_free(monkeypatch, 9)
     with pytest.raises(OutputDirectoryError):
-        resuming.notices_of_room(tmp_path, 3, 10)
+        checkpoint_writer.notices_of_room(tmp_path, 3, 10)
 
 
 def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_which_goes_on_from_the_last(
@@ -70,7 +72,7 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
     tmp_path, processes, monkeypatch, name
 ):
     """The kernel itself refuses the write: the file is a link to /dev/full."""
-    begin = resuming.begin_checkpoint
+    begin = checkpoint_writer.begin_checkpoint
 
     def with_a_full_disk(temporary: Path) -> None:
         begin(temporary)
@@ -78,7 +80,7 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             os.symlink("/dev/full", temporary / name)
 
-    monkeypatch.setattr(resuming, "begin_checkpoint", with_a_full_disk)
+    monkeypatch.setattr(checkpoint_writer, "begin_checkpoint", with_a_full_disk)
     with pytest.raises(OutputDirectoryError, match="step_000002"):
         train_small_run(tmp_path / "run", **SHORT, engine={"zero_stage": 2})
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -98,10 +100,10 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
 
     for name in ("refuse_full_disk", "begin_checkpoint", "write_text_whole", "write_snapshot",
                  "complete_checkpoint"):  # fmt: skip
-        monkeypatch.setattr(resuming, name, noted(name))
-    monkeypatch.setattr(resuming, "_facts_of_all", lambda *_: "facts")
-    monkeypatch.setattr(resuming, "run_collectively", lambda _, action: action())
-    monkeypatch.setattr(resuming, "run_on_main", lambda _, action: is_main and action())
+        monkeypatch.setattr(checkpoint_writer, name, noted(name))
+    monkeypatch.setattr(checkpoint_writer, "_facts_of_all", lambda *_: "facts")
+    monkeypatch.setattr(checkpoint_writer, "run_collectively", lambda _, action: action())
+    monkeypatch.setattr(checkpoint_writer, "run_on_main", lambda _, action: is_main and action())
     parts = SimpleNamespace(
         comm=Comm(int(not is_main)), buffer="buffer", recipe=small_recipe(),
         run_dir=SimpleNamespace(checkpoints=tmp_path, flush_steps=noted("flush_steps")),
@@ -110,8 +112,8 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
         ),
     )  # fmt: skip
     source = SimpleNamespace(save=noted("source"))
-    resuming.write_checkpoint(parts, source, RunState(step=3), 77, lambda: "a card")
-    folder = resuming.temporary_folder(tmp_path, 3)
+    checkpoint_writer.write_checkpoint(parts, source, RunState(step=3), 77, lambda: "a card")
+    folder = checkpoint_writer.temporary_folder(tmp_path, 3)
     shards = [(name, folder / name) for name in ("engine", "model", "adapter")]
     begun = [("refuse_full_disk", tmp_path), ("flush_steps", 3), ("begin_checkpoint", folder)]
     completed = [
@@ -136,6 +138,6 @@ def test_every_rank_hashes_its_own_shards_and_rank_0_the_rest(tmp_path):
             broadcast_json=lambda value: value if value is not None else names,
             all_gather_json=lambda value: [shares.append(value) or value],
         )  # fmt: skip
-        resuming._facts_of_all(comm, tmp_path)
+        checkpoint_writer._facts_of_all(comm, tmp_path)
     assert [len(share) for share in shares] == [3, 1, 1]
     assert sorted(name for share in shares for name in share) == sorted(names)

@@ -12,7 +12,7 @@ from grpo_replay.collection.messages import Step
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import change_file, recipe_file, write_recipe
-from grpo_replay.training import journal_rules
+from grpo_replay.training import resuming
 
 PROMPTS = 2
 
@@ -41,14 +41,14 @@ def repeating(run: Path, *layers: dict) -> Recipe:
 
 def test_a_journal_is_repeated_by_the_rules_that_it_was_recorded_under(tmp_path):
     others = recipe({"sampling": {"prompts_per_step": 7}, "replay": {"max_age_steps": 5}})
-    journal_rules.refuse_other_rules(others, tmp_path)  # nothing was recorded
+    resuming.refuse_other_rules(others, tmp_path)  # nothing was recorded
     run = recorded(tmp_path / "run")
-    journal_rules.refuse_other_rules(recipe({"run": {"steps": 9}}), run)
+    resuming.refuse_other_rules(recipe({"run": {"steps": 9}}), run)
     write_recipe(recipe_file(tmp_path / "synchronous"), small_recipe())
-    journal_rules.refuse_other_rules(others, tmp_path / "synchronous")
+    resuming.refuse_other_rules(others, tmp_path / "synchronous")
     named = r"sampling\.prompts_per_step 7, was 2; replay\.max_age_steps 5, was 6"
     with pytest.raises(RecipeError, match=named):
-        journal_rules.refuse_other_rules(others, run)
+        resuming.refuse_other_rules(others, run)
 
 
 @pytest.mark.parametrize("left", ["nothing", "synchronous"])
@@ -56,7 +56,7 @@ def test_a_journal_to_repeat_must_be_there(tmp_path, left):
     if left == "synchronous":
         write_recipe(recipe_file(tmp_path / "run"), recipe())
     with pytest.raises(RecipeError, match=r"replay_journal '.*/run'"):
-        journal_rules.refuse_other_journal(repeating(tmp_path / "run"))
+        resuming.refuse_other_journal(repeating(tmp_path / "run"))
 
 
 PENALISED = {"reward": {"overlong_buffer_tokens": 4}}
@@ -70,12 +70,12 @@ REWARDS = [
 @pytest.mark.parametrize(("before", "change", "named"), REWARDS)
 def test_a_journal_is_repeated_with_its_own_rewards(tmp_path, before, change, named):
     run = recorded(tmp_path / "run", before, steps=1)
-    journal_rules.refuse_other_journal(repeating(run, before))
+    resuming.refuse_other_journal(repeating(run, before))
     with pytest.raises(RecipeError) as refused:
-        journal_rules.refuse_other_journal(repeating(run, before, change))
+        resuming.refuse_other_journal(repeating(run, before, change))
     assert named in str(refused.value)
     with pytest.raises(RecipeError) as refused:
-        journal_rules.refuse_other_steps(recipe(before, change), run, 1)
+        resuming.refuse_other_steps(recipe(before, change), run, 1)
     assert named in str(refused.value)
 
 
@@ -83,7 +83,7 @@ def test_the_same_rewards_by_another_path_or_with_other_limits_are_no_others(tmp
     run = recorded(tmp_path / "run", {"reward": {"function": "/a/score.py:f"}})
     reward = {"function": "/b/score.py:f", "workers": 3, "time_limit_seconds": 1.0}
     other = {"reward": reward, "optimizer": {"learning_rate": 0.5}}
-    journal_rules.refuse_other_journal(repeating(run, other))
+    resuming.refuse_other_journal(repeating(run, other))
 
 
 UPDATES = [
@@ -98,9 +98,9 @@ def test_steps_after_the_checkpoint_are_repeated_with_their_own_updates(tmp_path
     run = recorded(tmp_path / "run", steps=5)
     for step in (3, 0):
         with pytest.raises(RecipeError, match="step 5") as refused:
-            journal_rules.refuse_other_steps(recipe(change), run, step)
+            resuming.refuse_other_steps(recipe(change), run, step)
         assert f"changes: {named}. Resume" in str(refused.value)
-    journal_rules.refuse_other_steps(recipe(change), run, 5)
+    resuming.refuse_other_steps(recipe(change), run, 5)
 
 
 def test_what_changes_no_update_may_change_while_steps_are_repeated(tmp_path):
@@ -115,15 +115,15 @@ def test_what_changes_no_update_may_change_while_steps_are_repeated(tmp_path):
         },
         "reward": {"workers": 2, "max_failed_share": 1.0},
     }  # fmt: skip
-    journal_rules.refuse_other_steps(recipe(change), run, 3)
-    journal_rules.refuse_other_steps(recipe(change), tmp_path, 3)  # a run without a journal
+    resuming.refuse_other_steps(recipe(change), run, 3)
+    resuming.refuse_other_steps(recipe(change), tmp_path, 3)  # a run without a journal
 
 
 def test_the_last_step_is_part_of_a_schedule(tmp_path):
     falling = {"optimizer": {"schedule": "linear"}}
     run = recorded(tmp_path / "run", falling, steps=5)
     with pytest.raises(RecipeError, match=r"changes: run\.steps 9, was 6"):
-        journal_rules.refuse_other_steps(recipe(falling, {"run": {"steps": 9}}), run, 3)
+        resuming.refuse_other_steps(recipe(falling, {"run": {"steps": 9}}), run, 3)
 
 
 def test_steps_are_compared_with_the_recipe_that_they_were_recorded_under(tmp_path):
@@ -132,5 +132,5 @@ def test_steps_are_compared_with_the_recipe_that_they_were_recorded_under(tmp_pa
     write_recipe(change_file(run, 4), recipe(other))
     for changed, named in ((other, "0.5, was 0.001"), ({}, "0.001, was 0.5")):
         with pytest.raises(RecipeError, match=rf"changes: optimizer\.learning_rate {named}"):
-            journal_rules.refuse_other_steps(recipe(changed), run, 3)
-    journal_rules.refuse_other_steps(recipe(other), run, 4)
+            resuming.refuse_other_steps(recipe(changed), run, 3)
+    resuming.refuse_other_steps(recipe(other), run, 4)

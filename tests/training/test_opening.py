@@ -14,7 +14,7 @@ from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer, opening
 from grpo_replay.training.opening import RunOpener
-from grpo_replay.training.resuming import open_other_logs
+from grpo_replay.training.resuming import StartingPoint, open_other_logs
 from grpo_replay.training.run import run_training
 
 
@@ -27,7 +27,7 @@ def opener(folder: Path, **sections) -> RunOpener:
 
 class Listener(Observer):
     def on_start(self, recipe, run_dir, state, notices) -> None:
-        self.notices = list(notices)
+        self.notices = [each.text for each in notices]
 
 
 def test_a_run_says_what_it_leaves_out_and_what_its_sequences_cost(
@@ -61,13 +61,17 @@ def test_vllm_opens_a_random_model_from_the_folder_of_its_first_weights(tmp_path
         "sampling": {"backend": "vllm"},
     }
     saved: list[Path] = []
-    engine = SimpleNamespace(save_model=saved.append)
+    opened = opener(tmp_path, **sections)
+    opened.engine = SimpleNamespace(save_model=saved.append)
+    opened.start = StartingPoint(tmp_path / "step_000001" if resumed else None)
     folder = tmp_path / "initial_model"
-    assert opener(tmp_path, **sections)._model_path(engine, resumed) == str(folder)
+    assert opened._model_path() == str(folder)
     assert saved.pop() == folder and saved == []
     folder.mkdir()  # left by an attempt that was cut off, or there since the run began
-    assert opener(tmp_path, **sections)._model_path(engine, resumed) == str(folder)
+    (folder / "model.safetensors").touch()
+    assert opened._model_path() == str(folder)
     assert saved == ([] if resumed else [folder])
+    assert folder.exists() == resumed
 
 
 @pytest.mark.parametrize(("rank", "logs"), [(0, []), (2, ["attempt_004.rank_2.log"])])
@@ -98,7 +102,7 @@ def test_other_prompts_than_before_are_noticed_and_remembered(tmp_path, known, t
     opened, state = opener(tmp_path), RunState(step=3, prompts=known)
     opened._remember_prompts(SimpleNamespace(sha256="new"), state)
     assert len(opened.notices) == told
-    assert all("before step 4" in each for each in opened.notices)
+    assert all("before step 4" in each.text for each in opened.notices)
     assert state.prompts == kept
     assert state.prompts_at(4) == "new"
 

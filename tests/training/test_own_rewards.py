@@ -25,7 +25,7 @@ NAMES = ("boxed_is_right", "short", "overlong")
 
 class Listener(Observer):
     def on_start(self, recipe, run_dir, state, notices) -> None:
-        self.at_start = list(notices)
+        self.at_start = [each.text for each in notices]
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:

@@ -17,7 +17,7 @@ from grpo_replay.errors import ServersLost
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer
+from grpo_replay.training import Notice, Observer
 from grpo_replay.training import run as run_module
 from grpo_replay.training.opening import OpenedRun
 from grpo_replay.training.run import Run, RunResult
@@ -103,7 +103,7 @@ class Made:
             tokenizer=words,
             stop=StopToken(),
         )
-        opened = OpenedRun(parts, self.state, None, None, 123, ["a notice"])
+        opened = OpenedRun(parts, self.state, None, None, 123, [Notice("folder", "a notice")])
         self.run = Run(opened, self.listener, self.stack)
         self.run.trainer.train_step = self.train_step
         self.run.evaluation = SimpleNamespace(
@@ -149,7 +149,8 @@ def test_a_run_records_every_step_and_saves_every_nth_and_the_last(tmp_path, mon
     base = [(0, AS_METRICS)]
     assert made.tracking.logged == base + [(row["step"], row) for row in rows]
     assert made.listener.told == [
-        ("start", tmp_path, ["a notice"]), *(("step", step) for step in range(1, 6))
+        ("start", tmp_path, [Notice("folder", "a notice")]),
+        *(("step", step) for step in range(1, 6)),
     ]  # fmt: skip
     written = json.loads((tmp_path / "summary.json").read_text())
     assert result == RunResult(tmp_path, 5, False, written)

@@ -1,6 +1,5 @@
 """`grpo-replay train --dry-run`: print the plan as tables or as one JSON document."""
 
-import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
+from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import Recipe
 from grpo_replay.terminal.console import open_console, print_json, printable
 
@@ -45,24 +44,21 @@ def run(
     resume: bool = False,
 ) -> int:
     """Print what the recipe needs; returns 0 if nothing was found that would stop the run, else
-    the exit code that it would end with, 2 or 3. With an `output_dir`, whether the run may begin
-    there, or go on, is checked too."""
-    place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
-    of_folder = resume if output_dir else None
-    report = dry_run(recipe, gpu_memory_gib, place, ranks_of_nodes, sample, of_folder)
+    the exit code that it would end with."""
+    place = Path(output_dir) if output_dir else None
+    report = dry_run(recipe, gpu_memory_gib, place, ranks_of_nodes, sample, resume)
     code: int = report["exit_code"]
     if as_json:
         print_json(report)
         return code
     console = open_console(markup=True, soft_wrap=True)
     _print_sentences(console, report, "problems", "red")
+    for notice in report["notices"]:
+        console.print(f"[yellow]note[/]: {escape(notice['text'])}")
     _print_sentences(console, report, "warnings", "yellow")
     _print_tables(console, report)
     _print_sentences(console, report, "unchecked", "yellow")
     _print_sentences(console, report, "assumptions", "dim")
-    if report["hardware"]["assumed"]:
-        other = "--gpu-memory-gib, --num-processes (on each node) and --nodes"
-        console.print(f"[dim]hint[/]: other machines with {other}")
     for line in _verdict(report):
         console.print(line)
     return code
@@ -88,17 +84,10 @@ def _print_sentences(console: Console, report: Mapping[str, Any], kind: str, sty
 
 
 def _excerpt(text: str) -> str:
-    """The text in one line, escaped as in JSON; of a long one, the beginning and the end."""
-    if len(text) > EXCERPT_CHARACTERS:
-        end = EXCERPT_CHARACTERS // 3
-        cut = len(text) - EXCERPT_CHARACTERS
-        head, tail = text[: EXCERPT_CHARACTERS - end], text[-end:]
-        return f"{_quoted(head)} … {cut:,} characters … {_quoted(tail)}"
-    return _quoted(text)
-
-
-def _quoted(text: str) -> str:
-    return escape(printable(json.dumps(text, ensure_ascii=False)))
+    """The text in one line, escaped as in JSON; of a long one, the end, where the answer is."""
+    shown = escape(printable(json.dumps(text[-EXCERPT_CHARACTERS:], ensure_ascii=False)))
+    more = len(text) - EXCERPT_CHARACTERS
+    return f"{more:,} characters … {shown}" if more > 0 else shown
 
 
 def _example(example: Mapping[str, Any]) -> Iterable[str]:
@@ -120,10 +109,9 @@ def _headline(report: Mapping[str, Any]) -> Iterable[str]:
         )
     size, number = hardware["memory_gib_per_process"], hardware["processes"]
     what = hardware["gpu"] or ("GPU" if hardware["device"] == "cuda" else "CPU process")
-    many, each = ("", "") if number == 1 else ("es" if what.endswith("s") else "s", " each")
     nodes = "" if hardware["nodes"] == 1 else f" on {hardware['nodes']} nodes"
     assumed = " (assumed)" if hardware["assumed"] else ""
-    yield f"{number} {what}{many} of {size:.1f} GiB{each}{nodes}{assumed}"
+    yield f"{number} × {what} of {size:.1f} GiB{nodes}{assumed}"
 
 
 def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
@@ -219,6 +207,8 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
         yield f"[bold {'green' if good else 'yellow'}]first look[/]: {look['verdict']}"
     if report["advice"] is not None:
         yield _advice(report["advice"])
+    elif memory is not None and not memory["fits"]:
+        yield "no override was found with which it fits"
     if report["fits"] is False:
         reasons = [escape(each) for each in report["problems"]]
         if memory is not None and not memory["fits"]:
@@ -235,11 +225,5 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
 
 def _advice(advice: Mapping[str, Any]) -> str:
     words = " ".join(f"--set {escape(each)}" for each in advice["set"])
-    if not advice["fits"]:
-        size = f"{advice['peak_gib']:.1f} GiB"
-        return f"no set of overrides was found that fits; nearest: {words} ({size})"
-    lora = any(each.startswith("model.lora.r=") for each in advice["set"])
-    needs = lora and importlib.util.find_spec("peft") is None
-    peft = "; needs pip install 'grpo-replay[lora]'" if needs else ""
-    how = ", tightly" if advice["tight"] else ""
-    return f"[bold]with these it fits{how}[/]: {words} ({advice['peak_gib']:.1f} GiB){peft}"
+    slow = f"; but {advice['warning']}" if advice["warning"] else ""
+    return f"[bold]with these it fits[/]: {words} ({advice['peak_gib']:.1f} GiB){slow}"

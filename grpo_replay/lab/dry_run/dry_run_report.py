@@ -1,17 +1,18 @@
 """`train --dry-run`: would the recipe start, what would it take, and if it does not fit, with which
 overrides it would.
 
-Nothing is started and no weights are read, unless a first look is asked for. `start_checks` looks
-at the parts of the recipe, `planner` at the device of one rank, `estimates` at tokens, `first_look`
-at a few groups of the first step.
+The checks are those of a start (`training.opening`). Nothing is opened and no weights are read,
+unless a first look is asked for. `planner` looks at the device of one rank, `estimates` at tokens,
+`first_look` at a few groups of the first step.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
+from grpo_replay.errors import GrpoReplayError, ModelError, NotFetchedError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
     Expected,
     Known,
@@ -23,8 +24,6 @@ from grpo_replay.lab.dry_run.estimates import (
 )
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
-    Advice,
-    Findings,
     Generation,
     Machines,
     MemoryPlan,
@@ -36,102 +35,129 @@ from grpo_replay.lab.dry_run.planner import (
 )
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.storage.checkpoint import to_gib
+from grpo_replay.storage.run_directory import RunDirectory, default_run_dir
 
 if TYPE_CHECKING:
-    from grpo_replay.prompts.prompt_set import PromptSet
+    from grpo_replay.training.opening import RunOpener
 
-DEFAULT_OUTPUT = Path("runs")
+
+@dataclass(slots=True)
+class Findings:
+    """Sentences of the report by kind: a problem is what a start would be refused with, a warning
+    is about speed, unchecked is what cannot be seen from this machine. `exit_code` is that of the
+    first problem."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    exit_code: int = 0
+
+    def refuse(self, problem: GrpoReplayError) -> None:
+        """Add a problem, once. What is not in the local cache may be where the run runs."""
+        if isinstance(problem, NotFetchedError):
+            self.unchecked.append(str(problem))
+            return
+        self.exit_code = self.exit_code or problem.exit_code
+        if str(problem) not in self.problems:
+            self.problems.append(str(problem))
 
 
 def dry_run(
     recipe: Recipe,
     gpu_memory_gib: float | None = None,
-    output_dir: Path = DEFAULT_OUTPUT,
+    output_dir: Path | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
-    resume: bool | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """All results as JSON values; None means unknown.
 
     `fits` is True if nothing was found that would stop the run, False if something was, and None
     if its memory could not be counted. `advice` has overrides for one that does not fit. `prompt`
-    is the first one as the model sees it, if the prompts were read. The sentences of `Findings` are
-    in lists by kind, and `exit_code` is the one that the run would end with.
+    is the first one as the model sees it, if the prompts were read. `notices` are those of a start.
+    The sentences of `Findings` are in lists by kind, and `exit_code` is the one that the run would
+    end with.
 
-    With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
-    `output_dir`, which need not exist. `ranks_of_nodes`: one node of `engine.num_processes` if
-    None. With `sample`, a run that would start takes a first look at so many groups. `resume` is
-    whether the run goes on in `output_dir` or begins there; if None, it is given another folder.
+    With `gpu_memory_gib`, assume GPUs of that size. The run would begin in `output_dir` (None: in a
+    new folder), or with `resume` go on there. `ranks_of_nodes`: one node of `engine.num_processes`
+    if None. With `sample`, a run that would start takes a first look at so many groups.
     """
-    from grpo_replay.lab.dry_run.start_checks import check_disk_space
-
-    sampling, findings, known = recipe.sampling, Findings(), Known()
+    sampling, findings, known, evaluation = recipe.sampling, Findings(), Known(), None
     machines = find_machines(
         recipe.engine.device,
         ranks_of_nodes or [recipe.engine.num_processes],
         sampling.servers_launched * sampling.vllm.tensor_parallel_size,
         gpu_memory_gib,
     )
-    prompts, evaluation = _check_start(recipe, output_dir, resume, machines, findings)
-    if prompts is not None:
-        known = replace(known, prompt_tokens=prompts.mean_prompt)
-    plan = _try_plan(recipe, machines, evaluation, findings)
-    look, known = _try_look(recipe, sample, plan, known, findings)
-    figures = _figures(recipe, known, plan, machines, findings)
-    if plan is not None:
-        keep = recipe.checkpoint.keep
-        check_disk_space(plan.checkpoint_bytes, keep, output_dir, machines, findings)
-    advice = _advice(recipe, plan, machines, evaluation, findings)
+    with ExitStack() as stack:
+        folder = RunDirectory(output_dir or default_run_dir(recipe.name))
+        opener = _check_start(recipe, folder, resume, machines, findings, stack)
+    if opener.prompts is not None:
+        known = replace(known, prompt_tokens=opener.prompts.mean_prompt)
+    if (plan := opener.evaluation) is not None:
+        longest = plan.document["max_completion_length"]
+        evaluation = Generation(len(plan.samples), plan.longest_prompt, longest)
+    memory = _try_plan(recipe, machines, evaluation, findings)
+    look, known = _try_look(recipe, sample, memory, known, findings)
+    figures = _figures(recipe, known, memory, machines, findings)
     return {
         "recipe": recipe.name,
-        "fits": False if findings.exit_code else None if plan is None else True,
-        "advice": None if advice is None else advice.describe(),
+        "fits": False if findings.exit_code else None if memory is None else True,
+        "advice": _advice(recipe, memory, machines, evaluation),
         "hardware": machines.describe(),
-        "model": None if plan is None else _describe_model(recipe.model, plan),
-        "memory": None if plan is None else plan.describe(),
-        "sampler": None if plan is None else _describe_sampler(sampling.backend, plan),
+        "model": None if memory is None else _describe_model(recipe.model, memory),
+        "memory": None if memory is None else memory.describe(),
+        "sampler": None if memory is None else _describe_sampler(sampling.backend, memory),
         **figures,
-        "prompt": None if prompts is None else prompts.sample(1)[0].text,
+        "prompt": None if opener.prompts is None else opener.prompts.sample(1)[0].text,
         "first_look": None if look is None else asdict(look),
+        "notices": [asdict(notice) for notice in opener.notices],
         **asdict(findings),
     }
 
 
 def _check_start(
-    recipe: Recipe, output_dir: Path, resume: bool | None, machines: Machines, findings: Findings
-) -> "tuple[PromptSet | None, Generation | None]":
-    """What is found before memory, in the order of a run: the first problem has its exit code.
-    Returns the prompts, and what an evaluation samples, if they could be read."""
-    from grpo_replay.lab.dry_run.start_checks import check_output_directory, check_parts
+    recipe: Recipe,
+    folder: RunDirectory,
+    resume: bool,
+    machines: Machines,
+    findings: Findings,
+    stack: ExitStack,
+) -> "RunOpener":
+    """What a start would check, with all that it would be refused with."""
+    from grpo_replay.distributed.comm import Comm
+    from grpo_replay.engine.processes import choose_device
+    from grpo_replay.terminal.quiet import quiet_libraries
+    from grpo_replay.training import Observer
+    from grpo_replay.training.opening import Place, RunOpener
 
-    if resume is not None:
-        check_output_directory(recipe, output_dir, resume, machines, findings)
-    known_model = with_known_model(recipe.model)
-    prompts, evaluation = check_parts(recipe, known_model, machines, findings)
-    if evaluation is None:
-        return prompts, None
-    longest = evaluation.document["max_completion_length"]
-    return prompts, Generation(len(evaluation.samples), evaluation.longest_prompt, longest)
+    ranks, elsewhere = max(machines.ranks), machines.elsewhere or len(machines.ranks) > 1
+    stack.enter_context(quiet_libraries())
+    place = Place(machines.total_ranks, ranks, machines.on_cuda, is_plan=True, elsewhere=elsewhere)
+    opener = RunOpener(
+        recipe, Comm(), None, folder, Observer(), stack,
+        resume=resume, place=place, known_model=with_known_model(recipe.model),
+    )  # fmt: skip
+    try:
+        for rank in () if elsewhere else range(ranks):
+            choose_device(recipe.engine, rank)
+    except GrpoReplayError as error:
+        findings.refuse(error)
+    for problem in opener.problems():
+        findings.refuse(problem)
+    findings.unchecked += opener.unchecked
+    return opener
 
 
 def _advice(
-    recipe: Recipe,
-    plan: MemoryPlan | None,
-    machines: Machines,
-    evaluation: Generation | None,
-    findings: Findings,
-) -> Advice | None:
-    """Overrides that may fit, unless the plan does. Notes that a plan which does not fit would not
-    start."""
-    if plan is None:
+    recipe: Recipe, plan: MemoryPlan | None, machines: Machines, evaluation: Generation | None
+) -> dict[str, Any] | None:
+    """Overrides with which a plan that does not fit would; None if none are needed or found."""
+    if plan is None or plan.fits:
         return None
-    advice = None if plan.fits and _has_gpus(machines) else advise(recipe, machines, evaluation)
-    prompt = recipe.prompts.max_prompt_length
-    slow = warning_of_rounds(plan, recipe.sampling, prompt, machines)
-    findings.warnings += [] if slow is None else [slow]
-    if not plan.fits:
-        findings.exit_code = findings.exit_code or 2
-    return advice
+    advice = advise(recipe, machines, evaluation)
+    return None if advice is None else advice.describe()
 
 
 def _try_look(
@@ -140,7 +166,7 @@ def _try_look(
     """The first look, and what is known with it."""
     if sample is None:
         return None, known
-    if findings.exit_code or (plan is not None and not plan.fits):
+    if findings.exit_code:
         findings.unchecked.append("the first look: the run would not start")
         return None, known
     if (ranks := recipe.engine.num_processes) > 1:
@@ -176,10 +202,6 @@ def _figures(
     return {"step": {**step, "seconds": seconds}, "replay": stored, "storage": storage}
 
 
-def _has_gpus(machines: Machines) -> bool:
-    return machines.gpus is None or max(machines.ranks) <= machines.gpus
-
-
 def _try_plan(
     recipe: Recipe, machines: Machines, evaluation: Generation | None, findings: Findings
 ) -> MemoryPlan | None:
@@ -197,6 +219,10 @@ def _try_plan(
         findings.assumptions.append(
             f"sizes of {recipe.model.path} from the configuration shipped with the package"
         )
+    slow = warning_of_rounds(plan, recipe, machines)
+    findings.warnings += [] if slow is None else [slow]
+    if not plan.fits:
+        findings.exit_code = findings.exit_code or 2
     return plan
 
 

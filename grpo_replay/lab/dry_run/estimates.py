@@ -179,8 +179,8 @@ def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Number of stored rollouts: the maximum, and with the expected share of survivors."""
     sampling, replay = recipe.sampling, recipe.replay
     if not replay.replays:
-        return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0, "capacity_binds": False,
-                "first_replay_step": None, "horizon_steps": None}  # fmt: skip
+        return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0,
+                "first_replay_step": None}  # fmt: skip
     _, survivors = _expected_rollouts(sampling, expected)
     births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
     # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
@@ -189,10 +189,8 @@ def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     return {
         "stored_rollouts_expected": round(min(replay.capacity_rollouts, births * survivors)),
         "stored_rollouts_most": min(replay.capacity_rollouts, most),
-        "capacity_binds": most > replay.capacity_rollouts,
         # otherwise nothing is replayed in the step it was born
         "first_replay_step": first if replay.stores_first else max(2, first),
-        "horizon_steps": replay.max_age_steps,
     }
 
 

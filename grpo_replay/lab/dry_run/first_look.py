@@ -114,7 +114,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         comm, device = initialize_processes(recipe)
         run_dir, observer = RunDirectory(folder / "first-look"), Observer()
         opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
-        opened = opener.open(resume=False)
+        opened = opener.open()
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()
         assert metrics is not None  # nobody asked it to stop

@@ -5,14 +5,12 @@ which overrides they would.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpo_replay.errors import GrpoReplayError, RecipeError
+from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run.memory import (
     EngineMemory,
     EngineSetting,
@@ -40,6 +38,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LORA_RANK = 16
 LORA_RATE = 10
 """Rank of the adapters that are advised, and how many times the learning rate of all parameters."""
+FEW_ROLLOUTS = 64
+"""Of a batch of the `hf` sampler, that is advised."""
 SHARES = [round(0.05 * twentieths, 2) for twentieths in range(2, 19)]
 """Shares of a GPU for vLLM that are tried."""
 
@@ -58,27 +58,6 @@ PUBLISHED = {
 CHAT_POSITIONS = 40_960
 """Positions of Qwen3's chat models. The shipped configurations are the base models', which have
 32,768 and else the same sizes."""
-
-
-@dataclass(slots=True)
-class Findings:
-    """Sentences of the report by kind: a problem stops the run, a warning does not, unchecked is
-    what cannot be seen from this machine. `exit_code` is that of the first problem, which the run
-    would end with."""
-
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-    assumptions: list[str] = field(default_factory=list)
-    exit_code: int = 0
-
-    def refuse(self, problem: str | GrpoReplayError, exit_code: int = 2) -> None:
-        """Add a problem, once."""
-        if isinstance(problem, GrpoReplayError):
-            exit_code = problem.exit_code
-        self.exit_code = self.exit_code or exit_code
-        if str(problem) not in self.problems:
-            self.problems.append(str(problem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +197,9 @@ class MemoryPlan:
         }
 
 
-def warning_of_rounds(
-    plan: MemoryPlan, sampling: SamplingSection, longest_prompt: int, machines: Machines
-) -> str | None:
+def warning_of_rounds(plan: MemoryPlan, recipe: Recipe, machines: Machines) -> str | None:
     """A sentence if vLLM's cache holds so few of the longest rollouts that generation is slow."""
+    sampling, longest_prompt = recipe.sampling, recipe.prompts.max_prompt_length
     tokens, tensor = plan.sampler.cache_tokens, sampling.vllm.tensor_parallel_size
     if tokens is None or not plan.fits:
         return None
@@ -353,145 +331,64 @@ def plan_sampler(
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Overrides with which the run fits; if none do, those tried that need least memory."""
+    """Overrides with which the run fits, and what `warning_of_rounds` says of it then."""
 
     overrides: tuple[str, ...]
     plan: MemoryPlan
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it fits with `ROOM` to spare."""
-        return self.plan.fits and not self.plan.tight
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Lower is better among those without room."""
-        return not self.plan.fits, self.plan.peak
+    warning: str | None
 
     def describe(self) -> dict[str, Any]:
-        plan = self.plan
-        return {"set": list(self.overrides), "peak_gib": to_gib(plan.peak), "fits": plan.fits,
-                "tight": plan.tight}  # fmt: skip
+        peak = to_gib(self.plan.peak)
+        return {"set": list(self.overrides), "peak_gib": peak, "warning": self.warning}
 
 
 def advise(
     recipe: Recipe, machines: Machines, evaluation: Generation | None = None
 ) -> Advice | None:
-    """The first overrides of `rungs`, taken together, with which the recipe fits with `ROOM` to
-    spare; if none do, those that leave most; None if none can be tried. Those that turn out not to
-    be needed are left out."""
-    attempt = partial(
-        _attempt, recipe.model_dump(mode="json"), machines, known_config(recipe.model), evaluation
-    )
-    chosen: list[str] = []
-    best: Advice | None = None
-    for rung in rungs(recipe, machines):
-        keys = {word.partition("=")[0] for word in rung}
-        wanted = [word for word in chosen if word.partition("=")[0] not in keys] + rung
-        tried = attempt(wanted)
-        if tried is None:
-            continue  # it contradicts another setting
-        chosen = wanted
-        if tried.has_room:
-            return _without_needless(tried, attempt)
-        if best is None or tried.rank < best.rank:
-            best = tried
-    return best
-
-
-def _attempt(
-    given: dict[str, Any],
-    machines: Machines,
-    config: "PreTrainedConfig",
-    evaluation: Generation | None,
-    overrides: Sequence[str],
-) -> Advice | None:
-    """The plan with these overrides, and if it helps with another share of the GPU for vLLM; None
-    if they contradict another setting."""
-
-    def resolved(words: Sequence[str]) -> Recipe:
-        return resolve_recipe([given, parse_overrides(list(words))])
-
-    best: Advice | None = None
-    with suppress(RecipeError):
-        first = resolved(overrides)
-        asked = any(word.startswith("engine.num_processes=") for word in overrides)
-        there = machines.with_ranks(first.engine.num_processes) if asked else machines
-        others = _with_other_shares(first.sampling, machines, overrides)
-        tries = chain([(tuple(overrides), first)], ((words, resolved(words)) for words in others))
-        for words, recipe in tries:
-            tried = Advice(words, plan_memory(recipe, there, config, evaluation))
-            if tried.has_room:
-                return tried
-            if best is None or (tried.plan.fits and tried.rank < best.rank):
-                best = tried
-    return best
+    """The first of `remedies` with which the recipe fits with `ROOM` to spare, if it helps with
+    another share of the GPU for vLLM; None if none does."""
+    given, config = recipe.model_dump(mode="json"), known_config(recipe.model)
+    for remedy in remedies(recipe, machines):
+        for words in _with_other_shares(recipe.sampling, machines, remedy):
+            with suppress(RecipeError):  # it contradicts another setting
+                tried = resolve_recipe([given, parse_overrides(words)])
+                there = machines.with_ranks(tried.engine.num_processes)
+                plan = plan_memory(tried, there, config, evaluation)
+                if plan.fits and not plan.tight:
+                    return Advice(tuple(words), plan, warning_of_rounds(plan, tried, there))
+    return None
 
 
 def _with_other_shares(
-    sampling: SamplingSection, machines: Machines, overrides: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
-    """The overrides with another share of the GPU for vLLM, the nearest first."""
+    sampling: SamplingSection, machines: Machines, words: list[str]
+) -> Iterator[list[str]]:
+    """The overrides as they are, then with other shares of the GPU for vLLM, the nearest first."""
+    yield words
     if sampling.vllm_in_ranks and machines.on_cuda:
         share = sampling.vllm.gpu_memory_utilization
         for other in sorted(SHARES, key=lambda each: abs(each - share)):
-            yield *overrides, f"sampling.vllm.gpu_memory_utilization={other}"
+            yield [*words, f"sampling.vllm.gpu_memory_utilization={other}"]
 
 
-def _without_needless(found: Advice, attempt: Callable[[Sequence[str]], Advice | None]) -> Advice:
-    """The advice without overrides that are not needed for the run to fit."""
-    for word in found.overrides:
-        if word.startswith(("engine.num_processes=", "optimizer.", "model.lora.r=")):
-            continue
-        fewer = [each for each in found.overrides if each != word]
-        tried = attempt(fewer)
-        if tried is not None and tried.has_room and len(tried.overrides) < len(found.overrides):
-            found = tried
-    return found
-
-
-def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
-    """Overrides that save memory, in the order in which they are added: what only moves memory,
-    what costs time, and then what changes the run. Never more GPUs than a node has."""
-    model, engine, vllm = recipe.model, recipe.engine, recipe.sampling.vllm
-    longest = recipe.longest_rollout
+def remedies(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
+    """Overrides that save memory: what only moves memory, what costs time, and then what changes
+    the run. Never more GPUs than a node has."""
+    model, engine, longest = recipe.model, recipe.engine, recipe.longest_rollout
     if machines.gpus and max(machines.ranks) != machines.gpus:
         yield [f"engine.num_processes={machines.gpus}"]
-    else:
-        yield []  # another share for vLLM alone
-    if recipe.sampling.vllm_in_ranks and not vllm.enable_sleep_mode:
-        yield ["sampling.vllm.enable_sleep_mode=true"]
-    if engine.logprob_chunk_tokens is not None:
-        yield ["engine.logprob_chunk_tokens=null"]
-    if recipe.sampling.with_transformers:
-        for rollouts in (256, 64):
-            if recipe.sampling.max_batch_rollouts > rollouts:
-                yield [f"sampling.max_batch_rollouts={rollouts}"]
+    yield []  # another share for vLLM alone
+    if recipe.sampling.with_transformers and recipe.sampling.max_batch_rollouts > FEW_ROLLOUTS:
+        yield [f"sampling.max_batch_rollouts={FEW_ROLLOUTS}"]
     if not model.gradient_checkpointing:
         yield ["model.gradient_checkpointing=true"]
     if recipe.batch.max_tokens_per_microbatch > longest:
         yield [f"batch.max_tokens_per_microbatch={longest}"]
-    stage = recipe.zero_stage(machines.total_ranks)
-    if stage < 3 and machines.total_ranks > 1:
+    if recipe.zero_stage(machines.total_ranks) < 3 and machines.total_ranks > 1:
         yield ["engine.zero_stage=3"]
     if model.dtype == "float32":
         yield ["model.dtype=bfloat16"]
     if model.lora.r is None and recipe.loss.beta == 0:
         rate = f"optimizer.learning_rate={LORA_RATE * recipe.optimizer.learning_rate:g}"
         yield [f"model.lora.r={LORA_RANK}", rate]
-    offloads = machines.on_cuda and not engine.offload_optimizer and model.lora.r is None
-    yield from _last_rungs(recipe.sampling, recipe.prompts.max_prompt_length, offloads)
-
-
-def _last_rungs(sampling: SamplingSection, prompt: int, offloads: bool) -> Iterator[list[str]]:
-    completion = sampling.max_completion_length
-    if sampling.vllm_in_ranks and not sampling.vllm.enforce_eager:
-        yield ["sampling.vllm.enforce_eager=true"]
-    if offloads:
+    if machines.on_cuda and not engine.offload_optimizer and model.lora.r is None:
         yield ["engine.zero_stage=3", "engine.offload=optimizer"]
-    while completion >= 512:
-        completion //= 2
-        yield [
-            f"sampling.max_completion_length={completion}",
-            f"batch.max_tokens_per_microbatch={prompt + completion}",
-        ]

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_replay.engine.models import DTYPES, has_whole_scores
 from grpo_replay.engine.policy_module import PolicyModule, find_body, find_head
-from grpo_replay.engine.weights import lora_targets
+from grpo_replay.engine.weights import adapted_layers
 from grpo_replay.errors import ModelError, first_line
 from grpo_replay.lab.dry_run.memory import ForwardMemory, ModelShape
 from grpo_replay.recipe import LoraSection, ModelSection
@@ -172,14 +172,7 @@ def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
     if lora is None or lora.r is None:
         return []
     model.requires_grad_(False)
-    targets, head = lora_targets(model, lora.target_modules), model.get_output_embeddings()
-    chosen = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer is not head
-        and name.rpartition(".")[2] in targets
-    ]  # fmt: skip
-    for name, layer in chosen:
+    for name, layer in adapted_layers(model, lora.target_modules).items():
         parent, _, leaf = name.rpartition(".")
         adapted = _AdaptedLinear(layer, lora.r, lora.lora_dropout)
         setattr(model.get_submodule(parent), leaf, adapted)

@@ -30,6 +30,7 @@ from grpo_replay.sampling.server.dispatcher import Servers, sample
 from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
+    devices_of_servers,
     launch_servers,
     wait_until_healthy,
 )
@@ -89,6 +90,19 @@ class VllmServerSampler:
             sampler.close()
             raise
         return sampler
+
+    @classmethod
+    def check(cls, opening: SamplerOpening, ranks_here: int) -> None:
+        """Raises what `open` would raise of servers given by URL, and of the GPUs for those that
+        it launches beside the ranks on this machine. Collective."""
+        sampler, sampling = cls(opening), opening.sampling
+        if sampling.servers.launch:
+            run_on_main(
+                opening.comm, lambda: devices_of_servers(sampling, ranks_here, opening.on_gpu)
+            )
+        else:
+            sampler._connect()
+            run_on_main(opening.comm, sampler._check_servers)
 
     def _open_resources(self) -> None:
         """On rank 0 only: open the weight transfer and launch servers, without waiting for them."""

@@ -84,14 +84,7 @@ def launch_servers(
         _refuse_taken_port(settings.host, port)
     folder = log_folder or Path(tempfile.mkdtemp(prefix="grpo-replay-servers-"))
     folder.mkdir(parents=True, exist_ok=True)
-    devices: Sequence[str | None] = [None] * settings.launch
-    if on_gpu:
-        devices = server_devices(
-            _visible_devices(),
-            environment.local_world_size,
-            settings.launch,
-            sampling.vllm.tensor_parallel_size,
-        )
+    devices = devices_of_servers(sampling, environment.local_world_size, on_gpu)
     return [
         _launch(
             server_command(arguments, settings.host, port),
@@ -120,6 +113,16 @@ def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[s
     command += ["--host", host, "--port", str(port), "--served-model-name", MODEL_NAME]
     # Enables /inference/v1/generate: token ids in, token ids and weight versions out.
     return [*command, "--enable-scale-out", "--uvicorn-log-level", "warning"]
+
+
+def devices_of_servers(
+    sampling: SamplingSection, ranks_here: int, on_gpu: bool
+) -> Sequence[str | None]:
+    """`server_devices` on this machine; None for each server on a CPU."""
+    launch, size = sampling.servers.launch, sampling.vllm.tensor_parallel_size
+    if not on_gpu:
+        return [None] * launch
+    return server_devices(_visible_devices(), ranks_here, launch, size)
 
 
 def server_devices(

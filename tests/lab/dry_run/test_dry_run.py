@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -13,20 +14,13 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.lab.dry_run import dry_run_display as display
 from grpo_replay.lab.dry_run import planner
-from grpo_replay.lab.dry_run import start_checks as checks
-from grpo_replay.lab.dry_run.dry_run_report import dry_run
+from grpo_replay.lab.dry_run.dry_run_report import Findings, _check_start, dry_run
 from grpo_replay.lab.dry_run.memory import SamplerMemory
-from grpo_replay.lab.dry_run.planner import (
-    Findings,
-    Machines,
-    find_machines,
-)
-from grpo_replay.lab.dry_run.start_checks import (
-    check_devices,
-    check_disk_space,
-)
+from grpo_replay.lab.dry_run.planner import Machines, find_machines
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.checkpoint import GIB
+from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training.opening import RunOpener
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +31,20 @@ def offline(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_verifier(monkeypatch):
     """Verifier processes take seconds to start; test_dry_run_rewards.py has them."""
-    monkeypatch.setattr(checks, "check_rewards", lambda *_: None)
+    monkeypatch.setattr(RunOpener, "_try_rewards", lambda _: None)
 
 
 def report_of(name: str, *overrides: str, gpu: float | None = None, nodes: int = 1) -> dict:
     recipe = load_recipe(name, list(overrides))
     ranks = [recipe.engine.num_processes] * nodes
     return dry_run(recipe, gpu, ranks_of_nodes=ranks)
+
+
+def checked(recipe, machines: Machines, folder: Path) -> tuple[RunOpener, Findings]:
+    findings = Findings()
+    with ExitStack() as stack:
+        run_dir = RunDirectory(folder)
+        return _check_start(recipe, run_dir, False, machines, findings, stack), findings
 
 
 @cache
@@ -115,8 +116,8 @@ def test_rollouts_and_tokens_of_a_step_of_paper_a():
     # paper A at 1.7B: 112.7 survivors, so 56 replayed and 169 trained on
     assert step["surviving_rollouts_expected"] == 113
     assert (step["replayed_rollouts_expected"], step["trained_rollouts_expected"]) == (56, 169)
-    assert replay["first_replay_step"] == 21 and replay["horizon_steps"] == 10
-    assert replay["stored_rollouts_expected"] == 1127 and not replay["capacity_binds"]
+    assert replay["first_replay_step"] == 21
+    assert replay["stored_rollouts_expected"] == 1127
     assert replay["stored_rollouts_most"] == 2560
     # ids and two log-probs of 8,192 tokens, prompts of 1,024 ids, objects; no text
     most = 2560 * (12 * 8192 + 4 * 1024 + 1000) / 2**30
@@ -133,8 +134,7 @@ def test_plain_grpo_stores_nothing_and_fifo_fills_its_capacity():
     assert fifo["step"]["trained_rollouts_expected"] == 60
     assert fifo["replay"]["first_replay_step"] == 1
     long = ("replay.max_age_steps=60", "sampling.prompts_per_step=256")
-    bound = report_of("qwen3-1.7b", *long, gpu=80)["replay"]
-    assert bound["capacity_binds"] and bound["stored_rollouts_most"] == 30_000
+    assert report_of("qwen3-1.7b", *long, gpu=80)["replay"]["stored_rollouts_most"] == 30_000
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_benchmark_files_are_read_and_compared_with_the_prompts(tmp_path):
     file.write_text("problem,answer\n1+1,2\n2+2,4\n")
     own = [f"prompts.source={file}", "prompts.id_field=null"]
     report = report_of("tiny", *own, f"eval.benchmarks=[{file}]")
-    assert any("2 of 2 problems of benchmark 'train'" in each for each in report["assumptions"])
+    assert any("2 of 2 problems of benchmark 'train'" in each["text"] for each in report["notices"])
     report = report_of("tiny", *own, f"eval.benchmarks=[{tmp_path}/none.csv]")
     assert any("none.csv does not exist" in problem for problem in report["problems"])
 
@@ -196,9 +196,8 @@ def test_rows_are_read_as_by_the_run(tmp_path, monkeypatch, function, columns):
     Path("rows.jsonl").write_text('{"problem": "1+1", "answer": "2", "level": 3}\n')
     own = ["prompts.source=rows.jsonl", "prompts.id_field=null", f"reward.function={function}"]
     recipe = load_recipe("tiny", own)
-    machines = find_machines("cpu", [1], 0, None)
-    prompts, _ = checks.check_parts(recipe, recipe.model, machines, Findings())
-    assert set(prompts.sample(1)[0].row) == columns
+    opener, _ = checked(recipe, find_machines("cpu", [1]), tmp_path / "run")
+    assert set(opener.prompts.sample(1)[0].row) == columns
 
 
 def own_additions(tmp_path, question: str) -> list[str]:
@@ -245,23 +244,9 @@ def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     words = ["-m", "grpo_replay", "train", "qwen3-4b", "--dry-run", "--gpu-memory-gib", "80"]
     wide = os.environ | {"COLUMNS": "100"}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=wide)
-    of_here = ("unchecked", "assumption: on this machine")
-    printed = [line for line in done.stdout.splitlines() if not line.startswith(of_here)]
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("unchecked")]
     assert len(printed) > 30
     assert "\n".join(printed) in scaling_page()
-
-
-HERE = Machines("cpu", (1,), GIB)
-
-
-def test_a_resume_needs_room_for_the_checkpoints_that_are_not_there_yet(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_replay.training.resuming.free_bytes", lambda _: 2 * GIB)
-    for step in (1, 2, 3):
-        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
-        (tmp_path / f"checkpoints/step_{step:06d}/manifest.json").write_text("{}")
-    findings = Findings()
-    check_disk_space(GIB, 3, tmp_path, HERE, findings)
-    assert findings == Findings()
 
 
 @pytest.mark.parametrize("parameters, head, ranks", [
@@ -282,7 +267,8 @@ def test_a_plan_that_does_not_fit_gets_overrides_with_which_it_does(monkeypatch)
     report = json.loads(done.stdout)
     assert done.exit_code == report["exit_code"] == 2 and report["fits"] is False
     advice = report["advice"]
-    assert advice["fits"] and advice["set"][0].startswith("model.lora.r=")
+    assert advice["set"][0].startswith("model.lora.r=")
+    assert "86 rounds" in advice["warning"] and "generation is very slow" in advice["warning"]
     again = report_of("qwen3-4b", one, *advice["set"], gpu=24)
     assert again["memory"]["fits"] and again["memory"]["peak_gib"] == advice["peak_gib"] <= 24
 
@@ -308,29 +294,33 @@ def test_a_completion_that_leaves_no_room_is_one_problem(tmp_path):
 
 def test_prompts_of_unknown_characters_are_warned_of_and_one_prompt_is_shown(tmp_path, capsys):
     recipe = load_recipe("tiny", own_additions(tmp_path, "What is {a} + {b}?"))
-    (said,) = dry_run(recipe)["warnings"]
-    assert said.startswith("60 of 60 prompts")
+    said = [each["text"] for each in dry_run(recipe)["notices"] if each["key"] == "prompts"]
+    assert any(each.startswith("60 of 60 prompts have characters") for each in said)
     display.run(recipe)
-    assert capsys.readouterr().out.startswith("warning: 60 of 60 prompts")
+    assert "note: 60 of 60 prompts have characters" in capsys.readouterr().out
     own = own_additions(tmp_path, "{a}+{b}")
     file = tmp_path / "train.csv"
     file.write_text(file.read_text().replace("30+37", "30 plus 37"))
     report = report_of("tiny", *own)
-    assert report["warnings"] == [] and "1 of 60 prompts" in str(report["assumptions"])
+    assert "1 of 60 prompts" in str(report["notices"])
     assert report["prompt"] == "20+27="
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_a_run_needs_of_vllm_and_gpus_is_checked_where_it_runs(monkeypatch, elsewhere):
+def test_what_a_run_needs_of_vllm_and_gpus_is_checked_where_it_runs(
+    monkeypatch, tmp_path, elsewhere
+):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
-    servers = ["sampling.backend=vllm_server", "sampling.servers.launch=1"]
-    recipe = load_recipe("tiny", ["engine.num_processes=4", *servers])
-    findings = Findings()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    recipe = load_recipe("tiny", ["engine.num_processes=4", "sampling.backend=vllm"])
     machines = Machines("cuda", (4,), 80 * GIB, 3, elsewhere)
-    check_devices(recipe.model, recipe.sampling, machines, findings)
-    gpus, vllm = findings.unchecked if elsewhere else findings.problems
-    assert "vLLM is not installed" in vllm
-    assert ("4 on each node" if elsewhere else "this machine has 3 GPUs") in gpus
+    _, findings = checked(recipe, machines, tmp_path / "run")
+    if elsewhere:
+        assert findings.problems == [] and "vLLM is not installed" in str(findings.unchecked)
+    else:
+        gpus, vllm = findings.problems
+        assert "local rank 3 needs GPU 3" in gpus and "vLLM is not installed" in vllm
 
 
 def test_what_is_not_installed_is_a_problem_by_its_key(monkeypatch):
@@ -338,32 +328,31 @@ def test_what_is_not_installed_is_a_problem_by_its_key(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     report = report_of("tiny", "model.lora.r=8", "tracking.report_to=[tensorboard, wandb]")
     found = " ".join(report["problems"])
-    assert len(report["problems"]) == 2
+    assert len(report["problems"]) == 1
     assert "model.lora" in found and "'grpo-replay[lora]'" in found
     assert "tracking.report_to" in found and "'grpo-replay[wandb]'" in found
     assert report["memory"]["fits"] and report["model"]["adapter_parameters"] > 0
     assert report["fits"] is False and report["exit_code"] == 2
 
 
-@pytest.mark.parametrize("one, kind", [(120, "problems"), (60, "warnings"), (20, None)])
-def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch, one, kind):
-    """Three checkpoints and one being written."""
+@pytest.mark.parametrize("gib, kind", [(0.0001, "problems"), (0.003, "notices"), (1, None)])
+def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch, gib, kind):
+    """A checkpoint of the tiny base takes about 0.001 GiB; three are kept, and one is written."""
     asked = []
-    free = lambda path: asked.append(path) or 100 * GIB  # noqa: E731
-    monkeypatch.setattr("grpo_replay.training.resuming.free_bytes", free)
-    findings, far = Findings(), Findings()
-    check_disk_space(one * GIB, 3, tmp_path / "new", HERE, findings)
-    check_disk_space(one * GIB, 3, tmp_path / "new", Machines("cpu", (1, 1), GIB), far)
-    found = [name for name in ("problems", "warnings") if getattr(findings, name)]
-    assert found == [kind] * bool(kind)
-    assert far.problems == far.warnings == [] and bool(far.assumptions) == bool(kind)
-    assert findings.exit_code == (3 if kind == "problems" else 0)
+    free = lambda path: asked.append(path) or int(gib * GIB)  # noqa: E731
+    monkeypatch.setattr("grpo_replay.training.checkpoint_writer.free_bytes", free)
+    recipe, here = load_recipe("tiny"), find_machines("cpu", [1])
+    for machines, found in ((here, kind), (Machines("cpu", (1, 1), GIB), None)):
+        opener, findings = checked(recipe, machines, tmp_path / "new")
+        said = {"problems": bool(findings.problems),
+                "notices": any(each.key == "disk" for each in opener.notices)}  # fmt: skip
+        assert [name for name in said if said[name]] == [found] * bool(found)
+        assert findings.exit_code == (3 if found == "problems" else 0)
     assert set(asked) == {tmp_path / "new/checkpoints"}
 
 
 PROBLEMS = {
     "engine.device=cpu model.attn_implementation=flex_attention": "attn_implementation",
-    "engine.offload=optimizer engine.zero_stage=3": "offloading needs a GPU",
     "engine.zero_stage=3 model.compile=true": "model.compile true at ZeRO 3",
     "replay.priority=nowhere.py:f": "replay.priority ",
     "advantage.estimator=nowhere.py:f": "advantage.estimator ",
@@ -382,11 +371,9 @@ def test_settings_that_cannot_work_are_problems_by_their_key(overrides):
 
 
 def test_limits_beyond_the_positions_are_allowed_if_no_prompt_is_so_long():
-    """1,056 tokens at most, 128 positions. Servers elsewhere need no GPUs here."""
-    report = report_of(
-        "tiny", "prompts.max_prompt_length=1024", "sampling.max_completion_length=32",
-        "sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1]",
-    )  # fmt: skip
+    """1,056 tokens at most, 128 positions."""
+    limits = "prompts.max_prompt_length=1024", "sampling.max_completion_length=32"
+    report = report_of("tiny", *limits)
     assert report["problems"] == [] and report["fits"] is True
 
 
@@ -406,7 +393,7 @@ def test_what_cannot_be_read_from_here_is_listed_and_an_unknown_model_has_no_ver
     report = report_of("qwen3-0.6b", *unknown, gpu=80)
     assert report["fits"] is None and report["memory"] is None and report["prompt"] is None
     said = "\n".join(report["unchecked"])
-    for part in ("tokenizer of nobody", "weights of nobody", "openai/gsm8k", "sizes of the model"):
+    for part in ("tokenizer is neither", "openai/gsm8k", "sizes of the model"):
         assert part in said
     assert report["step"]["generated_rollouts"] == 256
 

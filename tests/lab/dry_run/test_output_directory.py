@@ -6,13 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.lab.dry_run import start_checks
+from grpo_replay.storage import run_directory
 
 
 @pytest.fixture(autouse=True)
 def no_verifier(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(start_checks, "check_rewards", lambda *_: None)
 
 
 def report_of(*words: object) -> dict:
@@ -33,7 +32,7 @@ def test_an_occupied_folder_stops_a_new_run(tmp_path):
 
 def test_a_folder_that_may_not_be_written_stops_the_run(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(start_checks.os, "access", lambda path, _: asked.append(path))
+    monkeypatch.setattr(run_directory.os, "access", lambda path, _: asked.append(path))
     (problem,) = report_of("tiny", "--output-dir", tmp_path / "a/b")["problems"]
     assert f"{tmp_path}/a/b: {tmp_path} cannot be written" in problem
     assert asked == [tmp_path]

@@ -1,0 +1,155 @@
+"""Writing a checkpoint: room first, then shards, then a manifest.
+
+Every rank flushes and hashes what it wrote itself; rank 0 completes the folder.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.failures import run_collectively, run_on_main
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.replay.snapshot import write_snapshot
+from grpo_replay.storage.atomic import (
+    describe_write_failure,
+    flush_files,
+    free_bytes,
+    write_text_whole,
+)
+from grpo_replay.storage.checkpoint import (
+    MODEL_CARD,
+    FileFacts,
+    RunState,
+    begin_checkpoint,
+    checkpoint_bytes_on_disk,
+    complete_checkpoint,
+    file_facts,
+    list_checkpoints,
+    temporary_folder,
+    to_gib,
+)
+from grpo_replay.training.rollout_source import Parts, RolloutSource
+
+_SHARD = re.compile(r"zero_pp_rank_(\d+)_")
+
+
+def write_checkpoint(
+    parts: Parts,
+    source: RolloutSource,
+    state: RunState,
+    expected_bytes: int,
+    model_card: Callable[[], str],
+) -> None:
+    """Write the checkpoint of `state.step` and drop the oldest. Collective.
+
+    Its files: model/ (weights, tokenizer, card), adapter/ with LoRA, engine/ (each rank's shards),
+    buffer.parquet, those of the source, state.json and the manifest last. Rollouts and draws up to
+    it are flushed.
+
+    `expected_bytes` is its size if there is none yet to go by. Raises OutputDirectoryError if the
+    disk has no room for it, or runs full; earlier checkpoints are then as they were.
+    """
+    comm, checkpoints = parts.comm, parts.run_dir.checkpoints
+    temporary = temporary_folder(checkpoints, state.step)
+
+    def begin() -> None:
+        if comm.is_main:
+            refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
+            with removed_if_unwritable(temporary):
+                parts.run_dir.flush_steps(state.step)
+                begin_checkpoint(temporary)
+
+    def complete() -> None:
+        with removed_if_unwritable(temporary):
+            write_text_whole(temporary / MODEL_CARD, model_card())
+            write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
+            source.save(temporary)
+            complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
+
+    run_collectively(comm, begin)
+    with removed_if_unwritable(temporary):
+        parts.engine.save(temporary / "engine")
+        parts.engine.save_model(temporary / "model")
+        parts.engine.save_adapter(temporary / "adapter")
+        facts = _facts_of_all(comm, temporary)
+    run_on_main(comm, complete)
+
+
+def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
+    """Size and SHA-256 of every file in `folder`, each flushed and read by the rank that wrote it:
+    DeepSpeed's shards name theirs, the rest is rank 0's."""
+    comm.barrier()
+    names = comm.broadcast_json(_files_in(folder) if comm.is_main else None)
+    mine = [name for name in names if _writer(name) % comm.world_size == comm.rank]
+    flush_files([folder / name for name in mine])
+    facts: FileFacts = {}
+    for part in comm.all_gather_json(file_facts(folder, mine)):
+        facts |= part
+    return facts
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _writer(name: str) -> int:
+    shard = _SHARD.search(name)
+    return int(shard[1]) if shard else 0
+
+
+def notices_of_room(checkpoints: Path, keep: int, expected_bytes: int) -> list[str]:
+    """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
+    another is written. Raises OutputDirectoryError if there is no room for one."""
+    refuse_full_disk(checkpoints, "a checkpoint of this run", expected_bytes)
+    more = max(keep + 1 - len(list_checkpoints(checkpoints)), 1)
+    each, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
+    if free >= more * each:
+        return []
+    return [
+        f"{checkpoints} has {to_gib(free)} GiB free, and {more} more checkpoints "
+        f"(checkpoint.keep {keep} and one being written) take {to_gib(more * each)} GiB: the run "
+        "stops at the one that does not fit; make room"
+    ]
+
+
+def refuse_full_disk(checkpoints: Path, what: str, expected_bytes: int) -> None:
+    """Raises OutputDirectoryError if a checkpoint does not fit on the disk."""
+    needed, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
+    if free < needed:
+        raise OutputDirectoryError(
+            f"{what} needs {to_gib(needed)} GiB, and {checkpoints} has {to_gib(free)} GiB free: "
+            f"nothing was written. {_what_is_left(list_checkpoints(checkpoints))}"
+        )
+
+
+def _expected_size(checkpoints: Path, expected_bytes: int) -> int:
+    """As large as the newest, or as expected if that is more."""
+    kept = list_checkpoints(checkpoints)
+    return max(expected_bytes, checkpoint_bytes_on_disk(kept[-1]) if kept else 0)
+
+
+def _what_is_left(kept: Sequence[Path]) -> str:
+    if not kept:
+        return "There is no earlier checkpoint: free the place, and start again"
+    return f"{kept[-1].name} is complete: free the place, and go on from there with --resume"
+
+
+@contextmanager
+def removed_if_unwritable(temporary: Path) -> Iterator[None]:
+    """Within, a disk that is full or fails, or a folder that may not be changed, becomes an
+    OutputDirectoryError, and what was written of the checkpoint is removed."""
+    try:
+        yield
+    except Exception as error:
+        reason = describe_write_failure(error)
+        if reason is None:
+            raise
+        free = free_bytes(temporary.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OutputDirectoryError(
+            f"{temporary} cannot be written ({reason}; {to_gib(free)} GiB free then): what was "
+            f"written of it was removed. {_what_is_left(list_checkpoints(temporary.parent))}"
+        ) from error
