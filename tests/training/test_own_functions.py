@@ -114,7 +114,7 @@ def test_an_unknown_name_is_refused(section, key):
         resolve_recipe([{section: {key: "shortest"}}])
 
 
-def test_a_missing_file_is_refused_before_anything_is_loaded(tmp_path):
+def test_a_missing_file_is_refused_and_no_folder_is_left(tmp_path):
     command = [
         *(sys.executable, "-m", "grpo_replay", "train", "tiny", "--output-dir", tmp_path / "run"),
         *("--set", "replay.priority=nowhere.py:short"),

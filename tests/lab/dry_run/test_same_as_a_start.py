@@ -25,6 +25,8 @@ from grpo_replay.tiny import BASES
 from grpo_replay.training import Notice, Observer, checkpoint_writer
 from grpo_replay.training.opening import RunOpener
 
+QUICK = ["engine.device=cpu", "reward.workers=1", "eval.benchmarks=[]"]
+
 
 @pytest.fixture(autouse=True)
 def quick_and_offline(monkeypatch):
@@ -164,15 +166,14 @@ def test_of_a_broken_recipe(broken, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     words, expected = BROKEN[broken]
     folder = tmp_path / "run"
-    recipe = load_recipe("tiny", ["engine.device=cpu", *words(tmp_path)])
-    refused = compare(recipe, folder)
+    refused = compare(load_recipe("tiny", [*QUICK, *words(tmp_path)]), folder)
     assert refused is not None and expected in refused
     assert not folder.exists()
 
 
 def test_of_repeated_prompts_that_are_also_evaluated(tmp_path):
     own = [*rows(tmp_path, ONE, ONE, ONE | {"answer": "4"}), *benchmark(tmp_path, "1+2")]
-    recipe = load_recipe("tiny", ["engine.device=cpu", *own])
+    recipe = load_recipe("tiny", [*QUICK, *own])
     assert compare(recipe, tmp_path / "run", opens=False) is None
     notices, _ = start(recipe, tmp_path / "run", opens=False)
     said = " ".join(each.text for each in notices if each.key == "prompts")
@@ -181,7 +182,7 @@ def test_of_repeated_prompts_that_are_also_evaluated(tmp_path):
 
 def test_of_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda _: 10)
-    refused = compare(load_recipe("tiny", ["engine.device=cpu"]), tmp_path / "run")
+    refused = compare(load_recipe("tiny", QUICK), tmp_path / "run")
     assert refused is not None and "a checkpoint of this run needs" in refused
     assert not (tmp_path / "run").exists()
 
@@ -194,7 +195,7 @@ def test_of_a_folder_whose_journal_has_groups(tmp_path, has_groups):
         journal.append(group((0, 0), version=0))
     journal.close()
     (tmp_path / LOCK).touch()
-    refused = compare(load_recipe("tiny", ["engine.device=cpu"]), tmp_path, opens=has_groups)
+    refused = compare(load_recipe("tiny", QUICK), tmp_path, opens=has_groups)
     if has_groups:
         assert refused is not None and "--resume" in refused and "journal" in refused
         assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "journal"]
