@@ -58,17 +58,14 @@ class PromptSet:
         seed: int,
         sha256: str,
         notices: Sequence[str] = (),
-        warnings: Sequence[str] = (),
     ) -> None:
         self._prompts = prompts
         self._seed = seed
         self._cached_order: tuple[int, np.ndarray] | None = None
         self.sha256 = sha256
         """Of ids, problems and answers in their order, those that are too long included."""
-        self.notices = (*warnings, *notices)
+        self.notices = tuple(notices)
         """Messages for the user on how the rows were read, and how many were left out."""
-        self.warnings = tuple(warnings)
-        """Those of them after which nothing is likely to be learnt."""
 
     def __len__(self) -> int:
         """The prompts of an epoch."""
@@ -226,13 +223,12 @@ def load_prompts(
         notices.insert(0, f"{left_out}; {remain} remain")
     notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
-    unreadable, warnings = _count_unreadable(kept.token_ids, tokenizer), list[str]()
-    if unreadable:
-        (warnings if unreadable == len(kept.ids) else notices).append(
+    if unreadable := _count_unreadable(kept.token_ids, tokenizer):
+        notices.append(
             f"{unreadable} of {len(kept.ids)} prompts have characters that the tokenizer does not "
             "have: the model cannot read them"
         )
-    return PromptSet(kept, seed, digest.hexdigest(), notices, warnings)
+    return PromptSet(kept, seed, digest.hexdigest(), notices)
 
 
 def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTokenizerBase") -> int:
