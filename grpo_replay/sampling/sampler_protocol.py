@@ -34,7 +34,8 @@ class SamplerOpening:
     with `seed`. `stop_token_ids` end a completion; `longest` is the number of tokens of the longest
     prompt and completion. Ranks wait for each other for `timeout_seconds` at most.
     `pushed_while_sampling` is true in asynchronous runs.
-    Servers that it launches log to `log_folder` (a temporary folder if None).
+    Servers that it launches log to `log_folder` (a temporary folder if None); `is_checked` is
+    whether those given by URL were found to match the recipe (`VllmServerSampler.check`).
     """
 
     model: ModelSection
@@ -47,10 +48,16 @@ class SamplerOpening:
     timeout_seconds: float
     pushed_while_sampling: bool = False
     log_folder: Path | None = None
+    is_checked: bool = False
 
     @classmethod
     def of(
-        cls, recipe: Recipe, model_path: str, comm: "Comm", log_folder: Path | None = None
+        cls,
+        recipe: Recipe,
+        model_path: str,
+        comm: "Comm",
+        log_folder: Path | None = None,
+        is_checked: bool = False,
     ) -> "SamplerOpening":
         """With the weights in `model_path`, a local folder or hub id. Raises RecipeError,
         ModelError."""
@@ -71,6 +78,7 @@ class SamplerOpening:
             recipe.engine.timeout_seconds,
             recipe.run.is_async,
             log_folder,
+            is_checked,
         )
 
 
@@ -172,12 +180,16 @@ def _problem_of(completion: Completion) -> str | None:
 
 
 def open_sampler(
-    recipe: Recipe, model_path: str, comm: "Comm", log_folder: Path | None = None
+    recipe: Recipe,
+    model_path: str,
+    comm: "Comm",
+    log_folder: Path | None = None,
+    is_checked: bool = False,
 ) -> Sampler:
     """The sampler that `recipe.sampling.backend` names, with the weights in `model_path`.
     Collective."""
     found = sampler_class(recipe.sampling)
-    return found.open(SamplerOpening.of(recipe, model_path, comm, log_folder))
+    return found.open(SamplerOpening.of(recipe, model_path, comm, log_folder, is_checked))
 
 
 class NoSampler:

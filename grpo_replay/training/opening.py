@@ -425,7 +425,8 @@ class RunOpener:
 
     def _open_sampler(self) -> None:
         path = self._model_path()
-        self.sampler = open_sampler(self.recipe, path, self.comm, self.run_dir.path / "log")
+        log = self.run_dir.path / "log"
+        self.sampler = open_sampler(self.recipe, path, self.comm, log, is_checked=True)
         self.stack.callback(self.sampler.close)
 
     def _model_path(self) -> str:
