@@ -242,8 +242,8 @@ class RolloutOutcome:
     """Statistics of one rollout's trained tokens in one update, before the optimizer step.
 
     Log-ratios are policy minus behaviour log-probs, unclamped, in nats. `approx_kl` is the mean of
-    `ratio - 1 - log_ratio` (k3). `clip_fraction` is the share of tokens whose gradient the clip
-    removed.
+    `ratio - 1 - log_ratio` (k3). `clip_fraction` is the share of tokens whose gradient a clip or a
+    mask removed.
     """
 
     tokens: int
@@ -252,6 +252,7 @@ class RolloutOutcome:
     log_ratio_var: float
     approx_kl: float
     ratio_mean: float
+    ratio_squared_mean: float
     ratio_max: float
     entropy: float
 

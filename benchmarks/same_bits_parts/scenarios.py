@@ -253,7 +253,7 @@ SCENARIOS: dict[str, Scenario] = {
         optimizer={"schedule": "cosine", "warmup_steps": 2}, sampling={"max_refills": 1},
     )),
     "lora": Scenario(trained(model={"lora": {"r": 4}})),
-    "packed": Scenario(trained(batch={"packing": True}, loss={"sampler_ratio_cap": 2.0})),
+    "packed": Scenario(trained(batch={"packing": True}, loss={"sampler_ratio": {"high": 2.0}})),
     "shared-prompts": Scenario(trained(
         model={"path": "llama"}, prompts={"user_template": EXAMPLES},
         sampling={"max_completion_length": 6}, batch={"max_tokens_per_microbatch": 400},

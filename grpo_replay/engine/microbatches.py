@@ -377,6 +377,7 @@ def update_result(
             np.maximum(column["log_ratio_squared"] / tokens - mean**2, 0.0).tolist(),
             (column["approx_kl"] / tokens).tolist(),
             (column["ratio"] / tokens).tolist(),
+            (column["ratio_squared"] / tokens).tolist(),
             np.exp(np.minimum(column["log_ratio_max"], 700.0)).tolist(),
             (column["entropy"] / tokens).tolist(),
             strict=True,

@@ -353,6 +353,25 @@ class OptimizerSection(Section):
         return self.learning_rate * remaining
 
 
+class RatioBounds(Section):
+    """Bounds of an importance ratio."""
+
+    level: Literal["token", "sequence"] = "token"
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    high: Annotated[float, Field(gt=1)] = math.inf
+
+    def excludes(self, log_ratios: Any) -> Any:
+        """Where the ratio lies outside, as an array or tensor like `log_ratios`."""
+        low = math.log(self.low) if self.low else -math.inf
+        return (log_ratios < low) | (log_ratios > math.log(self.high))
+
+
+class SamplerRatio(RatioBounds):
+    """Bounds of an importance weight, and what is done outside."""
+
+    action: Literal["truncate", "mask"] = "truncate"
+
+
 class LossSection(Section):
     kind: one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
     """`clipped`: GRPO's clipped surrogate, a ratio per token. `gspo`: with one per rollout, the
@@ -375,11 +394,35 @@ class LossSection(Section):
     behavior_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Source of the behaviour log-probs π_b cached with a rollout: `trainer` recomputes them once
     after sampling; `sampler` uses those of the sampler."""
-    sampler_ratio_cap: Annotated[float, Field(gt=0)] | None = None
-    """C of truncated importance sampling (Ionides 2008; between sampler and trainer: Yao et al.
-    2025, C = 2): the loss of each token is multiplied by min(π_b / π_sampler, C), where π_b is the
-    trainer's at birth. Off if null. With `behavior_logprobs: sampler` the ratio of the loss is that
-    to the sampler already, and this is refused."""
+    sampler_ratio: SamplerRatio | None = None
+    """Importance weights π_b / π_sampler, where π_b is the trainer's at birth, as `{high: 2}`: the
+    loss of each token is multiplied by its weight, at most 2 (Ionides 2008; Yao et al. 2025). Also
+    `low`, `level` (`token`, or `sequence` for the product over the rollout) and `action`:
+    `truncate`, or `mask` for weight 0 outside. TRL's `vllm_importance_sampling_mode`, verl's
+    `rollout_is`. Off if null. Refused with `behavior_logprobs: sampler`, whose ratio is that to the
+    sampler already."""
+    ratio_mask: RatioBounds | None = None
+    """Tokens whose ratio π_θ / π_b lies outside `{low: 0.5, high: 5}` give no gradient; with
+    `level: sequence` rollouts whose product of ratios does. Off if null."""
+    max_negative_kl: Annotated[float, Field(gt=0)] | None = None
+    """Rollouts with A < 0 whose mean of log(π_b / π_θ) exceeds this give no gradient
+    (DeepSeek-V3.2; TRL's `off_policy_mask_threshold`). Off if null."""
+    negative_veto: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """`[low, high]`: in a rollout with A < 0, the tokens after the first whose ratio π_θ / π_b lies
+    outside give no gradient (μ-GRPO, arXiv 2605.17570). Off if null."""
+
+    @field_validator("negative_veto")
+    @classmethod
+    def _ordered(cls, veto: list[float] | None) -> list[float] | None:
+        if veto is not None:
+            RatioBounds(low=veto[0], high=veto[1])
+        return veto
+
+    @property
+    def masks(self) -> bool:
+        """True if some tokens may be excluded by their ratio to the behaviour policy."""
+        chosen = (self.ratio_mask, self.max_negative_kl, self.negative_veto)
+        return any(each is not None for each in chosen)
 
     @property
     def ratio_per_rollout(self) -> bool:

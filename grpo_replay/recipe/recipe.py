@@ -261,23 +261,23 @@ def _loss_contradictions(recipe: Recipe) -> Iterable[str]:
             f"loss.kind 'gspo' with loss.aggregation '{loss.aggregation}': GSPO is a mean over "
             "rollouts; set loss.aggregation sequence_mean"
         )
-    if loss.sampler_ratio_cap is None:
+    if loss.sampler_ratio is None:
         return
     if loss.kind == "asymre":
         yield (
-            "loss.sampler_ratio_cap with loss.kind 'asymre', which has no importance weights: set "
-            "it to null"
+            "loss.sampler_ratio with loss.kind 'asymre', which has no importance weights: set it "
+            "to null"
         )
     elif loss.behavior_logprobs == "sampler":
         yield (
-            "loss.sampler_ratio_cap with loss.behavior_logprobs 'sampler': the ratio of the loss "
-            "is that to the sampler already, and would count twice; set loss.sampler_ratio_cap "
-            "null, or loss.behavior_logprobs trainer"
+            "loss.sampler_ratio with loss.behavior_logprobs 'sampler': the ratio of the loss is "
+            "that to the sampler already, and would count twice; set loss.sampler_ratio null, or "
+            "loss.behavior_logprobs trainer"
         )
-    if loss.ratio_per_rollout:
+    if loss.ratio_per_rollout and loss.sampler_ratio.level == "token":
         yield (
-            "loss.sampler_ratio_cap with loss.kind 'gspo': the cap is of a ratio per token; set "
-            "loss.sampler_ratio_cap null or loss.kind clipped"
+            "loss.sampler_ratio with loss.kind 'gspo', whose ratio is one per rollout: set "
+            "loss.sampler_ratio.level sequence, or loss.kind clipped"
         )
 
 

@@ -5,12 +5,14 @@ numpy only. Rank 0 plans for all ranks. Every rank gets the same number of micro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import ComposedBatch, Rollout
 
+MOST_LOG_WEIGHT = 80.0  # exp(80) is finite in float32
 ASYMRE_DELTA = -0.1
 """δV of AsymRE (paper B), in units of the reward."""
 
@@ -141,17 +143,28 @@ def train_rows(
 
 
 def sampler_weights(rollout: Rollout, settings: LossSection) -> np.ndarray:
-    """float32 [T]: min(π_b / π_sampler, C) per token. Empty if `loss.sampler_ratio_cap` C is null.
-    (Ionides 2008; between an inference engine and a trainer, with C = 2: Yao et al. 2025.)
+    """float32 [T]: π_b / π_sampler per token, or its product over the rollout, bounded as
+    `loss.sampler_ratio` says: truncated to [low, high] (Ionides 2008; between an inference engine
+    and a trainer, with high = 2: Yao et al. 2025), or 0 outside. Empty if that is null.
 
     π_b are the trainer's log-probs, frozen at birth. In sync mode they are of the weights that
     sampled, and the weights of tokens differ from 1 only by what the two implementations round
     differently. Times the ratio π_θ / π_b of the loss they are π_θ / π_sampler: nothing counts
     twice.
     """
-    if settings.sampler_ratio_cap is None:
+    bounds = settings.sampler_ratio
+    if bounds is None:
         return np.zeros(0, np.float32)
     assert rollout.behavior_logprobs is not None
     log_ratios_T = rollout.behavior_logprobs.astype(np.float64) - rollout.sampler_logprobs
-    cap = np.log(settings.sampler_ratio_cap)
-    return np.exp(np.minimum(log_ratios_T, cap)).astype(np.float32)
+    if bounds.level == "sequence":
+        log_ratios_T[:] = log_ratios_T.sum(where=_trains(rollout))
+    weights_T = np.exp(np.minimum(log_ratios_T, MOST_LOG_WEIGHT))
+    if bounds.action == "truncate":
+        return weights_T.clip(bounds.low, bounds.high).astype(np.float32)
+    return np.where(bounds.excludes(log_ratios_T), 0.0, weights_T).astype(np.float32)
+
+
+def _trains(rollout: Rollout) -> Any:
+    """bool [T], or True for all."""
+    return True if rollout.completion_mask is None else rollout.completion_mask

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_replay.errors import RecipeError
-from grpo_replay.recipe import LossSection
+from grpo_replay.recipe import LossSection, RatioBounds
 from grpo_replay.recipe.open_lists import LOSSES
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip threshold, and finite in fp32
@@ -21,7 +21,7 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip threshold, and finite i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
-    """`losses_C` before weighting; `clipped_C` is True where the clip removed the gradient;
+    """`losses_C` before weighting; `clipped_C` is True where a clip or mask removed the gradient;
     `log_ratios_C` are policy minus behaviour log-probs, unclamped, detached."""
 
     losses_C: torch.Tensor
@@ -86,6 +86,43 @@ def asymmetric_reinforce(
     return TokenLoss(-coefficients_C * logprobs_C, clipped_C, log_ratios_C)
 
 
+def masked_tokens(
+    log_ratios_C: torch.Tensor,
+    advantages_C: torch.Tensor,
+    settings: LossSection,
+    lengths_R: Sequence[int],
+) -> torch.Tensor:
+    """bool [C]: the tokens that `settings` exclude by their ratio to the behaviour policy,
+    ρ = π_θ / π_b.
+
+    - `ratio_mask`: tokens whose ρ, or rollouts whose product of ρ, lies outside [low, high] (masked
+      importance sampling; per token IcePop, arXiv 2510.18855).
+    - `max_negative_kl`: rollouts with A < 0 whose mean of -log ρ exceeds it (the off-policy
+      sequence mask of DeepSeek-V3.2, arXiv 2512.02556).
+    - `negative_veto`: in a rollout with A < 0, the tokens after the first whose ρ lies outside
+      [low, high] (μ-GRPO, arXiv 2605.17570).
+
+    With A = -1, ρ = [1.0, 3.0, 1.0] and a veto of [0.5, 2.0], the third token alone is excluded.
+    """
+    negative_C = advantages_C < 0
+    masked_C = torch.zeros_like(negative_C)
+    if settings.ratio_mask is not None:
+        logs_C = log_ratios_C
+        if settings.ratio_mask.level == "sequence":
+            rows = log_ratios_C.split(list(lengths_R))
+            logs_C = torch.cat([row_T.sum().expand_as(row_T) for row_T in rows])
+        masked_C = settings.ratio_mask.excludes(logs_C)
+    if settings.max_negative_kl is not None:
+        far_C = -sequence_log_ratios(log_ratios_C, lengths_R) > settings.max_negative_kl
+        masked_C = masked_C | (negative_C & far_C)
+    if settings.negative_veto is not None:
+        low, high = settings.negative_veto
+        outside = RatioBounds(low=low, high=high).excludes(log_ratios_C).split(list(lengths_R))
+        later_C = torch.cat([row_T.cumsum(0) > row_T.long() for row_T in outside])
+        masked_C = masked_C | (negative_C & later_C)
+    return masked_C
+
+
 def kl_to_reference(logprobs_C: torch.Tensor, reference_logprobs_C: torch.Tensor) -> torch.Tensor:
     """exp(d) - d - 1 with d = reference - policy, per token: the k3 estimator of
     KL(policy ‖ reference), non-negative (Schulman 2020)."""
@@ -107,7 +144,8 @@ def token_loss(
     A function of the user may return the losses alone: nothing then counts as clipped.
 
     `lengths_R` are the rollouts' numbers of tokens, for the sequence-level ratio.
-    `sampler_weights_C` (`batch.sampler_weights`) multiply the surrogate, not the KL term.
+    `sampler_weights_C` (`batch.sampler_weights`) multiply the surrogate, not the KL term. Tokens of
+    `masked_tokens` have no surrogate, count as clipped, and stay in the denominators.
     """
     function = LOSSES.load(settings.kind)
     result = function(logprobs_C, behavior_logprobs_C, coefficients_C, settings, lengths_R)
@@ -117,6 +155,11 @@ def token_loss(
     _check_losses(result.losses_C, logprobs_C, settings.kind)
     if sampler_weights_C is not None:
         result = replace(result, losses_C=result.losses_C * sampler_weights_C)
+    if settings.masks:
+        assert lengths_R is not None, "masks of rollouts need their numbers of tokens"
+        masked_C = masked_tokens(result.log_ratios_C, coefficients_C, settings, lengths_R)
+        losses_C = result.losses_C.masked_fill(masked_C, 0.0)
+        result = replace(result, losses_C=losses_C, clipped_C=result.clipped_C | masked_C)
     if settings.beta == 0:
         return result
     penalty_C = settings.beta * kl_to_reference(logprobs_C, reference_logprobs_C)
@@ -140,7 +183,7 @@ def _check_losses(losses_C: Any, logprobs_C: torch.Tensor, kind: str) -> None:
 
 ROW_STATISTICS = (
     "loss", "tokens", "clipped", "log_ratio", "log_ratio_squared",
-    "approx_kl", "ratio", "log_ratio_max", "entropy", "reference_kl",
+    "approx_kl", "ratio", "ratio_squared", "log_ratio_max", "entropy", "reference_kl",
 )  # fmt: skip
 """Columns of `row_statistics`: sums over a row's tokens, and the maximum for `log_ratio_max`.
 `loss` sums the weighted token losses: the row's share of the mini-batch loss."""
@@ -166,6 +209,7 @@ def row_statistics(
             log_ratios_C.square(),
             ratios_C - 1.0 - log_ratios_C,
             ratios_C,
+            (2 * log_ratios_C).clamp(max=700.0).exp(),
             torch.zeros_like(log_ratios_C),
             entropies_C.detach().double(),
             reference_kl_C.detach().double(),

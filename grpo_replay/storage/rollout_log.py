@@ -70,6 +70,7 @@ OUTCOME_SCHEMA = pa.schema(
         ("log_ratio_var", pa.float64()),
         ("approx_kl", pa.float64()),
         ("ratio_mean", pa.float64()),
+        ("ratio_squared_mean", pa.float64()),
         ("ratio_max", pa.float64()),
         ("entropy", pa.float64()),
     ]

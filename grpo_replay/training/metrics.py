@@ -149,6 +149,7 @@ def _side(side: str, outcomes: Sequence[RolloutOutcome]) -> Metrics:
     return {
         f"{side}/clip_fraction": _token_mean(outcomes, "clip_fraction"),
         f"{side}/ratio_mean": _token_mean(outcomes, "ratio_mean"),
+        f"{side}/ratio_ess": ratio_ess(outcomes),
         f"{side}/ratio_max": max((outcome.ratio_max for outcome in outcomes), default=None),
         f"{side}/approx_kl": _token_mean(outcomes, "approx_kl"),
     }
@@ -166,11 +167,19 @@ def _by_age(ages: np.ndarray, outcomes: Sequence[RolloutOutcome]) -> Metrics:
     bins: dict[str, list[RolloutOutcome]] = {}
     for age, outcome in sorted(zip(ages.tolist(), outcomes, strict=True), key=lambda p: p[0]):
         bins.setdefault(age_bin(age), []).append(outcome)
-    return {
+    found = {
         f"replay/age_{name}/{quantity}": _token_mean(members, quantity)
         for name, members in bins.items()
         for quantity in ("clip_fraction", "ratio_mean", "approx_kl")
     }
+    return found | {f"replay/age_{name}/ratio_ess": ratio_ess(bins[name]) for name in bins}
+
+
+def ratio_ess(outcomes: Sequence[RolloutOutcome]) -> float | None:
+    """(Σρ)² / (N·Σρ²) over the N tokens: the effective share of the sample if ρ = π_θ / π_b weighs
+    it (Kish 1965). Ratios of 1 and 3 give 0.8."""
+    mean, squared = _token_mean(outcomes, "ratio_mean"), _token_mean(outcomes, "ratio_squared_mean")
+    return mean**2 / squared if mean is not None and squared else None
 
 
 def buffer_metrics(stats: BufferStats, draws_per_step: int = 1) -> Metrics:
@@ -194,12 +203,14 @@ def gap_metrics(gap: LogprobGap | None) -> Metrics:
 
 
 def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Metrics:
-    """The weights of truncated importance sampling over the batch's tokens; empty if it is off."""
-    if loss.sampler_ratio_cap is None:
+    """The weights of `loss.sampler_ratio` over the batch's tokens; empty if it is off."""
+    if loss.sampler_ratio is None:
         return {}
     parts = [sampler_weights(rollout, loss) for rollout in trained]
     weights_C = np.concatenate([np.zeros(0, np.float32), *parts])
-    capped_C = weights_C >= np.float32(loss.sampler_ratio_cap)
+    bounds = loss.sampler_ratio
+    reached = [0.0] if bounds.action == "mask" else [bounds.low, bounds.high]
+    capped_C = np.isin(weights_C, np.array(reached, np.float32))
     return {
         "sampler/weight_mean": float(weights_C.mean(dtype=np.float64)) if len(weights_C) else None,
         "sampler/weight_capped_fraction": float(capped_C.mean()) if len(weights_C) else None,

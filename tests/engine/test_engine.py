@@ -309,7 +309,8 @@ def test_an_empty_completion_takes_part_without_tokens(processes):
         assert relative(with_it[1], without[1]) < 1e-6
         assert asdict(with_it[0].outcomes[3]) == {
             "tokens": 0, "clip_fraction": 0.0, "log_ratio_mean": 0.0, "log_ratio_var": 0.0,
-            "approx_kl": 0.0, "ratio_mean": 0.0, "ratio_max": 0.0, "entropy": 0.0,
+            "approx_kl": 0.0, "ratio_mean": 0.0, "ratio_squared_mean": 0.0, "ratio_max": 0.0,
+            "entropy": 0.0,
         }  # fmt: skip
         with open_engine(processes, batch=batch) as engine:
             found = engine.logprobs([empty, *rows])

@@ -69,8 +69,8 @@ def test_sums_over_tokens_become_means():
     """Two tokens with log-ratios 0 and 2: mean 1, variance 1; and a row without tokens."""
     sums = {
         "loss": 0.25, "tokens": 2, "clipped": 1, "log_ratio": 2, "log_ratio_squared": 4,
-        "approx_kl": 3, "ratio": 1 + np.exp(2), "log_ratio_max": 2, "entropy": 1,
-        "reference_kl": 0.5,
+        "approx_kl": 3, "ratio": 1 + np.exp(2), "ratio_squared": 1 + np.exp(4),
+        "log_ratio_max": 2, "entropy": 1, "reference_kl": 0.5,
     }  # fmt: skip
     nothing = dict.fromkeys(ROW_STATISTICS, 0.0) | {"log_ratio_max": -np.inf}
     assert sums.keys() == nothing.keys()
@@ -82,6 +82,7 @@ def test_sums_over_tokens_become_means():
     assert (whole.tokens, whole.clip_fraction, whole.entropy) == (2, 0.5, 0.5)
     assert (whole.log_ratio_mean, whole.log_ratio_var, whole.approx_kl) == (1.0, 1.0, 1.5)
     assert whole.ratio_mean == pytest.approx((1 + np.exp(2)) / 2)
+    assert whole.ratio_squared_mean == pytest.approx((1 + np.exp(4)) / 2)
     assert whole.ratio_max == pytest.approx(np.exp(2))
     assert (empty.tokens, empty.ratio_mean, empty.ratio_max, empty.log_ratio_var) == (0, 0, 0, 0)
     assert update_result(table[1:], 0.0, 0.0, 1, 1e-3).reference_kl == 0.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_replay.errors import RecipeError
-from grpo_replay.recipe import LossSection
+from grpo_replay.recipe import LossSection, RatioBounds
 from grpo_replay.replay.batch import token_weights
 from grpo_replay.replay.loss import (
     ROW_STATISTICS,
@@ -309,6 +309,7 @@ def test_row_statistics_match_a_plain_loop():
             "log_ratio_squared": sum(d * d for d in deltas),
             "approx_kl": sum(math.exp(d) - 1 - d for d in deltas),
             "ratio": sum(math.exp(d) for d in deltas),
+            "ratio_squared": sum(math.exp(2 * d) for d in deltas),
             "log_ratio_max": max(deltas, default=-math.inf),
             "entropy": sum(float(entropies[i]) for i in members),
             "reference_kl": sum(float(kl[i]) for i in members),
@@ -325,3 +326,58 @@ def test_the_mean_ratio_of_impossible_tokens_is_huge_but_finite():
     table = row_statistics(result, zeros, zeros, zeros, torch.zeros(1, dtype=torch.int64), rows=1)
     assert table[0, ROW_STATISTICS.index("ratio")].item() == pytest.approx(math.exp(700))
     assert table[0, ROW_STATISTICS.index("log_ratio_max")].item() == 1000
+
+
+# --- tokens that are masked by their ratio -------------------------------------------------------
+
+
+def masked(ratios, advantages, lengths, **settings):
+    """The losses at these ratios, and which of them have no gradient."""
+    logs = torch.tensor(ratios).double().log().requires_grad_(True)
+    advantages_C = torch.tensor(advantages).double().repeat_interleave(torch.tensor(lengths))
+    zeros, chosen = torch.zeros(len(ratios)).double(), LossSection(**settings)
+    result = token_loss(logs, zeros, zeros, advantages_C, chosen, lengths)
+    result.losses_C.sum().backward()
+    assert torch.equal(result.clipped_C, logs.grad == 0)
+    return result.losses_C.tolist(), (logs.grad == 0).tolist()
+
+
+def test_a_veto_takes_what_follows_the_first_ratio_outside_of_negative_rollouts():
+    """The third row has A > 0, the second no ratio outside."""
+    ratios = [1.0, 3.0, 1.0, 1.1, 0.9, 1.0, 1.2, 3.0, 1.0]
+    lengths, wide = [4, 3, 2], {"epsilon": 0.9, "epsilon_high": 9.0}
+    losses, without = masked(ratios, [-1, -1, 1], lengths, negative_veto=[0.5, 2.0], **wide)
+    assert without == [False, False, True, True, *[False] * 5]
+    assert losses == pytest.approx([1.0, 3.0, 0.0, 0.0, 0.9, 1.0, 1.2, -3.0, -1.0])
+
+
+def test_a_mask_takes_tokens_or_whole_rollouts():
+    """Products: 1.5 * 1.5 = 2.25 and 3 * 0.5 = 1.5."""
+    ratios, wide = [1.5, 1.5, 3.0, 0.5], {"epsilon": 0.9, "epsilon_high": 9.0}
+    bounds = {"low": 0.6, "high": 2.0}
+    _, tokens = masked(ratios, [1, 1], [2, 2], ratio_mask=bounds, **wide)
+    assert tokens == [False, False, True, True]
+    _, rollouts = masked(ratios, [1, 1], [2, 2], ratio_mask={**bounds, "level": "sequence"}, **wide)
+    assert rollouts == [True, True, False, False]
+
+
+def test_the_mask_of_negative_rollouts_is_trl_s_with_its_numbers():
+    """Mean of -log ρ: of the first two rows log 2 / 2 = 0.35, of the third 0.05."""
+    from trl import GRPOTrainer
+
+    ratios, lengths = [0.5, 1.0, 0.5, 1.0, math.exp(-0.05)], [2, 2, 1]
+    wide = {"epsilon": 0.9, "epsilon_high": 9.0}
+    _, found = masked(ratios, [-1, 1, -1], lengths, max_negative_kl=0.2, **wide)
+    logps = torch.tensor([[0.5, 1.0], [0.5, 1.0], [math.exp(-0.05), 1.0]]).log()
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0]])
+    kept = GRPOTrainer.get_off_policy_mask(advantages, logps, torch.zeros(3, 2), mask, 0.2)
+    assert found == [True, True, False, False, False]
+    assert kept.flatten().tolist() == [0, 1, 1]
+
+
+def test_masks_leave_the_kl_term():
+    settings = LossSection(ratio_mask=RatioBounds(high=2.0), beta=1.0)
+    logs, zero = torch.tensor([3.0]).log(), torch.zeros(1)
+    result = token_loss(logs, zero, zero, -torch.ones(1), settings, [1])
+    assert result.losses_C.tolist() == pytest.approx([1 / 3 - math.log(1 / 3) - 1])

@@ -30,7 +30,7 @@ from grpo_replay.storage.rollout_log import (
 )
 from grpo_replay.types import Draw, Rollout, RolloutOutcome
 
-OUTCOME = RolloutOutcome(3, 0.25, -0.125, 0.5, 0.0625, 1.5, 2.0, 0.75)
+OUTCOME = RolloutOutcome(3, 0.25, -0.125, 0.5, 0.0625, 1.5, 3.0, 2.0, 0.75)
 
 
 def some_rollouts():

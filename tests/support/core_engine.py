@@ -254,6 +254,7 @@ def reference_statistics(row: TrainRow) -> dict[str, float]:
         "log_ratio_var": float(deltas.var()),
         "approx_kl": float((ratios - 1 - deltas).mean()),
         "ratio_mean": float(ratios.mean()),
+        "ratio_squared_mean": float((ratios**2).mean()),
         "ratio_max": math.exp(deltas.max()),
         "entropy": float(entropies.mean()),
     }

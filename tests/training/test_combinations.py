@@ -36,7 +36,7 @@ RUNS = {
         "replay": {"preset": "uniform", "warmup_steps": 2, "with_replacement": True},
         "advantage": {"std": "none"},
         "model": {"dtype": "bfloat16"}, "engine": {"zero_stage": 2},
-        "loss": {"sampler_ratio_cap": 2.0},
+        "loss": {"sampler_ratio": {"high": 2.0}},
     },
     "queries of a buffer": {
         "replay": {"unit": "query", "priority": "uniform", "composition": "buffer_only",

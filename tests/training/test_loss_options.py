@@ -103,9 +103,18 @@ def test_dr_grpo_divides_neither_by_sigma_nor_by_length(tmp_path, processes):
 # --- truncated importance sampling ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cap, weight", [(2.0, math.exp(-0.05)), (0.9, 0.9)])
-def test_sampler_weights_scale_the_gradient(tmp_path, processes, monkeypatch, cap, weight):
-    """A sampler whose log-probs are 0.05 too high: all weights are e^-0.05, or the cap."""
+@pytest.mark.parametrize(
+    "bounds, weight, bounded",
+    [
+        ({"high": 2}, math.exp(-0.05), 0),
+        ({"low": 0.98}, 0.98, 1),
+        ({"low": 0.98, "action": "mask"}, 0, 1),
+    ],
+)
+def test_sampler_weights_scale_the_gradient(
+    tmp_path, processes, monkeypatch, bounds, weight, bounded
+):
+    """A sampler whose log-probs are 0.05 too high: all weights are e^-0.05, the bound, or 0."""
     original = HfSampler.generate
 
     def generate(sampler, requests):
@@ -119,13 +128,70 @@ def test_sampler_weights_scale_the_gradient(tmp_path, processes, monkeypatch, ca
         "replay": {"preset": "grpo"},
     }  # fmt: skip
     plain = train_small_run(tmp_path / "plain", **sections)
-    found = train_small_run(tmp_path / "capped", **sections, loss={"sampler_ratio_cap": cap})
+    found = train_small_run(tmp_path / "capped", **sections, loss={"sampler_ratio": bounds})
     first, plain_first = found.metrics[0], plain.metrics[0]
     assert first["sampler/weight_mean"] == pytest.approx(weight, abs=1e-5)
-    assert first["sampler/weight_capped_fraction"] == (1 if cap < 1 else 0)
+    assert first["sampler/weight_capped_fraction"] == bounded
     assert first["grad_norm"] == pytest.approx(weight * plain_first["grad_norm"], rel=1e-4)
     assert "sampler/weight_mean" not in plain_first
     assert found.survivors(1)[0]["ratio_mean"] == pytest.approx(1, abs=1e-5)  # of the trainer
+
+
+# --- masks by the ratio to the behaviour policy ---------------------------------------------------
+
+UNCLIPPED = {"epsilon": 0.99, "epsilon_high": 99.0, "dual_clip": None}
+
+
+def far_run(path: Path, **loss) -> FinishedRun:
+    """At a rate that moves ratios apart; without a mask nothing is clipped."""
+    return train_small_run(
+        path, loss={**UNCLIPPED, **loss}, optimizer={"learning_rate": 1e-2}, run={"steps": 5}
+    )
+
+
+def masked_draws(run: FinishedRun) -> list[tuple[dict, bool]]:
+    """Each draw, and whether its advantage is negative."""
+    return [(draw, run.all_rollouts[draw["rollout_id"]]["advantage"] < 0) for draw in run.all_draws]
+
+
+def test_neutral_masks_train_the_same_bits(tmp_path, processes):
+    plain, far = far_run(tmp_path / "plain"), {"low": 0.0, "high": 1e9}
+    neutral = far_run(
+        tmp_path / "neutral", ratio_mask=far, max_negative_kl=1e9, negative_veto=[0.0, 1e9]
+    )
+    assert [line["grad_norm"] for line in neutral.metrics] == [
+        line["grad_norm"] for line in plain.metrics
+    ]
+    assert all(draw["clip_fraction"] == 0 for draw in plain.all_draws)
+
+
+def test_a_run_masks_negative_rollouts_far_from_their_policy(tmp_path, processes):
+    run = far_run(tmp_path / "run", max_negative_kl=0.01)
+    expected = [
+        float(negative and -draw["log_ratio_mean"] > 0.01) for draw, negative in masked_draws(run)
+    ]
+    assert [draw["clip_fraction"] for draw in run.all_draws] == expected
+    assert 0 < sum(expected) < len(expected)
+    assert verify_run(run.path).passed
+
+
+def test_a_run_masks_rollouts_by_the_product_of_their_ratios(tmp_path, processes):
+    run = far_run(tmp_path / "run", ratio_mask={"level": "sequence", "high": 1.2})
+    expected = [
+        float(draw["log_ratio_mean"] * draw["tokens"] > math.log(1.2)) for draw in run.all_draws
+    ]
+    assert [draw["clip_fraction"] for draw in run.all_draws] == expected
+    assert 0 < sum(expected) < len(expected)
+
+
+def test_a_run_with_a_veto_masks_parts_of_negative_rollouts_alone(tmp_path, processes):
+    run = far_run(tmp_path / "run", negative_veto=[0.0, 1.1])
+    found = [
+        (draw["clip_fraction"], negative and draw["ratio_max"] > 1.1)
+        for draw, negative in masked_draws(run)
+    ]
+    assert all(share < 1 and (may or share == 0) for share, may in found)
+    assert sum(share > 0 for share, _ in found) > 3
 
 
 # --- the learning rate ----------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """What a step reports: definitions by hand, and recounted from the files of runs."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_replay.engine import UpdateResult
-from grpo_replay.recipe import LossSection
+from grpo_replay.recipe import LossSection, SamplerRatio
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.insertion import entries_of
 from grpo_replay.training.asynchronous import sampled_by
@@ -18,6 +19,7 @@ from grpo_replay.training.metrics import (
     cost_metrics,
     depends_on_time,
     generation_metrics,
+    ratio_ess,
     sampler_weight_metrics,
     score_metrics,
     update_metrics,
@@ -169,7 +171,8 @@ def outcome(tokens: int, number: float) -> RolloutOutcome:
     """Whose quantities are the number, and parts of it."""
     return RolloutOutcome(
         tokens=tokens, clip_fraction=number / 2, log_ratio_mean=0.0, log_ratio_var=0.0,
-        approx_kl=number / 4, ratio_mean=number, ratio_max=2 * number, entropy=3 * number,
+        approx_kl=number / 4, ratio_mean=number, ratio_squared_mean=2 * number**2,
+        ratio_max=2 * number, entropy=3 * number,
     )  # fmt: skip
 
 
@@ -187,16 +190,18 @@ def test_batch_metrics_by_hand():
     assert found == {
         "entropy": pytest.approx(3 * 23 / 6),
         "fresh/rollouts": 2, "fresh/clip_fraction": 0.5, "fresh/ratio_mean": 1.0,
-        "fresh/ratio_max": 2.0, "fresh/approx_kl": 0.25,
+        "fresh/ratio_ess": 0.5, "fresh/ratio_max": 2.0, "fresh/approx_kl": 0.25,
         "replay/rollouts": 3, "replay/ratio": 1.5, "replay/clip_fraction": pytest.approx(2.2),
         "replay/ratio_mean": pytest.approx(4.4), "replay/ratio_max": 16.0,
+        "replay/ratio_ess": pytest.approx(22**2 / (5 * 2 * (8**2 + 3 * 4**2 + 2**2))),
         "replay/approx_kl": pytest.approx(1.1), "replay/age_mean": 3.0, "replay/age_max": 4,
         "replay/ess": 2.5, "replay/draw_entropy": 0.7,
         "replay/positive_fraction": pytest.approx(1 / 3),
         "replay/age_2/clip_fraction": 2.0, "replay/age_2/ratio_mean": 4.0,
-        "replay/age_2/approx_kl": 1.0,
+        "replay/age_2/approx_kl": 1.0, "replay/age_2/ratio_ess": 0.5,
         "replay/age_3-4/clip_fraction": 2.5, "replay/age_3-4/ratio_mean": 5.0,
         "replay/age_3-4/approx_kl": 1.25,
+        "replay/age_3-4/ratio_ess": pytest.approx(10**2 / (2 * 2 * (8**2 + 2**2))),
     }  # fmt: skip
     assert list(found).index("replay/age_2/approx_kl") < list(found).index(
         "replay/age_3-4/clip_fraction"
@@ -247,10 +252,19 @@ def test_scores_of_the_rollouts_whose_reward_came():
     assert score_metrics([make_rollout(0, 3)], ["a"]) == {}
 
 
+def test_ratio_ess_by_hand():
+    """Two tokens with ratios 1 and 3: 16 / (2 * 10). One more rollout, three tokens of 1: 49/65."""
+    first = replace(outcome(2, 2.0), ratio_squared_mean=5.0)
+    second = replace(outcome(3, 1.0), ratio_squared_mean=1.0)
+    assert ratio_ess([first]) == pytest.approx(0.8)
+    assert ratio_ess([first, second]) == pytest.approx(49 / 65)
+    assert ratio_ess([]) is None
+
+
 def test_weights_of_the_sampler_by_hand():
     """Two tokens, e^0.5 and e^2: the second is capped at 2."""
     rollout = make_rollout(0, 2, behavior_logprobs=np.array([-0.5, 1.0], np.float32))
-    capped = LossSection(sampler_ratio_cap=2.0)
+    capped = LossSection(sampler_ratio=SamplerRatio(high=2.0))
     assert sampler_weight_metrics([rollout], capped) == {
         "sampler/weight_mean": pytest.approx((math.exp(0.5) + 2) / 2, rel=1e-6),
         "sampler/weight_capped_fraction": 0.5,

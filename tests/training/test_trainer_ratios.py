@@ -192,6 +192,9 @@ def test_metrics_by_side_and_by_age_are_those_of_the_files(name, request):
                 assert line[f"{side}/{quantity}"] == (
                     None if expected is None else pytest.approx(expected, rel=1e-9)
                 )
+            mean, squared = (token_mean(rows, f"ratio{which}_mean") for which in ("", "_squared"))
+            ess = None if mean is None else pytest.approx(mean**2 / squared, rel=1e-9)
+            assert line[f"{side}/ratio_ess"] == ess
             assert line[f"{side}/ratio_max"] == max((r["ratio_max"] for r in rows), default=None)
         assert line["entropy"] == pytest.approx(token_mean(fresh + replayed, "entropy"), rel=1e-9) \
             if fresh + replayed else line["entropy"] is None  # fmt: skip

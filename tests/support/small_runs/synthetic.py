@@ -63,6 +63,7 @@ def outcome_of(rollout: Rollout, age: int, rng: np.random.Generator) -> RolloutO
         log_ratio_var=variance,
         approx_kl=variance / 2,
         ratio_mean=1.0 + variance / 2,
+        ratio_squared_mean=1.0 + 2 * variance,
         ratio_max=1.0 + 3 * variance**0.5,
         entropy=0.5,
     )
