@@ -139,13 +139,13 @@ def test_sampler_weights_scale_the_gradient(
 
 # --- masks by the ratio to the behaviour policy ---------------------------------------------------
 
-UNCLIPPED = {"epsilon": 0.99, "epsilon_high": 99.0, "dual_clip": None}
+UNCLIPPED = {"epsilon": 1 - 1e-9, "epsilon_high": 1e9, "dual_clip": None}
 
 
 def far_run(path: Path, **loss) -> FinishedRun:
     """At a rate that moves ratios apart; without a mask nothing is clipped."""
     return train_small_run(
-        path, loss={**UNCLIPPED, **loss}, optimizer={"learning_rate": 1e-2}, run={"steps": 5}
+        path, loss={**UNCLIPPED, **loss}, optimizer={"learning_rate": 2e-4}, run={"steps": 5}
     )
 
 
@@ -185,13 +185,13 @@ def test_a_run_masks_rollouts_by_the_product_of_their_ratios(tmp_path, processes
 
 
 def test_a_run_with_a_veto_masks_parts_of_negative_rollouts_alone(tmp_path, processes):
-    run = far_run(tmp_path / "run", negative_veto=[0.0, 1.1])
+    run = far_run(tmp_path / "run", negative_veto=[0.0, 1.02])
     found = [
-        (draw["clip_fraction"], negative and draw["ratio_max"] > 1.1)
+        (draw["clip_fraction"], negative and draw["ratio_max"] > 1.02)
         for draw, negative in masked_draws(run)
     ]
     assert all(share < 1 and (may or share == 0) for share, may in found)
-    assert sum(share > 0 for share, _ in found) > 3
+    assert sum(share > 0 for share, _ in found) >= 2
 
 
 # --- the learning rate ----------------------------------------------------------------------------
