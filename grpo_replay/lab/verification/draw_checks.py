@@ -2,17 +2,49 @@
 
 import numpy as np
 
-from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, Tally, queries
+from grpo_replay.lab.inspection.rollout_columns import find_rows
+from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, chosen, naming
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.recipe.open_lists import PRIORITIES
 from grpo_replay.replay.priorities import EPSILON
 
 _LOGGED_AS = {"completion_tokens": "completion_token_ids"}  # RunFiles has the lengths of lists
-_COUNTS = {
-    "fresh_anchored": "round(r B')", "pool": "round((1 + r) B')", "buffer_only": "round(r R)",
-}  # fmt: skip
-_PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
-_SMALLEST = 1e-300  # below it, float64 has fewer digits than the tolerance asks for
+
+
+class _Units:
+    """What one draw can take: rollouts, or queries with all their rollouts. C candidates, U units.
+
+    A draw takes by P ∝ p^α, p the mean over a unit's rollouts. With `unused_first` the units never
+    drawn and the others have a distribution each; `drawn_before_U` is False without it."""
+
+    def __init__(
+        self, run: RunFiles, settings: ReplaySection, candidate_C: np.ndarray, used_N: np.ndarray
+    ) -> None:
+        self.candidate_C = candidate_C
+        name = "group_id" if settings.unit == "query" else "rollout_id"
+        _, self.first_U, self.unit_C, self.size_U = np.unique(
+            run.rollouts[name][candidate_C],
+            return_index=True, return_inverse=True, return_counts=True,
+        )  # fmt: skip
+        self.drawn_before_U = used_N[candidate_C][self.first_U] & settings.unused_first
+        p_C = priorities(run, settings, candidate_C)
+        p_U = np.bincount(self.unit_C, p_C, len(self.size_U)) / self.size_U
+        self.log_weight_U = np.zeros(len(p_U))
+        if settings.priority_exponent > 0:
+            with np.errstate(divide="ignore"):
+                self.log_weight_U = settings.priority_exponent * np.log(p_U)
+        self.drawable_U = np.isfinite(self.log_weight_U)
+
+    def probability_U(self) -> np.ndarray:
+        """P of each unit in its distribution; 0 for those that are never drawn."""
+        probability_U = np.zeros(len(self.size_U))
+        for before in (False, True):
+            members = self.drawable_U & (self.drawn_before_U == before)
+            if members.any():
+                log_weight = self.log_weight_U[members]
+                weight = np.exp(log_weight - log_weight.max())
+                probability_U[members] = weight / weight.sum()
+        return probability_U
 
 
 class DrawChecks:
@@ -20,47 +52,60 @@ class DrawChecks:
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
-        self.settings = run.recipes.first.replay  # those of the step being checked
-        self.row_of = {int(i): row for row, i in enumerate(run.rollouts["rollout_id"])}
         self.effective_sample_size: float | None = None  # of the step checked last
         self.entropy: float | None = None  # likewise, nats
-        youngest, limit = _youngest(self.settings), self.settings.max_age_steps
-        oldest = "any" if limit is None else limit
-        self.ages = Tally("ages", f"step - birth_step, from {youngest} to {oldest}")
-        compositions = (each.replay.composition for each in run.recipes.recipes)
-        rules = " or ".join(dict.fromkeys(_COUNTS[each] for each in compositions))
-        self.counts = Tally(
-            "draw counts",
-            f"{rules} in units; without replacement, at most all candidates of p > 0",
-        )
-        self.stored = Tally(
-            "stored when drawn", "each drawn rollout was in the buffer (or pool) at that step"
-        )
-        self.units = Tally("drawn units", "whole queries, none twice in a draw without replacement")
-        self.probabilities = Tally("probabilities", "P = p^alpha / sum p^alpha recomputed")
+        self.stored = Check("stored when drawn", "drawn rollouts were in the buffer, or the pool")
+        self.counts = Check("draw counts", "as many units as ratio and composition ask for")
+        self.units = Check("drawn units", "whole queries, none twice in a draw without replacement")
+        self.ages = Check("ages", "step - birth_step, within the limits")
+        self.probabilities = Check("probabilities", "P = p^alpha / sum p^alpha recomputed")
 
     def check(
-        self, step: int, candidates: list[int], survivors: int, used: np.ndarray
-    ) -> list[int]:
-        """Check the draw of one step from `candidates` (rows, oldest first). Returns the drawn rows
-        that exist. `survivors` is B'; `used[row]` is True for rows drawn before."""
-        self.settings = self.run.recipe_at(step).replay
+        self, step: int, candidate_C: np.ndarray, survivors: int, used_N: np.ndarray
+    ) -> np.ndarray:
+        """Check the draw of one step from the rows `candidate_C`, oldest first. Returns the drawn
+        rows that exist. `survivors` is B'; `used_N[row]` is True for rows drawn before."""
         self.effective_sample_size = self.entropy = None
-        draws = self.draws(step)
-        units = self._units(candidates)
-        asked = self._asked(step, survivors)
-        rows = [self.row_of.get(int(i), -1) for i in draws["rollout_id"]]
-        known = self._check_known(step, draws, rows, set(candidates))
+        settings, draws = self.run.recipes.at(step).replay, self.run.draws_of(step)
+        rows, used_N = self.run.rows_of(draws["rollout_id"]), used_N.copy()
+        stored = np.isin(rows, candidate_C)
+        self.stored.expect_all(stored, naming(f"step {step}, drawn but not stored", draws, "step"))
         self._check_ages(step, draws, rows)
-        if not known:
-            return [row for row in rows if row >= 0]
-        used, log_weight_U = used.copy(), self._log_weights(units)
-        for share, of_draw in self._single_draws(step, draws, asked):
-            mine = [rows[i] for i in of_draw]
-            own = {name: values[of_draw] for name, values in draws.items()}
-            self._check_draw(step, own, mine, units, log_weight_U, share, used)
-            used[mine] = True
+        if not stored.all():
+            return rows[rows >= 0]
+        for asked, mine in self._single_draws(step, draws, self._asked(step, survivors)):
+            units = _Units(self.run, settings, candidate_C, used_N)
+            self._check_draw(step, chosen(draws, mine), rows[mine], units, asked)
+            used_N[rows[mine]] = True
         return rows
+
+    def _check_ages(self, step: int, draws: Columns, rows: np.ndarray) -> None:
+        settings, age_N = self.run.recipes.at(step).replay, draws["age_steps"]
+        births = self.run.rollouts["birth_step"][rows]
+        right_N = (draws["step"] == step) & (age_N >= settings.anchors_fresh)
+        right_N &= (rows < 0) | (age_N == step - births)
+        if settings.max_age_steps is not None:
+            right_N &= age_N <= settings.max_age_steps
+        if "update" in draws:
+            first = self.run.draws_per_step(step) * (step - age_N - 1) + 1
+            right_N &= draws["age_updates"] == draws["update"] - first
+        found = {**draws, "birth_step": births}
+        self.ages.expect_all(
+            right_N, naming(f"step {step}", found, "step", "age_steps", "birth_step")
+        )
+
+    def _asked(self, step: int, survivors: int) -> int:
+        """Number of units to draw according to the recipe. R is what the step generated; an
+        asynchronous step draws as many whatever has arrived."""
+        recipe = self.run.recipes.at(step)
+        settings, rows = recipe.replay, self.run.rows_of_step[step]
+        if not settings.replays or step <= settings.warmup_steps:
+            return 0
+        generated = recipe.rollouts_per_step if recipe.run.is_async else rows.stop - rows.start
+        rollouts = settings.ratio * generated
+        if not settings.stores_first:
+            rollouts = (settings.ratio + settings.pools_fresh) * survivors
+        return round(rollouts / (recipe.sampling.group_size if settings.unit == "query" else 1))
 
     def _single_draws(self, step: int, draws: Columns, asked: int) -> list[tuple[int, np.ndarray]]:
         """For each draw of the step the units asked for, and the rows of its file: one draw, or one
@@ -68,224 +113,70 @@ class DrawChecks:
         updates = self.run.draws_per_step(step)
         if updates == 1:
             return [(asked, np.arange(len(draws["step"])))]
-        update_N = draws.get("update", np.zeros(0, np.int64)) - updates * (step - 1) - 1
-        in_order = np.isin(update_N, range(updates)).all() and (np.diff(update_N) >= 0).all()
-        self.counts.expect(
-            bool(in_order),
-            f"step {step}: its draws are not those of updates {updates * (step - 1) + 1} to "
-            f"{updates * step}, in this order",
-        )
+        update_N = draws["update"] - updates * (step - 1) - 1
         return [
             (asked // updates + (each < asked % updates), np.flatnonzero(update_N == each))
             for each in range(updates)
         ]
 
     def _check_draw(
-        self,
-        step: int,
-        draws: Columns,
-        rows: list[int],
-        units: list[list[int]],
-        log_weight_U: np.ndarray,
-        asked: int,
-        used: np.ndarray,
+        self, step: int, draws: dict[str, np.ndarray], rows_D: np.ndarray, units: _Units, asked: int
     ) -> None:
-        """Check one draw of `asked` units. Those of weight 0 are never drawn."""
-        drawn = self._split_into_units(step, rows, units)
-        drawable_U = np.isfinite(log_weight_U)
-        drawable = int(drawable_U.sum())
-        refills = self.settings.with_replacement and drawable > 0
+        """Check one draw of `asked` units."""
+        settings = self.run.recipes.at(step).replay
+        place_D = find_rows(units.candidate_C, rows_D)
+        unit_D = units.unit_C[place_D]
+        drawn = unit_D[place_D == units.first_U[unit_D]]  # one for each query
+
+        def times(unit: np.ndarray) -> np.ndarray:
+            return np.bincount(unit, minlength=len(units.size_U))
+
+        drawable = int(units.drawable_U.sum())
+        refills = settings.with_replacement and drawable > 0
         expected = asked if refills else min(asked, drawable)
         self.counts.expect(
             len(drawn) == expected,
-            f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
+            f"step {step}: drew {len(drawn)} {settings.unit} unit(s), expected {expected} "
             f"(asked {asked} of {drawable} candidates)",
         )
-        for members, picked in self._distributions(step, units, drawable_U, drawn, used):
-            self._check_probabilities(step, draws, units, log_weight_U, members, picked)
-
-    def draws(self, step: int) -> Columns:
-        """The columns of the step's draws/ file, empty if there is none."""
-        return self.run.draws_of_step.get(step, _NO_DRAWS)
-
-    def results(self) -> list[Check]:
-        tallies = (self.stored, self.counts, self.units, self.ages, self.probabilities)
-        return [tally.result() for tally in tallies]
-
-    def _asked(self, step: int, survivors: int) -> int:
-        """Number of units to draw according to the recipe."""
-        settings = self.settings
-        if not settings.replays or step <= settings.warmup_steps:
-            return 0
-        recipe = self.run.recipe_at(step)
-        if settings.stores_first:
-            rollouts = settings.ratio * self._generated(step)
-        else:
-            rollouts = (settings.ratio + settings.pools_fresh) * survivors
-        per_unit = recipe.sampling.group_size if settings.unit == "query" else 1
-        return round(rollouts / per_unit)
-
-    def _generated(self, step: int) -> int:
-        """R: what the step generated. An asynchronous step draws as many whatever has arrived."""
-        recipe = self.run.recipe_at(step)
-        if recipe.run.is_async:
-            return recipe.rollouts_per_step
-        rows = self.run.rows_of_step.get(step, slice(0, 0))
-        return rows.stop - rows.start
-
-    def _units(self, candidates: list[int]) -> list[list[int]]:
-        if self.settings.unit == "query":
-            return queries(candidates, self.run.rollouts)
-        return [[row] for row in candidates]
-
-    def _check_known(
-        self, step: int, draws: Columns, rows: list[int], candidates: set[int]
-    ) -> bool:
-        ids = draws["rollout_id"]
-        known_N = np.array([row in candidates for row in rows], dtype=bool)
-        self.stored.expect_all(
-            known_N, lambda i: f"step {step}: rollout {ids[i]} was drawn but not stored then"
-        )
-        return bool(known_N.all())
-
-    def _check_ages(self, step: int, draws: Columns, rows: list[int]) -> None:
-        row_N, age_N, ids = np.array(rows, np.int64), draws["age_steps"], draws["rollout_id"]
-        births = self.run.rollouts["birth_step"][row_N]
-        right_N = (draws["step"] == step) & (age_N >= _youngest(self.settings))
-        right_N &= (row_N < 0) | (age_N == step - births)
-        if self.settings.max_age_steps is not None:
-            right_N &= age_N <= self.settings.max_age_steps
-        if "update" in draws:
-            first = self.run.draws_per_step(step) * (step - age_N - 1) + 1
-            right_N &= draws["age_updates"] == draws["update"] - first
-        self.ages.expect_all(
-            right_N,
-            lambda i: (
-                f"step {step}, rollout {ids[i]}: step {draws['step'][i]}, age_steps {age_N[i]}, "
-                f"born at step {births[i]}"
-            ),
-        )
-
-    def _split_into_units(self, step: int, rows: list[int], units: list[list[int]]) -> list[int]:
-        """Indices of the drawn units, in the order drawn."""
-        unit_of = {row: index for index, unit in enumerate(units) for row in unit}
-        drawn, position = [], 0
-        while position < len(rows):
-            unit = units[unit_of[rows[position]]]
-            together = rows[position : position + len(unit)] == unit
-            self.units.expect(
-                together,
-                f"step {step}: rollout {self.run.rollouts['rollout_id'][rows[position]]} was "
-                f"drawn without the other rollouts of its query, {len(unit)} in all",
-            )
-            drawn.append(unit_of[rows[position]])
-            position += len(unit) if together else 1
-        if not self.settings.with_replacement:
-            self.units.expect(len(set(drawn)) == len(drawn), f"step {step}: a unit was drawn twice")
-        return drawn
-
-    def _distributions(
-        self,
-        step: int,
-        units: list[list[int]],
-        drawable_U: np.ndarray,
-        drawn: list[int],
-        used: np.ndarray,
-    ) -> list[tuple[list[int], list[int]]]:
-        """The units of each distribution that the step drew from, with its draws in order. One over
-        all units, or with `unused_first` one over the units never drawn and one over the others.
-        Indices into `units`."""
-        if not self.settings.unused_first:
-            return [(list(range(len(units))), drawn)]
-        old = {index for index, unit in enumerate(units) if used[unit].any()}
-        never = [index for index in range(len(units)) if index not in old]
-        left = int(drawable_U[never].sum())
-        first = [index for index in drawn if index not in old]
-        in_order = drawn[: len(first)] == first
         self.units.expect(
-            in_order and len(first) == min(len(drawn), left),
-            f"step {step}: drew {len(drawn) - len(first)} used {self.settings.unit} unit(s) "
-            f"while {left - len(first)} never drawn remained, or before those",
+            np.array_equal(times(unit_D), units.size_U * times(drawn))
+            and (settings.with_replacement or len(np.unique(drawn)) == len(drawn)),
+            f"step {step}: a {settings.unit} was drawn in part, or twice without replacement",
         )
-        return [(never, first), (sorted(old), drawn[len(first) :] if in_order else [])]
-
-    def _check_probabilities(
-        self,
-        step: int,
-        draws: Columns,
-        units: list[list[int]],
-        log_weight_U: np.ndarray,
-        members: list[int],
-        drawn: list[int],
-    ) -> None:
-        """Check probabilities against the distribution over the units `members`."""
-        if not drawn:
+        if settings.unused_first:
+            new = int((units.drawable_U & ~units.drawn_before_U).sum())
+            self.units.expect(
+                np.array_equal(units.drawn_before_U[drawn], np.arange(len(drawn)) >= new),
+                f"step {step}: did not draw the {new} never drawn before all others",
+            )
+        if not len(unit_D):
             return
-        weight_M = np.exp(log_weight_U[members] - log_weight_U[members].max())
-        probability_M = weight_M / weight_M.sum()
-        if self.effective_sample_size is None:
-            self.effective_sample_size = float(1 / (probability_M**2).sum())
-            some_M = probability_M[probability_M > 0]
-            self.entropy = -float((some_M * np.log(some_M)).sum())
-        place = {unit: position for position, unit in enumerate(members)}
-        expected_of = {row: probability_M[place[unit]] for unit in drawn for row in units[unit]}
-        rows = (self.row_of[int(i)] for i in draws["rollout_id"])
-        # Rows that are not there were drawn from the other distribution.
-        expected_N = np.array([expected_of.get(row, np.nan) for row in rows])
-        found_N, here = draws["probability"], np.flatnonzero(~np.isnan(expected_N))
-        near_N = np.abs(found_N - expected_N) <= _PROBABILITY_TOLERANCE * expected_N + _SMALLEST
+        probability_U = units.probability_U()
+        if self.effective_sample_size is None:  # those of the distribution that is used first
+            used_first = units.drawn_before_U == units.drawn_before_U[unit_D[0]]
+            P = probability_U[used_first & (probability_U > 0)]
+            self.effective_sample_size = float(1 / (P**2).sum())
+            self.entropy = -float((P * np.log(P)).sum())
+        found_D, expected_D = draws["probability"], probability_U[unit_D]
         self.probabilities.expect_all(
-            near_N[here],
-            lambda i: (
-                f"step {step}, rollout {draws['rollout_id'][here[i]]}: probability "
-                f"{found_N[here[i]]!r}, recomputed {expected_N[here[i]]!r}"
-            ),
+            np.isclose(found_D, expected_D, rtol=1e-9, atol=1e-300),  # sums differ by 1e-13
+            naming(f"step {step}", draws | {"recomputed": expected_D}, "probability", "recomputed"),
         )
 
-    def _log_weights(self, units: list[list[int]]) -> np.ndarray:
-        """ln p^α of each unit, p the mean over its rollouts; -inf where p is 0 and α is not."""
-        exponent = self.settings.priority_exponent
-        if exponent == 0 or not units:
-            return np.zeros(len(units))
-        p_N = self.priorities(sorted(row for unit in units for row in unit))
-        if self.settings.unit == "query":
-            p_U = np.array([p_N[unit].mean() for unit in units])
-        else:
-            p_U = p_N[[unit[0] for unit in units]]
-        with np.errstate(divide="ignore"):
-            return exponent * np.log(p_U)
 
-    def priorities(self, rows: list[int]) -> np.ndarray:
-        """p of the rollouts `rows`, NaN for the others: |A| and σ_g as the paper has them, or the
-        function that the recipe names."""
-        logged, settings = self.run.rollouts, self.settings
-        p_N = np.full(len(logged["advantage"]), np.nan)
-        known = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
-        if not rows:
-            return p_N
-        if settings.priority == "uniform":
-            p_N[rows] = 1.0
-        elif settings.priority in known:
-            p_N[rows] = np.abs(logged[known[settings.priority]][rows].astype(np.float64)) + EPSILON
-        else:
-            function = PRIORITIES.load(settings.priority)
-            names = {name: _LOGGED_AS.get(name, name) for name in function.columns}  # type: ignore[attr-defined]
-            values = function({name: _column(logged[at][rows]) for name, at in names.items()})
-            adds = EPSILON if getattr(function, "epsilon", True) else 0.0
-            p_N[rows] = np.asarray(values, dtype=np.float64) + adds
-        return p_N
-
-
-def _column(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float64) if values.dtype.kind == "f" else values
-
-
-def _youngest(settings: ReplaySection) -> int:
-    return 1 if settings.anchors_fresh else 0
-
-
-_NO_DRAWS: Columns = {
-    **dict.fromkeys(("step", "rollout_id", "age_steps", "tokens"), np.zeros(0, np.int64)),
-    **dict.fromkeys(("probability", "clip_fraction", "ratio_mean"), np.zeros(0)),
-    **dict.fromkeys(("ratio_max", "approx_kl", "entropy"), np.zeros(0)),
-}
+def priorities(run: RunFiles, settings: ReplaySection, rows: np.ndarray) -> np.ndarray:
+    """p of the rollouts `rows`: |A| and σ_g as the paper has them, or the function that the recipe
+    names."""
+    known = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
+    if settings.priority == "uniform":
+        return np.ones(len(rows))
+    if settings.priority in known:
+        return np.abs(run.rollouts[known[settings.priority]][rows]) + EPSILON
+    function = PRIORITIES.load(settings.priority)
+    logged = {name: _LOGGED_AS.get(name, name) for name in function.columns}  # type: ignore[attr-defined]
+    adds = EPSILON if getattr(function, "epsilon", True) else 0.0
+    found = (
+        function({name: run.rollouts[at][rows] for name, at in logged.items()}) if len(rows) else []
+    )
+    return np.asarray(found, dtype=np.float64) + adds

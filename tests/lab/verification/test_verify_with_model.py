@@ -62,7 +62,6 @@ CHANGES = {
     "replay/age_9-16/approx_kl": 0.1,
     "verdict/timeout": 7,
     "updates": None,
-    "replay/age_1/ratio_mean": None,
 }
 
 
