@@ -15,7 +15,7 @@ from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.source import Source, open_source
-from grpo_replay.lab.inspection.views import read_life, warn_of_gaps
+from grpo_replay.lab.inspection.views import read_life
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.terminal.console import open_console, print_json
@@ -33,8 +33,6 @@ def run(options: InspectOptions) -> int:
     console, as_json = open_console(markup=True), options.as_json
     if options.verify:
         return _verify(source, console, as_json, options.with_model)
-    if options.what_if or options.show is not None:
-        warn_of_gaps(source)
     if options.what_if:
         _answer(what_if(source, options.what_if), views.print_what_if, console, as_json)
     elif options.show is not None:
@@ -71,7 +69,7 @@ def _consider_code(source: Source, options: InspectOptions) -> None:
     sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
     found = (each for recipe in source.recipes.recipes for each in code_of(recipe, sections))
     code = list(dict.fromkeys(found))
-    consider_code(code, f"the run in {source.run_dir}", options.no_code, announce=True)
+    consider_code(code, f"the run in {source.path}", options.no_code, announce=True)
 
 
 def _print_json(document: Any) -> None:
@@ -122,11 +120,11 @@ def _answer(
 def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:
     from grpo_replay.lab.verification.verify import verify_run
 
-    if source.run_dir is None:
+    if source.recipes is None:
         raise SnapshotError(
             f"{source.path}: --verify recomputes a run from its rollout log; give a run directory"
         )
-    report = verify_run(source.run_dir, _policies(source) if with_model else None)
+    report = verify_run(source.path, _policies(source) if with_model else None)
     if as_json:
         _print_json(report.to_json())
     else:
@@ -142,9 +140,9 @@ def _policies(source: Source) -> Callable[[int], Any]:
         from grpo_replay.engine.models import PlainPolicy
 
     def open_policy(step: int) -> PlainPolicy:
-        assert source.run_dir and source.recipes, "the verification has read them"
+        assert source.recipes, "the verification has read them"
         recipe, checkpoint = source.recipes.at(max(step, 1)), checkpoint_name(step)
-        folder = source.run_dir / "checkpoints" / checkpoint / "model" if step else None
+        folder = source.path / "checkpoints" / checkpoint / "model" if step else None
         return PlainPolicy(recipe, folder)
 
     return open_policy

@@ -166,7 +166,7 @@ class InspectOptions:
     step: int | None = option("Training step to show. Default: the last.", min=0)
     plot: str | None = option("Write a figure: .png, .svg, .pdf or .html.", metavar="FILE")
     panel: str | None = option(
-        "With --plot: draw one panel: staleness, advantage, uses, last-use, clip, kl or stored.",
+        "With --plot: draw one panel: staleness, uses, last-use, clip, kl or stored.",
         metavar="NAME",
     )
     show: int | None = option("Show one rollout and its history.", metavar="ROLLOUT_ID")

@@ -11,7 +11,6 @@ from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import warn_of_gaps
 from grpo_replay.lab.planning.design import (
     Design,
     PlanInputs,
@@ -65,7 +64,6 @@ def run(options: PlanOptions) -> int:
     estimates = None
     if options.from_run is not None:
         source = open_source(options.from_run)
-        warn_of_gaps(source)
         recipe, estimates = source.recipe, estimate_from_run(source, options.mu is None)
     inputs = plan_inputs(recipe, estimates, options)
     designs = {"no replay": no_replay(inputs), "best FIFO": best_fifo(inputs)}

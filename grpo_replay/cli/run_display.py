@@ -198,10 +198,10 @@ def print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> N
     with no_progress():  # between two tables
         draws = of_stored(read_draws(files), recipe.replay)
         stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
-    updates = updates_of_a_step(recipe.draws_per_step, files)
-    panel = ages_panel(staleness_rows(stored.birth_step, draws.age, step, updates), {})
-    if panel is not None:
-        out.print(panel)
+    updates = updates_of_a_step(recipe.draws_per_step, draws)
+    unit = "steps" if updates == 1 else "updates"
+    if rows := staleness_rows(stored.birth_step, draws.age, step, updates):
+        out.print(ages_panel(rows, {}, unit=unit))
 
 
 def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:

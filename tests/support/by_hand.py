@@ -1,6 +1,5 @@
 """The numbers of an inspection, computed again with plain loops over the Parquet rows."""
 
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -30,15 +29,6 @@ def stored_rows(run: Path, step: int) -> list[dict]:
     return pq.read_table(run / "checkpoints" / f"step_{step:06d}" / "buffer.parquet").to_pylist()
 
 
-def quantile(values: list[float], share: float) -> float:
-    """Linear interpolation between order statistics."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def last_use_counts(
     draws: list[dict], trained_at_birth: set[int], births: dict[int, int]
 ) -> tuple[int, Counter]:
@@ -53,17 +43,6 @@ def last_use_counts(
             new += 1
         last[rollout_id] = row["step"]
     return new, gaps
-
-
-def law_of(priorities: list[float], exponent: float) -> tuple[float, float, float]:
-    """Effective sample size, entropy in nats, largest probability."""
-    weights = [priority**exponent for priority in priorities]
-    shares = [weight / sum(weights) for weight in weights]
-    return (
-        1 / sum(share**2 for share in shares),
-        -sum(share * math.log(share) for share in shares),
-        max(shares),
-    )
 
 
 def outcomes(rollouts: list[dict], draws: list[dict]) -> dict[int, dict[str, float]]:

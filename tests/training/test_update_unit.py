@@ -68,13 +68,12 @@ def test_ages_last_use_and_uses_are_those_of_a_simulation_in_updates(arm):
     assert {len(rollouts) for rollouts in seen} == {60}
     ages, gaps, uses, stored = in_updates(seen, GROUPS, UPDATES)
     found = summarise(open_source(folder, None))
-    assert {row.age_updates: row.replayed for row in found.staleness if row.replayed} == ages
-    assert {row.age_updates: row.stored for row in found.staleness if row.stored} == Counter(stored)
+    assert {row.age: row.replayed for row in found.staleness if row.replayed} == ages
+    assert {row.age: row.stored for row in found.staleness if row.stored} == Counter(stored)
     assert {**found.last_use.gaps, None: found.last_use.new} == gaps
     born = 16 * GROUPS * len(seen) // UPDATES
     unused = {0: born - len(uses)} if born > len(uses) else {}
-    assert found.uses_over_run.counts == Counter(uses.values()) + Counter(unused)
-    assert all(row.age_steps == row.age_updates // UPDATES for row in found.staleness)
+    assert found.uses_over_run == Counter(uses.values()) + Counter(unused)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     total = sum(line["replay/age_mean"] * line["replay/rollouts"] for line in metrics)
     assert total == pytest.approx(sum(age * count for age, count in ages.items()))

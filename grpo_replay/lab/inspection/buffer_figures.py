@@ -12,7 +12,6 @@ from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
-    GREY,
     REPLAYED,
     STORED,
     figure_style,
@@ -31,7 +30,6 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
     has_old = any(age > 0 for age in inspection.by_age)
     known: dict[str, tuple[object, Drawing]] = {
         "staleness": (inspection.staleness, _staleness),
-        "advantage": (inspection.abs_advantage, _magnitude),
         "uses": (inspection.uses_over_run, _uses),
         "last-use": (inspection.last_use, _last_use),
         "clip": (has_old, _clip_fraction),
@@ -45,14 +43,12 @@ def plot_inspection(inspection: Inspection, path: Path, panel: str | None = None
     """One PNG, SVG or PDF figure of what was stored and replayed, at which age and to what effect;
     or of one panel. Raises UsageError for another extension, and for a panel without data."""
     drawings = panels_of(inspection)
+    if panel not in (None, *drawings) or not drawings:
+        raise UsageError(f"--panel {panel}: choose of {', '.join(drawings) or 'none'}")
     if panel is not None:
-        if panel not in drawings:
-            raise UsageError(f"--panel {panel}: choose of {', '.join(drawings) or 'none'}")
         drawings = {panel: drawings[panel]}
-    elif len(drawings) > 1:
-        drawings.pop("stored", None)  # buffer/rollouts over training, which `report` draws too
     columns = 2 if len(drawings) > 1 else 1
-    rows = max(1, -(-len(drawings) // columns))
+    rows = -(-len(drawings) // columns)
     width = columns * COLUMN_INCHES + (columns - 1) * _GAP_INCHES
     height = rows * _ROW_INCHES if columns > 1 else _ONE_PANEL_INCHES
     with figure_style() as figure_class:
@@ -62,53 +58,38 @@ def plot_inspection(inspection: Inspection, path: Path, panel: str | None = None
             draw(axis, inspection)
         for axis in axes[len(drawings) :]:
             axis.set_axis_off()
-        if not drawings:
-            axes[0].text(0.5, 0.5, "nothing stored or replayed", ha="center", color=GREY)
         save_figure(figure, path)
 
 
 def _staleness(axes: Any, inspection: Inspection) -> None:
+    """Shares of what is stored next to shares of the replayed rollouts."""
     ages = np.array([row.age for row in inspection.staleness])
-    stored = np.array([row.stored for row in inspection.staleness])
-    replayed = np.array([row.replayed for row in inspection.staleness])
-    _paired(axes, ages, ("stored now", stored), replayed)
-    axes.set_title("Staleness")
-    axes.set_xlabel(f"age (training {inspection.age_unit})")
-    whole_numbers(axes.xaxis)
-
-
-def _paired(
-    axes: Any, places: np.ndarray, left: tuple[str, np.ndarray], replayed: np.ndarray
-) -> None:
-    """Shares of one population next to shares of the replayed rollouts."""
-    width = 0.42
-    for name, counts, colour, side in (
-        (*left, STORED, -1),
-        ("all replays", replayed, REPLAYED, 1),
+    for name, label, colour, side in (
+        ("stored", "stored now", STORED, -0.21),
+        ("replayed", "all replays", REPLAYED, 0.21),
     ):
+        counts = np.array([getattr(row, name) for row in inspection.staleness])
         if counts.sum():
             share = 100 * counts / counts.sum()
-            axes.bar(places + side * width / 2, share, width, color=colour, label=name)
+            axes.bar(ages + side, share, 0.42, color=colour, label=label)
+    axes.set_title("Staleness")
+    axes.set_xlabel(f"age (training {inspection.age_unit})")
     axes.set_ylabel("rollouts (%)")
+    whole_numbers(axes.xaxis)
     legend_above(axes)
 
 
-def _magnitude(axes: Any, inspection: Inspection) -> None:
-    bins = inspection.abs_advantage
-    kept, replayed = (np.array([getattr(b, name) for b in bins]) for name in ("kept", "replayed"))
-    _paired(axes, np.arange(len(bins)), ("survivors", kept), replayed)
-    every = max(1, round(len(bins) / 6))
-    labels = [f"{b.low:.2f}" if b.low == b.high else f"{b.low:.2f}–{b.high:.2f}" for b in bins]
-    axes.set_xticks(range(0, len(bins), every), labels[::every])
-    axes.set_title("|Advantage|")
-    axes.set_xlabel("|advantage|")
+def _shares(axes: Any, counts: Mapping[str, int], colour: str) -> None:
+    """Bars of shares of all counts."""
+    total = max(1, sum(counts.values()))
+    axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
 
 
 def _uses(axes: Any, inspection: Inspection) -> None:
-    run = inspection.uses_over_run
-    assert run is not None
-    _shares(axes, run.counts, STORED)
-    axes.set_title(f"Reuse: mean {run.mean:.2f}")
+    counts = inspection.uses_over_run
+    mean = sum(uses * count for uses, count in counts.items()) / sum(counts.values())
+    _shares(axes, capped(counts), STORED)
+    axes.set_title(f"Reuse: mean {mean:.2f}")
     axes.set_xlabel("uses of a survivor so far")
     axes.set_ylabel("rollouts (%)")
 
@@ -116,28 +97,22 @@ def _uses(axes: Any, inspection: Inspection) -> None:
 def _last_use(axes: Any, inspection: Inspection) -> None:
     last_use = inspection.last_use
     assert last_use is not None
-    _shares(axes, last_use.gaps, REPLAYED, {"first": last_use.new} if last_use.new else {})
+    new = {"first": last_use.new} if last_use.new else {}
+    _shares(axes, capped(last_use.gaps) | new, REPLAYED)
     axes.set_title("Since the previous use")
     axes.set_xlabel(f"training {inspection.age_unit}")
     axes.set_ylabel("draws (%)")
 
 
-def _shares(
-    axes: Any, found: Mapping[int, int], colour: str, others: Mapping[str, int] | None = None
-) -> None:
-    counts = dict(cap_counts(found, 10)) | dict(others or {})
-    total = max(1, sum(counts.values()))
-    axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
-
-
-def cap_counts(counts: Mapping[int, int], limit: int) -> list[tuple[str, int]]:
-    """At most `limit` pairs (label, count). The last one sums all larger values."""
+def capped(counts: Mapping[int, int], limit: int = 10) -> dict[str, int]:
+    """Counts by label, at most `limit`. The last one sums all larger values."""
     values = sorted(counts)
     if len(values) <= limit:
-        return [(str(value), counts[value]) for value in values]
-    shown = [(str(value), counts[value]) for value in values[: limit - 1]]
-    rest = values[limit - 1 :]
-    return [*shown, (f"{rest[0]}+", sum(counts[value] for value in rest))]
+        return {str(value): counts[value] for value in values}
+    shown, rest = values[: limit - 1], values[limit - 1 :]
+    return {str(value): counts[value] for value in shown} | {
+        f"{rest[0]}+": sum(counts[value] for value in rest)
+    }
 
 
 def _by_age(
@@ -167,13 +142,8 @@ _policy_shift = partial(
 
 
 def _stored(axes: Any, inspection: Inspection) -> None:
-    """Rollouts stored after each step, and the capacity where it is near."""
-    steps, stored = zip(*inspection.trends["buffer/rollouts"], strict=True)
-    axes.plot(steps, stored, color=STORED)
-    capacity = inspection.occupancy.capacity_rollouts
-    if capacity is not None and capacity <= 2 * max(stored):
-        axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
-        legend_above(axes)
+    """Rollouts stored after each step."""
+    axes.plot(*zip(*inspection.trends["buffer/rollouts"], strict=True), color=STORED)
     axes.set_ylim(bottom=0)
     axes.set_title("Occupancy")
     axes.set_ylabel("rollouts stored")

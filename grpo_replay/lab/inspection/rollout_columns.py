@@ -1,59 +1,23 @@
-"""Scalar columns of many rollouts and draws, as numpy records, from which all else is computed.
+"""Scalar columns of many rollouts and draws, as numpy records, from which all else is computed."""
 
-Files are read one batch of rows at a time: memory holds the scalars (about 150 bytes per rollout)
-and one batch of token ids.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay import snapshot
+from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import open_parquet
-from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, ROLLOUT_LOG_VERSION
+from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
 from grpo_replay.terminal.console import tracked
 
-Kind = Literal["rollouts", "draws", "buffer"]
-
 BATCH_ROWS = 8_192
-"""Rows decoded at a time. At 1,000 tokens per rollout, one list column takes 32 MiB."""
+"""Rows of a snapshot read at a time. At 1,000 tokens per rollout, they take 32 MiB."""
 
 NO_ROW = -1
 """Returned by `find_rows` for an unknown id."""
-
-_FORMATS = {
-    "rollouts": (ROLLOUT_LOG_VERSION, ROLLOUT_FILE_SCHEMA),
-    "draws": (ROLLOUT_LOG_VERSION, DRAW_SCHEMA),
-    "buffer": (snapshot.SNAPSHOT_VERSION, snapshot.SNAPSHOT_SCHEMA),
-}
-
-
-def schema_of(kind: Kind) -> pa.Schema:
-    return _FORMATS[kind][1]
-
-
-def iter_columns(path: Path, kind: Kind, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Record batches of the named columns that the file has, in this order; rows in file order.
-
-    Raises SnapshotError if the file is missing, empty, truncated, damaged or of another kind.
-    """
-    version, schema = _FORMATS[kind]
-    with open_parquet(path, kind, version, schema) as file:
-        names = [name for name in names if name in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=names):
-            # Parquet returns columns in file order.
-            yield batch.select(names)
-
-
-def list_lengths(column: pa.Array) -> pa.Array:
-    """Lengths of the lists in a column, int32."""
-    return pc.cast(pc.list_value_length(column), pa.int32())
-
 
 _OUTCOME = ("clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
 OUTCOME_COLUMNS = ("tokens", *_OUTCOME)
@@ -75,14 +39,13 @@ ROLLOUT = np.dtype(
         ("prompt_id", np.object_),
         ("tokens", np.int32),  # of the completion
         ("truncated", np.bool_),
-        ("priority", np.float64),  # NaN outside a buffer
-        ("times_used", np.int32),  # draws
+        ("times_used", np.int32),  # draws, of a stored rollout
         *((name, np.float64) for name in OUTCOMES),
     ]
 )
-_LOGGED = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
+_FROZEN = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
            "group_correct", "kept", "prompt_id")  # fmt: skip
-_STORED = ("priority", "times_used")
+_READ = (*_FROZEN, "finish_reason", "completion_token_ids")
 
 Rollouts = np.recarray
 """Records of `ROLLOUT`, in file order."""
@@ -100,40 +63,49 @@ Draws = np.recarray
 """Records of `DRAW`, in draw order."""
 
 
-def _records(dtype: np.dtype, parts: Iterable[np.recarray]) -> np.recarray:
-    found = list(parts)
-    return np.concatenate(found).view(np.recarray) if found else np.recarray(0, dtype)
+def _joined(dtype: np.dtype, parts: Iterable[np.recarray]) -> np.recarray:
+    return np.concatenate([np.recarray(0, dtype), *parts]).view(np.recarray)
 
 
-def no_rollouts() -> Rollouts:
-    return np.recarray(0, ROLLOUT)
+def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) -> np.recarray:
+    rows = np.recarray(len(columns["rollout_id"]), dtype)
+    for name, column in columns.items():
+        rows[name] = column.to_numpy(zero_copy_only=False)
+    return rows
 
 
 def read_stored(path: Path) -> Rollouts:
     """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
-    return _records(ROLLOUT, _read("buffer", path, None))
+    names = [*_READ, "times_used"]
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
+        return _joined(ROLLOUT, (_rollouts(pa.Table.from_batches([each])) for each in batches))
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
     """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
-    with_steps = tracked(files, "reading rollouts")
-    return _records(
-        ROLLOUT, (part for step, path in with_steps for part in _read("rollouts", path, step))
+    names = (*_READ, *OUTCOME_COLUMNS)
+    parts = []
+    for step, path in tracked(files, "reading rollouts"):
+        parts.append(_rollouts(read_rollout_table(path, names)))
+        parts[-1].logged_step = step
+    return _joined(ROLLOUT, parts)
+
+
+def _rollouts(table: pa.Table) -> Rollouts:
+    known = {name: table[name] for name in ROLLOUT.names or () if name in table.column_names}
+    rows = _records(
+        ROLLOUT,
+        {
+            **known,
+            "logged_step": table["birth_step"],
+            "tokens": pc.list_value_length(table["completion_token_ids"]),
+            "truncated": pc.equal(table["finish_reason"], "length"),
+        },
     )
-
-
-def _read(kind: Kind, path: Path, step: int | None) -> Iterator[Rollouts]:
-    names = (*_LOGGED, *(_STORED if step is None else OUTCOME_COLUMNS))
-    for batch in iter_columns(path, kind, (*names, "finish_reason", "completion_token_ids")):
-        rows = np.recarray(batch.num_rows, ROLLOUT)
-        rows.priority, rows.times_used, rows.trained_tokens = np.nan, 0, np.nan
-        for name in names:
-            field = "trained_tokens" if name == "tokens" else name
-            rows[field] = batch[name].to_numpy(zero_copy_only=False)
-        rows.logged_step = rows.birth_step if step is None else step
-        rows.tokens = list_lengths(batch["completion_token_ids"]).to_numpy()
-        rows.truncated = pc.equal(batch["finish_reason"], "length").to_numpy(zero_copy_only=False)
-        yield rows
+    logged = "tokens" in table.column_names
+    rows.trained_tokens = table["tokens"].to_numpy() if logged else np.nan
+    return rows
 
 
 def is_positive(rows: Rollouts) -> np.ndarray:
@@ -146,14 +118,12 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
     """Every draw of the draw log. Raises SnapshotError."""
     parts = []
     for _, path in tracked(files, "reading draws"):
-        counted = counts_updates(path) or ("age_steps", "step")
-        names = ("rollout_id", "step", *counted, *OUTCOME_COLUMNS)
-        for batch in iter_columns(path, "draws", names):
-            rows = np.recarray(batch.num_rows, DRAW)
-            for field, column in zip(DRAW.names or (), batch.columns, strict=True):
-                rows[field] = column.to_numpy(zero_copy_only=False)
-            parts.append(rows)
-    return _records(DRAW, parts)
+        table = read_draw_table(path)
+        by_update = "update" in table.column_names
+        age, update = ("age_updates", "update") if by_update else ("age_steps", "step")
+        names = ("rollout_id", "step", age, update, *OUTCOME_COLUMNS)
+        parts.append(_records(DRAW, dict(zip(DRAW.names or (), map(table.column, names)))))
+    return _joined(DRAW, parts)
 
 
 def of_stored(draws: Draws, settings: ReplaySection) -> Draws:
@@ -161,17 +131,11 @@ def of_stored(draws: Draws, settings: ReplaySection) -> Draws:
     return draws[draws.age > 0] if settings.pools_fresh else draws
 
 
-def counts_updates(path: Path) -> tuple[str, str] | None:
-    """The columns of ages and updates of a draws/ file, if its step made several draws."""
-    with open_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA) as file:
-        found = file.schema_arrow.names
-    return ("age_updates", "update") if "update" in found else None
-
-
-def updates_of_a_step(draws_per_step: int, files: Sequence[tuple[int, Path]]) -> int:
+def updates_of_a_step(draws_per_step: int, draws: Draws) -> int:
     """Optimizer updates per step in which a run counts ages, of which a step makes
     `draws_per_step`; 1 if it counts them in steps."""
-    return 1 if files and counts_updates(files[-1][1]) is None else draws_per_step
+    by_step = len(draws) and (draws.update == draws.step).all()
+    return 1 if by_step else draws_per_step
 
 
 def uses_of(ids_N: np.ndarray, draws: Draws) -> np.ndarray:

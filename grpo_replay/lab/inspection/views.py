@@ -1,29 +1,22 @@
 """The other outputs of inspect-buffer: --what-if, --show and --verify."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.compute import find_gaps
 from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, stored_after
-from grpo_replay.lab.inspection.rollout_columns import (
-    OUTCOME_COLUMNS,
-    Kind,
-    iter_columns,
-    schema_of,
-)
+from grpo_replay.lab.inspection.rollout_columns import OUTCOME_COLUMNS
 from grpo_replay.lab.inspection.source import Source
+from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
 from grpo_replay.terminal.console import plain_table, print_table, printable
+
+_MEMBER = ("rollout_id", "reward", "advantage", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +31,12 @@ class Life:
 
 
 def read_life(source: Source, rollout_id: int) -> Life:
-    """The life of one rollout up to the inspected step.
-
-    Raises SnapshotError if the rollout is in neither the rollout log nor the snapshot.
-    """
-    row, group, step = _find(source, rollout_id)
+    """The life of one rollout up to the inspected step. Raises SnapshotError if it is not in the
+    rollout log."""
+    step, row, group = _find(source, rollout_id)
     uses = _draws(source, rollout_id)
     # With pool and FIFO, the use of a step that drew the rollout is in both logs.
-    if step is not None and row["tokens"] is not None and all(use["step"] != step for use in uses):
+    if row["tokens"] is not None and all(use["step"] != step for use in uses):
         fresh = {"step": step, "age_steps": step - row["birth_step"], "probability": None}
         uses.insert(0, fresh | {name: row[name] for name in OUTCOME_COLUMNS})
     return Life(
@@ -53,65 +44,46 @@ def read_life(source: Source, rollout_id: int) -> Life:
         prompt_text=_prompt_text(source, row["prompt_token_ids"]),
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
         uses=tuple(uses),
-        fate=_fate(source, row, step),
+        fate=_fate(source, row),
     )
 
 
-_MEMBER = ("rollout_id", "reward", "advantage", "verdict")
-
-
-def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict], int | None]:
-    """The row of the rollout and the rows of its group, from the log or else the snapshot; and the
-    step whose log has it."""
-    files: list[tuple[Kind, Path, int | None]]
-    files = [("rollouts", path, step) for step, path in source.rollout_files]
-    if not files and source.snapshot is not None:
-        files = [("buffer", source.snapshot, None)]
-    for kind, path, step in files:
-        for batch in iter_columns(path, kind, ("rollout_id", "group_id")):
-            found = np.flatnonzero(batch.column(0).to_numpy() == rollout_id)
-            if found.size:
-                members = _members(kind, path, batch.column(1)[int(found[0])])
-                row = next(each for each in members if each["rollout_id"] == rollout_id)
-                return row, members, step
+def _find(source: Source, rollout_id: int) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """The step that logged the rollout, its row, and the rows of its group."""
+    for step, path in source.rollout_files:
+        ids = read_rollout_table(path, ("rollout_id",))["rollout_id"].to_pylist()
+        if rollout_id in ids:
+            table = read_rollout_table(path)
+            group = table["group_id"][ids.index(rollout_id)]
+            members = table.filter(pc.equal(table["group_id"], group)).to_pylist()
+            row = next(each for each in members if each["rollout_id"] == rollout_id)
+            return step, row, members
     raise SnapshotError(
-        f"{source.path}: no rollout {rollout_id} up to step {source.step}; ids start at 0 and "
-        "ascend in time"
+        f"{source.path}: no rollout {rollout_id} in rollouts/ up to step {source.step}; ids start "
+        "at 0 and ascend in time"
     )
-
-
-def _members(kind: Kind, path: Path, group_id: pa.Scalar) -> list[dict]:
-    batches = iter_columns(path, kind, schema_of(kind).names)
-    found = (batch.filter(pc.equal(batch.column("group_id"), group_id)) for batch in batches)
-    return [row for batch in found for row in batch.to_pylist()]
 
 
 def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
-    names = ("rollout_id", "step", "age_steps", "probability", *OUTCOME_COLUMNS)
+    names = ["step", "age_steps", "probability", *OUTCOME_COLUMNS]
     uses: list[Mapping[str, Any]] = []
     for _, path in source.draw_files:
-        for batch in iter_columns(path, "draws", names):
-            matching = batch.filter(pc.equal(batch.column(0), rollout_id))
-            uses += matching.drop_columns("rollout_id").to_pylist()
+        table = read_draw_table(path)
+        mine = pc.equal(table["rollout_id"], rollout_id)
+        uses += table.filter(mine).select(names).to_pylist()
     return uses
 
 
-def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
-    history = source.recipes
+def _fate(source: Source, row: Mapping[str, Any]) -> str:
+    recipe = source.recipe
+    assert recipe is not None, "a run"
     if row["reward"] is None:
-        return "never stored: the reward function gave no reward, so it counts nowhere"
-    if row["group_reward_std"] is None:
-        return "never stored: fewer than two rewards of its group came, so there is no comparison"
-    if not row["kept"] and row["group_reward_std"] == 0:
-        return "never stored: all rewards of its group are equal, so there is no learning signal"
-    if not row["kept"]:
-        return (
-            "never stored: it was cut off and reward.mask_truncated leaves it out, it was too old "
-            "at its step, or the weights changed while it was sampled"
-        )
-    if history is None or step is None:
-        return "stored at the time of the snapshot"
-    recipe = history.at(source.step)
+        return "never stored: no reward came"
+    if not row["group_reward_std"]:
+        if not row["kept"]:
+            return "never stored: the rewards of its group do not differ, so there is no signal"
+    elif not row["kept"]:
+        return "never stored: cut off, too late, or sampled over a change of the weights"
     if not recipe.replays:
         return "never stored: this run does not replay"
     stored, _ = stored_after(source, recipe.replay, recipe.sampling.group_size)
@@ -125,9 +97,7 @@ def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
 
 def _prompt_text(source: Source, token_ids: list[int]) -> str | None:
     """The prompt, decoded with the tokenizer of the newest checkpoint."""
-    if source.run_dir is None:
-        return None
-    found = sorted(source.run_dir.glob("checkpoints/step_*/model/tokenizer.json"))
+    found = sorted(source.path.glob("checkpoints/step_*/model/tokenizer.json"))
     if not found:
         return None
     # Imported here: only `--show` needs it. It loads in milliseconds, unlike transformers.
@@ -149,12 +119,6 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def warn_of_gaps(source: Source) -> None:
-    """Name on stderr what is missing, where the numbers shown have no place for it."""
-    for warning in find_gaps(source):
-        print(f"warning: {warning}", file=sys.stderr)
-
-
 def print_what_if(result: WhatIf, console: Console) -> None:
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
     console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
@@ -169,8 +133,11 @@ def print_what_if(result: WhatIf, console: Console) -> None:
         for name, label, format_spec in _STATISTICS
     ]
     print_table(console, plain_table("", header, rows))
-    console.print("[dim]± is the standard deviation over five simulations[/dim]")
-    console.print(f"[yellow]Limits.[/yellow] {result.cannot_know}")
+    console.print(
+        "[dim]± is the standard deviation over five simulations with the rollouts of the log. A "
+        "real run with these settings would train another policy and sample other rollouts: clip "
+        "fraction, KL and accuracy need one.[/dim]"
+    )
 
 
 def _cell(values: Statistics, errors: Statistics, name: str, format_spec: str) -> str:
@@ -184,40 +151,33 @@ def _cell(values: Statistics, errors: Statistics, name: str, format_spec: str) -
 
 
 def _short(value: Any) -> str:
-    if value is None:
-        return "–"
     if isinstance(value, float):
         return f"{value:.3g}"
-    text = printable(str(value))
+    text = "–" if value is None else printable(str(value))
     return text if len(text) <= 32 else f"{text[:31]}…"
 
 
-_SHOWN = ("prompt_id", "birth_step", "policy_version", "verdict", "reward", "reward_scores",
-          "advantage", "finish_reason", "group_id", "group_reward_mean", "group_reward_std",
-          "group_correct")  # fmt: skip
+_OF_A_USE = ("step", "age_steps", "probability", "clip_fraction", "log_ratio_mean", "approx_kl")
 
 
 def print_life(life: Life, console: Console) -> None:
     row = life.rollout
-    facts = [(name, _short(row[name])) for name in _SHOWN if row.get(name) not in (None, [])]
-    facts.append(("completion_tokens", f"{len(row['completion_token_ids']):,}"))
-    print_table(console, plain_table("", ("rollout", str(row["rollout_id"])), facts))
+    facts = [
+        (name, _short(value))
+        for name, value in row.items()
+        if value is not None and not isinstance(value, list) and name != "completion_text"
+    ]
+    facts.append(("completion tokens", f"{len(row['completion_token_ids']):,}"))
+    print_table(console, plain_table("", ("", ""), facts))
     prompt = life.prompt_text or f"no tokenizer found; token ids {row['prompt_token_ids']}"
     console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
-    completion = row.get("completion_text", "not stored in a snapshot")
-    console.print(f"\n[bold]completion[/bold]\n{escape(completion)}\n")
+    console.print(f"\n[bold]completion[/bold]\n{escape(row['completion_text'])}\n")
     members = [[_short(value) for value in member.values()] for member in life.group]
     print_table(console, plain_table("group", _MEMBER, members))
+    uses = [[_short(use[name]) for name in _OF_A_USE] for use in life.uses]
     header = ("step", "age", "probability", "clipped", "log-ratio", "KL, nats")
-    uses = [
-        [_short(use[name]) for name in ("step", "age_steps", "probability", *_OF_A_USE)]
-        for use in life.uses
-    ]
     print_table(console, plain_table("uses; without a probability, as fresh", header, uses))
-    console.print(f"→ {escape(life.fate)}")
-
-
-_OF_A_USE = ("clip_fraction", "log_ratio_mean", "approx_kl")
+    console.print(f"→ {life.fate}")
 
 
 def print_verification(report: Any, console: Console) -> None:

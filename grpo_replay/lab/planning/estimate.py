@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.buffer_summary import AgeOutcome
 from grpo_replay.lab.inspection.compute import outcomes_by_age
-from grpo_replay.lab.inspection.rollout_columns import iter_columns, list_lengths
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.lab.planning.theory import RatioGrowth
+from grpo_replay.storage.rollout_log import read_rollout_table
 from grpo_replay.terminal.console import tracked
 
 FEWEST_AGES, FEWEST_DRAWS = 3, 200
@@ -57,11 +58,11 @@ def estimate_from_run(source: Source, mu_needed: bool = False) -> RunEstimates:
     generated = kept = completion_tokens = prompt_tokens = 0
     for _, path in tracked(source.rollout_files, "reading rollouts"):
         names = ("kept", "completion_token_ids", "prompt_token_ids")
-        for batch in iter_columns(path, "rollouts", names):
-            generated += batch.num_rows
-            kept += batch.column(0).true_count
-            completion_tokens += _total(batch.column(1))
-            prompt_tokens += _total(batch.column(2))
+        table = read_rollout_table(path, names)
+        generated += len(table)
+        kept += pc.sum(table["kept"]).as_py() or 0
+        completion_tokens += _total(table["completion_token_ids"])
+        prompt_tokens += _total(table["prompt_token_ids"])
     if generated == 0 or kept == 0:
         raise SnapshotError(
             f"{source.path}: {generated} rollouts generated, {kept} of them kept: nothing to "
@@ -89,7 +90,7 @@ def estimate_from_run(source: Source, mu_needed: bool = False) -> RunEstimates:
 
 
 def _total(column: Any) -> int:
-    return int(list_lengths(column).sum().as_py() or 0) if len(column) else 0
+    return pc.sum(pc.list_value_length(column)).as_py() or 0
 
 
 def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) -> float | None:

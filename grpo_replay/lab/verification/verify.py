@@ -34,7 +34,7 @@ from grpo_replay.lab.verification.run_files import (
     read_run_files,
 )
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.replay_buffer import NEVER_USED
+from grpo_replay.replay.entry_store import NEVER_USED
 from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.rollout_log import optional_fields, read_rollout_table, step_path

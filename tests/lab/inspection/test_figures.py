@@ -44,13 +44,13 @@ def test_a_figure_is_the_same_twice_and_has_two_columns_or_one_panel(runs, tmp_p
     assert width(tmp_path / "figure.png") == pytest.approx(6.8)
     run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="kl")
     assert width(tmp_path / "kl.png") == pytest.approx(3.3)
-    with pytest.raises(UsageError, match="choose of staleness, advantage"):
+    with pytest.raises(UsageError, match="choose of staleness, uses"):
         run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="nonsense")
 
 
 def test_only_panels_with_data_are_drawn(runs):
     names = [*panels_of(summarise(open_source(runs["ours"])))]
-    assert names == ["staleness", "advantage", "uses", "last-use", "clip", "kl", "stored"]
+    assert names == ["staleness", "uses", "last-use", "clip", "kl", "stored"]
     assert list(panels_of(summarise(open_source(runs["grpo"])))) == ["uses"]
 
 

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import by_hand
-import numpy as np
 import pytest
 from small_runs.synthetic import PRESETS, write_synthetic_run
 from test_what_if import two_groups
@@ -17,8 +16,6 @@ from grpo_replay import ReplayConfig
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import (
     _occupancy,
-    magnitude_bins,
-    next_draw_law,
     summarise,
 )
 from grpo_replay.lab.inspection.source import open_source
@@ -36,14 +33,7 @@ def inspect(run: Path, **options) -> Inspection:
 def same_content(first: Inspection, second: Inspection) -> bool:
     def content(seen: Inspection) -> dict:
         values = asdict(seen)
-        for name in ("path", "kind", "rebuilt", "warnings"):
-            values.pop(name)
-        values["occupancy"] = {
-            name: value
-            for name, value in values["occupancy"].items()
-            if not name.startswith("evicted")
-        }
-        return values
+        return {name: value for name, value in values.items() if name not in ("path", "rebuilt")}
 
     return content(first) == content(second)
 
@@ -53,9 +43,9 @@ def test_staleness_counts_rows_by_age(runs, preset):
     seen = inspect(runs[preset])
     stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
     replayed = Counter(row["age_steps"] for row in by_hand.replayed_rows(runs[preset], preset))
-    assert {row.age_steps: row.stored for row in seen.staleness if row.stored} == stored
-    assert {row.age_steps: row.replayed for row in seen.staleness if row.replayed} == replayed
-    assert [row.age_steps for row in seen.staleness] == list(range(len(seen.staleness)))
+    assert {row.age: row.stored for row in seen.staleness if row.stored} == stored
+    assert {row.age: row.replayed for row in seen.staleness if row.replayed} == replayed
+    assert [row.age for row in seen.staleness] == list(range(len(seen.staleness)))
     assert seen.replayed_rollouts == replayed.total()
     assert (replayed.total() > 0) == (preset != "grpo")
 
@@ -82,78 +72,10 @@ def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
         assert seen.expected_rollouts is None
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
-    advantage_of = {
-        row["rollout_id"]: row["advantage"] for row in by_hand.rows_of(runs[preset] / "rollouts")
-    }
-    replayed = [
-        abs(advantage_of[row["rollout_id"]]) for row in by_hand.replayed_rows(runs[preset], preset)
-    ]
-    kept = [
-        abs(row["advantage"]) for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]
-    ]
-    bins = inspect(runs[preset]).abs_advantage
-    # k of 4 correct: √(1/3), 1, √3; FIFO keeps the groups of equal rewards as well.
-    values = [*([0.0] if preset == "fifo" else []), 0.577, 1.0, 1.732]
-    assert [round(b.low, 3) for b in bins] == (values if replayed else [])
-    for b in bins:
-        assert b.low == b.high
-        assert b.kept == sum(abs(value - b.low) < 1e-3 for value in kept)
-        assert b.replayed == sum(abs(value - b.low) < 1e-3 for value in replayed)
-    assert sum(b.replayed for b in bins) == len(replayed)
-
-
-def test_many_advantage_magnitudes_are_binned():
-    kept = np.random.default_rng(0).uniform(0, 2.4, 500)
-    replayed = np.append(kept[::3], kept.max())
-    bins = magnitude_bins(kept, replayed)
-    assert len(bins) == 12
-    assert bins[0].low == 0.0 and bins[-1].high == kept.max()
-    counts = [(b.kept, b.replayed) for b in bins]
-    assert [sum(column) for column in zip(*counts, strict=True)] == [500, 168]
-    assert bins[3].kept == sum(bins[3].low <= value < bins[3].high for value in kept)
-
-
-@pytest.mark.parametrize("preset", REPLAYING)
-def test_the_next_draw_follows_the_stored_priorities(runs, preset):
-    seen = inspect(runs[preset])
-    stored = by_hand.stored_rows(runs[preset], LAST)
-    priorities = [row["priority"] for row in stored]
-    if seen.settings["unit"] == "query":
-        groups: dict[int, list[float]] = {}
-        for row in stored:
-            groups.setdefault(row["group_id"], []).append(row["priority"])
-        priorities = [sum(group) / len(group) for group in groups.values()]
-    size, _, largest = by_hand.law_of(priorities, seen.settings["priority_exponent"])
-    law = seen.draw_law
-    assert law.units == len(priorities)
-    assert law.effective_sample_size == pytest.approx(size)
-    assert law.largest_probability == pytest.approx(largest)
-    assert law.unit == ("query" if preset in ("uniform", "group_std") else "rollout")
-
-
-@pytest.mark.parametrize(
-    ("times_used", "units", "largest"), [([1, 0, 0, 0], 3, 2 / 4), ([1, 1, 1, 1], 4, 5 / 9)]
-)
-def test_the_next_draw_is_from_what_was_never_drawn_if_the_recipe_says_so(
-    times_used, units, largest
-):
-    settings = ReplayConfig.of(
-        "fifo", with_replacement=False, unused_first=True, priority_exponent=1.0
-    )
-    stored = two_groups(
-        priority=np.array([5.0, 1.0, 1.0, 2.0]), times_used=np.array(times_used, np.int32)
-    )
-    law = next_draw_law(stored, settings)
-    assert law.units == units
-    assert law.largest_probability == pytest.approx(largest)
-
-
 def test_early_in_a_run_survivors_are_a_mean_over_the_steps_that_there_are():
     """Two survivors in two steps, of an age limit of ten."""
     log = two_groups()
-    found = _occupancy(log, log, ReplayConfig.of("ours", max_age_steps=10), 2, {})
+    found = _occupancy(log, log, ReplayConfig.of("ours", max_age_steps=10), 2)
     assert found.survivors_per_step == 1.0
 
 
@@ -239,15 +161,6 @@ def test_trends_are_the_logged_metrics(runs):
     assert len(seen.trends["replay/clip_fraction"]) == LAST - 3  # warm-up replays nothing
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
-    checkpoint = inspect(runs[preset] / "checkpoints" / "step_000012")
-    run = inspect(runs[preset], step=12)
-    assert checkpoint.kind == "checkpoint" and run.kind == "run"
-    assert checkpoint.step == run.step == 12
-    assert same_content(checkpoint, run)
-
-
 @pytest.mark.parametrize(
     ("preset", "replay"), [("ours", {}), ("group_std", {}), ("fifo", {"positive_fraction": 0.5})]
 )
@@ -265,10 +178,9 @@ def test_a_snapshot_can_be_inspected_without_its_run(runs, tmp_path):
     lonely = tmp_path / "saved.parquet"
     lonely.write_bytes(source.read_bytes())
     seen = inspect(lonely)
-    assert seen.kind == "snapshot" and seen.step == LAST
+    assert seen.step == LAST
     run = inspect(runs["ours"])
     assert [row.stored for row in seen.staleness] == [row.stored for row in run.staleness][:-1]
-    assert seen.draw_law == run.draw_law
     assert seen.occupancy.capacity_rollouts == 5000
     assert [population.name for population in seen.populations] == ["stored"]
     assert seen.trends == {} and seen.by_age == {} and seen.last_use is None
@@ -296,7 +208,5 @@ def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset)
         uses[row["rollout_id"]] += preset in ("ours", "grpo") or row["birth_step"] <= warmup
     seen = inspect(runs[preset])
     expected = Counter(uses.values())
-    assert seen.uses_over_run.counts == expected
-    assert seen.uses_over_run.mean == pytest.approx(sum(uses.values()) / len(rows))
-    assert seen.uses_over_run.never_share == pytest.approx(expected[0] / len(rows))
+    assert seen.uses_over_run == expected
     assert len(rows) > seen.occupancy.stored_rollouts
