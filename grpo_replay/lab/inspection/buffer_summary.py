@@ -19,7 +19,6 @@ class Occupancy:
     """The size of the buffer, with its limits."""
 
     stored_rollouts: int
-    capacity_rollouts: int | None  # None: a run without replay settings
     stored_groups: int
     stored_tokens: int  # completion tokens
     survivors_per_step: float | None  # B': mean over the last τ_max steps; None without a log

@@ -1,9 +1,7 @@
 """Computes an `Inspection` from a source: every number on the screen."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -22,13 +20,10 @@ from grpo_replay.lab.inspection.rollout_columns import (
     OUTCOMES,
     Draws,
     Rollouts,
-    find_rows,
     is_positive,
     of_stored,
-    read_draws,
-    read_log,
+    read_log_and_draws,
     updates_of_a_step,
-    uses_of,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
@@ -45,11 +40,9 @@ def summarise(source: Source) -> Inspection:
     else:
         settings = ReplaySection.model_validate(facts["settings"])
         group_size = facts["group_size"]
-    stored, rebuilt = stored_after(source, settings, group_size)
-    step, log, draws = source.step, read_log(source.rollout_files), read_draws(source.draw_files)
-    replay_draws = of_stored(draws, settings)
-    rows = find_rows(log.rollout_id, replay_draws.rollout_id)
-    replayed = log[rows[rows >= 0]]
+    step, stored = source.step, stored_after(source, settings, group_size)
+    log, draws = read_log_and_draws(source)
+    replayed = of_stored(draws, settings)
     draws_per_step = source.recipe.draws_per_step if source.recipe else 1
     updates = updates_of_a_step(draws_per_step, draws)
     inspection = Inspection(
@@ -59,15 +52,29 @@ def summarise(source: Source) -> Inspection:
         recipe_name=source.recipe.name if source.recipe else None,
         settings=settings.model_dump(mode="json"),
         replays=settings.replays,
-        rebuilt=rebuilt,
+        rebuilt=settings.replays and source.snapshot is None,
         occupancy=_occupancy(stored, log, settings, step),
-        staleness=staleness_rows(stored.birth_step, replay_draws.age, step, updates),
+        staleness=staleness_rows(stored.birth_step, replayed.age, step, updates),
         uses_over_run=uses_over_run(log, draws, settings),
         last_use=steps_since_last_use(log, draws, settings) if len(draws) else None,
-        populations=_populations(log, stored, replayed),
+        populations=tuple(
+            population(name, rows)
+            for name, rows in (
+                ("generated", log),
+                ("kept", log[log.kept]),
+                ("stored", stored),
+                ("replayed", log[replayed.row]),
+            )
+            if len(rows)
+        ),
         by_age=_outcomes(log, draws),
-        trends=_trends(source.metrics, settings.replays),
-        replayed_rollouts=len(replay_draws),
+        trends={
+            name: points
+            for name in TREND_LABELS
+            if settings.replays or not name.startswith(("replay/", "buffer/"))
+            if (points := source.points_of(name))
+        },
+        replayed_rollouts=len(replayed),
         warnings=(),
     )
     return replace(inspection, warnings=tuple(find_warnings(inspection)))
@@ -82,22 +89,11 @@ def _occupancy(stored: Rollouts, log: Rollouts, settings: ReplaySection, step: i
         expected = min(recent, settings.capacity_rollouts) if settings.replays else None
     return Occupancy(
         stored_rollouts=len(stored),
-        capacity_rollouts=settings.capacity_rollouts if settings.enabled else None,
         stored_groups=len(np.unique(stored.group_id)),
-        stored_tokens=int(stored.tokens.sum()),
+        stored_tokens=int(stored.length.sum()),
         survivors_per_step=survivors,
         expected_rollouts=expected,
     )
-
-
-def _populations(log: Rollouts, stored: Rollouts, replayed: Rollouts) -> tuple[Population, ...]:
-    groups = {
-        "generated": log,
-        "kept": log[log.kept],
-        "stored": stored,
-        "replayed": replayed,
-    }
-    return tuple(population(name, rows) for name, rows in groups.items() if len(rows))
 
 
 def population(name: str, rows: Rollouts) -> Population:
@@ -111,21 +107,9 @@ def population(name: str, rows: Rollouts) -> Population:
         largest_prompt_share=max(uses.values()) / len(rows),
         positive_share=float(is_positive(rows).mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
-        tokens_mean=float(rows.tokens.mean()),
+        tokens_mean=float(rows.length.mean()),
         truncated_share=float(rows.truncated.mean()),
     )
-
-
-def _trends(metrics: Sequence[Mapping[str, Any]], replays: bool) -> dict[str, Any]:
-    """Metrics over training. Without replay, replay and buffer metrics are left out."""
-    series = {
-        name: tuple(
-            (int(each["step"]), float(each[name])) for each in metrics if each.get(name) is not None
-        )
-        for name in TREND_LABELS
-        if replays or not name.startswith(("replay/", "buffer/"))
-    }
-    return {name: points for name, points in series.items() if points}
 
 
 def count_values(values: np.ndarray) -> dict[int, int]:
@@ -139,10 +123,9 @@ def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> dict[
     Each draw is a use. Training as fresh in the birth step is also a use; with the pool and FIFO
     this happens only during warm-up.
     """
-    kept = log[log.kept]
     all_train = not settings.replays or settings.anchors_fresh
-    as_fresh = all_train | (kept.logged_step <= settings.warmup_steps)
-    return count_values(uses_of(kept.rollout_id, draws) + as_fresh)
+    as_fresh = all_train | (log.logged_step <= settings.warmup_steps)
+    return count_values((np.bincount(draws.row, minlength=len(log)) + as_fresh)[log.kept])
 
 
 def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -> LastUse:
@@ -153,37 +136,29 @@ def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -
     draw is counted from the step that took the rollout: that of its birth, in asynchronous runs a
     later one. Otherwise a first draw is new.
     """
-    order = np.lexsort((draws.update, draws.rollout_id))
-    ids, updates, ages = draws.rollout_id[order], draws.update[order], draws.age[order]
-    first = np.append(True, ids[1:] != ids[:-1])
-    rows = find_rows(log.rollout_id, ids)
-    known, taken, late = rows >= 0, updates - ages, np.zeros_like(ages)
-    taken[known] = log.logged_step[rows[known]]
-    late[known] = taken[known] - log.birth_step[rows[known]]
-    trained_when_taken = taken <= settings.warmup_steps
-    if settings.anchors_fresh:
-        trained_when_taken = np.ones_like(first)
-    gaps = np.where(first, ages - late, np.append(0, np.diff(updates)))
+    draws = draws[np.lexsort((draws.update, draws.row))]
+    first = np.append(True, draws.row[1:] != draws.row[:-1])
+    taken = log.logged_step[draws.row]
+    trained_when_taken = settings.anchors_fresh | (taken <= settings.warmup_steps)
+    since_taken = draws.age - (taken - log.birth_step[draws.row])
+    gaps = np.where(first, since_taken, np.append(0, np.diff(draws.update)))
     new = first & ~trained_when_taken
     return LastUse(int(new.sum()), count_values(gaps[~new]))
 
 
 def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
     """Outcomes by age in steps, or updates. Empty if the run logged nothing."""
-    return _outcomes(read_log(source.rollout_files), read_draws(source.draw_files))
+    return _outcomes(*read_log_and_draws(source))
 
 
 def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
     """Age 0 is fresh rollouts: draws at age 0, and those of rollouts/ that were trained on without
     a draw. Ages at which no token was trained on are left out."""
-    fresh = np.isfinite(log.trained_tokens)
+    fresh = np.isfinite(log.tokens)
     # With pool and FIFO, rollouts drawn in the step that took them are in both logs.
-    rows = find_rows(log.rollout_id, draws.rollout_id)
-    known = rows >= 0
-    both = draws.step[known] == log.logged_step[rows[known]]
-    fresh[rows[known][both]] = False
+    fresh[draws.row[draws.step == log.logged_step[draws.row]]] = False
     used = {name: np.append(log[name][fresh], draws[name]) for name in OUTCOMES}
-    ages, tokens = np.append(np.zeros(fresh.sum(), np.int64), draws.age), used["trained_tokens"]
+    ages, tokens = np.append(np.zeros(fresh.sum(), np.int64), draws.age), used["tokens"]
     # Empty completions have no tokens to average over.
     valid = (tokens > 0) & np.isfinite(used["log_ratio_mean"])
     ages, tokens = ages[valid], tokens[valid]

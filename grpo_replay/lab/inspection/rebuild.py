@@ -5,6 +5,7 @@ The buffer and the composer are those of the trainer. Generation is held fixed: 
 real run would have trained another policy, which would have sampled other rollouts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,11 @@ from grpo_replay.lab.inspection.rollout_columns import (
     Rollouts,
     find_rows,
     is_positive,
-    read_draws,
+    of_stored,
     read_log,
+    read_log_and_draws,
     read_stored,
     updates_of_a_step,
-    uses_of,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
@@ -36,26 +37,19 @@ _READ = ("advantage", "group_reward_std", "reward", "group_correct", "truncated"
 def entries_of_log(rows: Rollouts) -> list[Entry]:
     """Entries with all that the buffer and priorities read, and no payload."""
     columns = {name: rows[name].tolist() for name in _READ}
-    columns["completion_tokens"] = rows.tokens.tolist()
+    columns["completion_tokens"] = rows.length.tolist()
     given = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     ids = (rows.rollout_id.tolist(), rows.group_id.tolist(), rows.birth_step.tolist())
     return [Entry(*each, payload=None) for each in zip(*ids, given, strict=True)]
 
 
-def stored_after(source: Source, settings: ReplaySection, group_size: int) -> tuple[Rollouts, bool]:
-    """The rollouts stored after `source.step`, and whether they are rebuilt, not of a snapshot."""
+def stored_after(source: Source, settings: ReplaySection, group_size: int) -> Rollouts:
+    """The rollouts stored after `source.step`, oldest first, as the snapshot has them; without one
+    the log is sent through a buffer. Raises SnapshotError if the run logged no rollouts."""
     if source.snapshot is not None:
-        return read_stored(source.snapshot), False
+        return read_stored(source.snapshot)
     if not settings.replays:
-        return np.recarray(0, ROLLOUT), False
-    return rebuild_stored(source, settings, group_size), True
-
-
-def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> Rollouts:
-    """The rollouts stored after `source.step`, oldest first, with their uses.
-
-    Raises SnapshotError if the run logged no rollouts.
-    """
+        return np.recarray(0, ROLLOUT)
     if not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
@@ -67,16 +61,14 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
         buffer.evict(step)
         buffer.insert(entries_of_log(survivors[survivors.logged_step == step]), step)
         buffer.evict_ahead(step)
-    stored = log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
-    stored.times_used = uses_of(stored.rollout_id, read_draws(source.draw_files))
-    return stored
+    return log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
 
 
 REPEATS = 5
 """Number of simulations with different random draws, which give the standard deviation."""
 
-Statistics = dict[str, float | None]
-"""Of the rollouts trained on, over a whole run: see `statistics`. None if undefined."""
+Statistics = dict[str, float]
+"""Of the rollouts trained on, over a whole run: see `statistics`. NaN if undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +100,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
             "recipe.yaml and rollouts/"
         )
     changed = changed_recipe(recipe, changes)
-    log, draws = read_log(source.rollout_files), read_draws(source.draw_files)
+    log, draws = read_log_and_draws(source)
     refuse_what_was_not_kept(log, recipe.replay.max_age_steps, changed.replay.max_age_steps)
     own = updates_of_a_step(recipe.draws_per_step, draws)
     plan = [(recipe, own, seed) for seed in range(REPEATS)]
@@ -118,14 +110,14 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     # As logged: what was trained on as fresh, and every draw that is in the log.
     all_fresh = recipe.replay.anchors_fresh or not recipe.replay.replays
     fresh = np.flatnonzero(log.kept & (all_fresh | (log.logged_step <= recipe.replay.warmup_steps)))
-    row = find_rows(log.rollout_id, draws.rollout_id)
-    replayed = (row >= 0) & ((draws.age > 0) | (not recipe.replay.pools_fresh))
+    replayed = of_stored(draws, recipe.replay)
     logged = statistics(
         log,
-        np.append(row[row >= 0], fresh),
-        row[replayed],
-        draws.age[replayed] // own,
-        *(_series(source, name) for name in ("replay/ess", "buffer/rollouts")),
+        np.append(draws.row, fresh),
+        replayed.row,
+        replayed.age // own,
+        [value for _, value in source.points_of("replay/ess")],
+        [value for _, value in source.points_of("buffer/rollouts")],
     )
     return WhatIf(
         {key: [before[key], after[key]] for key in after if after[key] != before[key]},
@@ -207,10 +199,6 @@ def kept_under(log: Rollouts, settings: ReplaySection) -> Rollouts:
     return rows
 
 
-def _series(source: Source, name: str) -> list[float]:
-    return [line[name] for line in source.metrics if line.get(name) is not None]
-
-
 def statistics(
     log: Rollouts,
     trained: np.ndarray,
@@ -223,33 +211,25 @@ def statistics(
     `replayed` those that were replayed, at `ages` in steps; `ess` and `stored` are of its steps."""
     magnitude = np.abs(np.nan_to_num(log.advantage))[replayed]
     uses = np.bincount(replayed, minlength=len(log))[log.kept]
-    some, generated_tokens = len(replayed) > 0, int(log.tokens.sum())
-    trained_tokens = float(log.tokens[trained].sum())
     return {
         "replayed_rollouts": float(len(replayed)),
         "age_mean": _mean(ages),
-        "age_p95": float(np.quantile(ages, 0.95)) if some else None,
+        "age_p95": float(np.quantile(ages, 0.95)) if len(ages) else math.nan,
         "abs_advantage_mean": _mean(magnitude),
         "positive_share": _mean(is_positive(log[replayed])),
         "never_drawn_share": _mean(uses == 0),
         "ess_mean": _mean(ess),
         "stored_mean": _mean(stored),
-        "trained_tokens_per_generated": (
-            trained_tokens / generated_tokens if generated_tokens else None
-        ),
+        "trained_tokens_per_generated": float(log.length[trained].sum() / max(log.length.sum(), 1)),
     }
 
 
-def _mean(values: Sequence[float] | np.ndarray) -> float | None:
-    return float(np.mean(values)) if len(values) else None
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
 
 
 def _across(runs: Sequence[Statistics]) -> tuple[Statistics, Statistics]:
-    """Mean and standard deviation of each statistic; None where a run has none."""
-    means, deviations = Statistics(), Statistics()
-    for name in runs[0]:
-        known = [value for run in runs if (value := run[name]) is not None]
-        whole = len(known) == len(runs)
-        means[name] = float(np.mean(known)) if whole else None
-        deviations[name] = float(np.std(known, ddof=1)) if whole else None
-    return means, deviations
+    """Mean and standard deviation of each statistic; NaN where a run has none."""
+    columns = {name: [run[name] for run in runs] for name in runs[0]}
+    means = {name: float(np.mean(values)) for name, values in columns.items()}
+    return means, {name: float(np.std(values, ddof=1)) for name, values in columns.items()}

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import open_parquet
@@ -19,11 +20,8 @@ BATCH_ROWS = 8_192
 NO_ROW = -1
 """Returned by `find_rows` for an unknown id."""
 
-_OUTCOME = ("clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
-OUTCOME_COLUMNS = ("tokens", *_OUTCOME)
-"""Of a use, in rollouts/ (null where it was not trained on as fresh) and in draws/."""
-OUTCOMES = ("trained_tokens", *_OUTCOME)
-"""The same in records, NaN for null."""
+OUTCOMES = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
+"""Of a use, in rollouts/ and in draws/; null, in records NaN, where it was not trained on."""
 
 ROLLOUT = np.dtype(
     [
@@ -37,16 +35,11 @@ ROLLOUT = np.dtype(
         ("group_correct", np.int32),  # correct rollouts of the group
         ("kept", np.bool_),
         ("prompt_id", np.object_),
-        ("tokens", np.int32),  # of the completion
+        ("length", np.int32),  # tokens of the completion
         ("truncated", np.bool_),
-        ("times_used", np.int32),  # draws, of a stored rollout
         *((name, np.float64) for name in OUTCOMES),
     ]
 )
-_FROZEN = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
-           "group_correct", "kept", "prompt_id")  # fmt: skip
-_READ = (*_FROZEN, "finish_reason", "completion_token_ids")
-
 Rollouts = np.recarray
 """Records of `ROLLOUT`, in file order."""
 
@@ -56,11 +49,15 @@ DRAW = np.dtype(
         ("step", np.int64),
         ("age", np.int64),  # training steps; updates if the run draws for each update
         ("update", np.int64),  # over the run; the step if a step makes one draw
+        ("row", np.int64),  # of the rollout in the log; NO_ROW without one
         *((name, np.float64) for name in OUTCOMES),
     ]
 )
 Draws = np.recarray
 """Records of `DRAW`, in draw order."""
+
+_READ = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
+         "group_correct", "kept", "prompt_id", "finish_reason", "completion_token_ids")  # fmt: skip
 
 
 def _joined(dtype: np.dtype, parts: Iterable[np.recarray]) -> np.recarray:
@@ -69,6 +66,7 @@ def _joined(dtype: np.dtype, parts: Iterable[np.recarray]) -> np.recarray:
 
 def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) -> np.recarray:
     rows = np.recarray(len(columns["rollout_id"]), dtype)
+    rows["tokens"] = np.nan
     for name, column in columns.items():
         rows[name] = column.to_numpy(zero_copy_only=False)
     return rows
@@ -76,36 +74,28 @@ def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) ->
 
 def read_stored(path: Path) -> Rollouts:
     """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
-    names = [*_READ, "times_used"]
     with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
-        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=list(_READ))
         return _joined(ROLLOUT, (_rollouts(pa.Table.from_batches([each])) for each in batches))
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
     """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
-    names = (*_READ, *OUTCOME_COLUMNS)
     parts = []
     for step, path in tracked(files, "reading rollouts"):
-        parts.append(_rollouts(read_rollout_table(path, names)))
+        parts.append(_rollouts(read_rollout_table(path, (*_READ, *OUTCOMES))))
         parts[-1].logged_step = step
     return _joined(ROLLOUT, parts)
 
 
 def _rollouts(table: pa.Table) -> Rollouts:
-    known = {name: table[name] for name in ROLLOUT.names or () if name in table.column_names}
-    rows = _records(
-        ROLLOUT,
-        {
-            **known,
-            "logged_step": table["birth_step"],
-            "tokens": pc.list_value_length(table["completion_token_ids"]),
-            "truncated": pc.equal(table["finish_reason"], "length"),
-        },
-    )
-    logged = "tokens" in table.column_names
-    rows.trained_tokens = table["tokens"].to_numpy() if logged else np.nan
-    return rows
+    columns = {name: table[name] for name in table.column_names if name in (ROLLOUT.names or ())}
+    columns |= {
+        "logged_step": table["birth_step"],
+        "length": pc.list_value_length(table["completion_token_ids"]),
+        "truncated": pc.equal(table["finish_reason"], "length"),
+    }
+    return _records(ROLLOUT, columns)
 
 
 def is_positive(rows: Rollouts) -> np.ndarray:
@@ -119,11 +109,21 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
     parts = []
     for _, path in tracked(files, "reading draws"):
         table = read_draw_table(path)
+        columns = {name: table[name] for name in ("rollout_id", "step", *OUTCOMES)}
         by_update = "update" in table.column_names
-        age, update = ("age_updates", "update") if by_update else ("age_steps", "step")
-        names = ("rollout_id", "step", age, update, *OUTCOME_COLUMNS)
-        parts.append(_records(DRAW, dict(zip(DRAW.names or (), map(table.column, names)))))
+        columns["age"] = table["age_updates" if by_update else "age_steps"]
+        columns["update"] = table["update" if by_update else "step"]
+        parts.append(_records(DRAW, columns))
+        parts[-1].row = NO_ROW
     return _joined(DRAW, parts)
+
+
+def read_log_and_draws(source: Source) -> tuple[Rollouts, Draws]:
+    """The rollout log, and the draws of rollouts that it has. Raises SnapshotError."""
+    log, draws = read_log(source.rollout_files), read_draws(source.draw_files)
+    rows = find_rows(log.rollout_id, draws.rollout_id)
+    draws.row = rows
+    return log, draws.compress(rows >= 0).view(np.recarray)
 
 
 def of_stored(draws: Draws, settings: ReplaySection) -> Draws:
@@ -136,12 +136,6 @@ def updates_of_a_step(draws_per_step: int, draws: Draws) -> int:
     `draws_per_step`; 1 if it counts them in steps."""
     by_step = len(draws) and (draws.update == draws.step).all()
     return 1 if by_step else draws_per_step
-
-
-def uses_of(ids_N: np.ndarray, draws: Draws) -> np.ndarray:
-    """How often each of the rollouts was drawn, int [N]."""
-    rows = find_rows(ids_N, draws.rollout_id)
-    return np.bincount(rows[rows >= 0], minlength=len(ids_N))
 
 
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -34,6 +34,11 @@ class Source:
         """The resolved recipe under which `step` was trained."""
         return None if self.recipes is None else self.recipes.at(self.step)
 
+    def points_of(self, name: str) -> tuple[tuple[int, float], ...]:
+        """(step, value) of a metric, of the steps that define it."""
+        lines = (line for line in self.metrics if line.get(name) is not None)
+        return tuple((int(line["step"]), float(line[name])) for line in lines)
+
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
     """The source at PATH, as of `step` (default: the last step).

@@ -1,5 +1,6 @@
 """The other outputs of inspect-buffer: --what-if, --show and --verify."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, stored_after
-from grpo_replay.lab.inspection.rollout_columns import OUTCOME_COLUMNS
+from grpo_replay.lab.inspection.rebuild import WhatIf, stored_after
+from grpo_replay.lab.inspection.rollout_columns import OUTCOMES
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
 from grpo_replay.terminal.console import plain_table, print_table, printable
@@ -38,9 +39,9 @@ def read_life(source: Source, rollout_id: int) -> Life:
     # With pool and FIFO, the use of a step that drew the rollout is in both logs.
     if row["tokens"] is not None and all(use["step"] != step for use in uses):
         fresh = {"step": step, "age_steps": step - row["birth_step"], "probability": None}
-        uses.insert(0, fresh | {name: row[name] for name in OUTCOME_COLUMNS})
+        uses.insert(0, fresh | {name: row[name] for name in OUTCOMES})
     return Life(
-        rollout={name: value for name, value in row.items() if name not in OUTCOME_COLUMNS},
+        rollout={name: value for name, value in row.items() if name not in OUTCOMES},
         prompt_text=_prompt_text(source, row["prompt_token_ids"]),
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
         uses=tuple(uses),
@@ -65,7 +66,7 @@ def _find(source: Source, rollout_id: int) -> tuple[int, dict[str, Any], list[di
 
 
 def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
-    names = ["step", "age_steps", "probability", *OUTCOME_COLUMNS]
+    names = ["step", "age_steps", "probability", *OUTCOMES]
     uses: list[Mapping[str, Any]] = []
     for _, path in source.draw_files:
         table = read_draw_table(path)
@@ -86,7 +87,7 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
         return "never stored: cut off, too late, or sampled over a change of the weights"
     if not recipe.replays:
         return "never stored: this run does not replay"
-    stored, _ = stored_after(source, recipe.replay, recipe.sampling.group_size)
+    stored = stored_after(source, recipe.replay, recipe.sampling.group_size)
     if row["rollout_id"] in stored.rollout_id:
         return f"still stored after step {source.step}"
     limit, birth = recipe.replay.max_age_steps, row["birth_step"]
@@ -123,13 +124,14 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
     console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
     header = ("", "as logged", "same settings,\nsimulated", "changed,\nsimulated")
+    exact = dict.fromkeys(result.logged, 0.0)
+    columns = (
+        (result.logged, exact),
+        (result.same, result.same_error),
+        (result.changed, result.changed_error),
+    )
     rows = [
-        (
-            label,
-            _cell(result.logged, {}, name, format_spec),
-            _cell(result.same, result.same_error, name, format_spec),
-            _cell(result.changed, result.changed_error, name, format_spec),
-        )
+        (label, *(_cell(values[name], errors[name], format_spec) for values, errors in columns))
         for name, label, format_spec in _STATISTICS
     ]
     print_table(console, plain_table("", header, rows))
@@ -140,12 +142,11 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     )
 
 
-def _cell(values: Statistics, errors: Statistics, name: str, format_spec: str) -> str:
-    value, error = values[name], errors.get(name)
-    if value is None:
+def _cell(value: float, error: float, format_spec: str) -> str:
+    if math.isnan(value):
         return "–"
     # Deterministic statistics differ between simulations by rounding only.
-    if error is None or error <= 1e-9 * abs(value):
+    if error <= 1e-9 * abs(value):
         return format(value, format_spec)
     return f"{value:{format_spec}} ± {error:{format_spec}}"
 

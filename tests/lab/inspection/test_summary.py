@@ -67,7 +67,7 @@ def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
     if preset in ("ours", "uniform", "group_std"):
         assert seen.expected_rollouts == pytest.approx(len(recent)) == seen.stored_rollouts
     elif preset == "fifo":
-        assert seen.expected_rollouts == seen.capacity_rollouts == 96
+        assert seen.expected_rollouts == 96
     else:
         assert seen.expected_rollouts is None
 
@@ -181,7 +181,7 @@ def test_a_snapshot_can_be_inspected_without_its_run(runs, tmp_path):
     assert seen.step == LAST
     run = inspect(runs["ours"])
     assert [row.stored for row in seen.staleness] == [row.stored for row in run.staleness][:-1]
-    assert seen.occupancy.capacity_rollouts == 5000
+    assert seen.settings["capacity_rollouts"] == 5000
     assert [population.name for population in seen.populations] == ["stored"]
     assert seen.trends == {} and seen.by_age == {} and seen.last_use is None
 
