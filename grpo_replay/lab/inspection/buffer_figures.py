@@ -72,9 +72,8 @@ def _staleness(axes: Any, inspection: Inspection) -> None:
         if counts.sum():
             share = 100 * counts / counts.sum()
             axes.bar(ages + side, share, 0.42, color=colour, label=label)
-    axes.set_title("Staleness")
-    axes.set_xlabel(f"age (training {inspection.age_unit})")
-    axes.set_ylabel("rollouts (%)")
+    unit = inspection.age_unit
+    axes.set(title="Staleness", xlabel=f"age (training {unit})", ylabel="rollouts (%)")
     whole_numbers(axes.xaxis)
     legend_above(axes)
 
@@ -89,9 +88,8 @@ def _uses(axes: Any, inspection: Inspection) -> None:
     counts = inspection.uses_over_run
     mean = sum(uses * count for uses, count in counts.items()) / sum(counts.values())
     _shares(axes, capped(counts), STORED)
-    axes.set_title(f"Reuse: mean {mean:.2f}")
-    axes.set_xlabel("uses of a survivor so far")
-    axes.set_ylabel("rollouts (%)")
+    title = f"Reuse: mean {mean:.2f}"
+    axes.set(title=title, xlabel="uses of a survivor so far", ylabel="rollouts (%)")
 
 
 def _last_use(axes: Any, inspection: Inspection) -> None:
@@ -99,9 +97,8 @@ def _last_use(axes: Any, inspection: Inspection) -> None:
     assert last_use is not None
     new = {"first": last_use.new} if last_use.new else {}
     _shares(axes, capped(last_use.gaps) | new, REPLAYED)
-    axes.set_title("Since the previous use")
-    axes.set_xlabel(f"training {inspection.age_unit}")
-    axes.set_ylabel("draws (%)")
+    title, unit = "Since the previous use", inspection.age_unit
+    axes.set(title=title, xlabel=f"training {unit}", ylabel="draws (%)")
 
 
 def capped(counts: Mapping[int, int], limit: int = 10) -> dict[str, int]:
@@ -126,9 +123,7 @@ def _by_age(
         axes.plot([0], [fresh], "D", color=FRESH, markersize=3.5, label="fresh", clip_on=False)
         axes.axhline(fresh, color=FRESH, linewidth=0.7, linestyle="--")
     axes.set_ylim(bottom=0)
-    axes.set_title(title)
-    axes.set_xlabel(f"age at use (training {inspection.age_unit})")
-    axes.set_ylabel(label)
+    axes.set(title=title, xlabel=f"age at use (training {inspection.age_unit})", ylabel=label)
     whole_numbers(axes.xaxis)
     legend_above(axes)
 
@@ -145,7 +140,5 @@ def _stored(axes: Any, inspection: Inspection) -> None:
     """Rollouts stored after each step."""
     axes.plot(*zip(*inspection.trends["buffer/rollouts"], strict=True), color=STORED)
     axes.set_ylim(bottom=0)
-    axes.set_title("Occupancy")
-    axes.set_ylabel("rollouts stored")
-    axes.set_xlabel("training step")
+    axes.set(title="Occupancy", xlabel="training step", ylabel="rollouts stored")
     whole_numbers(axes.xaxis)
