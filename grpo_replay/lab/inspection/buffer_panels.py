@@ -67,10 +67,12 @@ def describe_settings(inspection: Inspection) -> str:
     settings = inspection.settings
     if not inspection.replays:
         return f"preset {settings['preset']}: this recipe does not replay"
-    law = f"{settings['unit']} by {settings['priority']}^{settings['priority_exponent']:g}"
+    law, age = settings["priority"], settings["max_age_steps"]
+    if law != "uniform":
+        law = f"{law}^{settings['priority_exponent']:g}"
     return (
-        f"{settings['preset']}: {settings['composition']}, {law} · ratio {settings['ratio']:g} · "
-        f"max age {settings['max_age_steps']} · warm-up {settings['warmup_steps']} · capacity "
+        f"{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · ratio "
+        f"{settings['ratio']:g} · max age {'none' if age is None else age} · warm-up {settings['warmup_steps']} · capacity "
         f"{settings['capacity_rollouts']:,}"
     )
 

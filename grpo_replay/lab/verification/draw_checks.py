@@ -113,7 +113,7 @@ class DrawChecks:
         updates = self.run.draws_per_step(step)
         if updates == 1:
             return [(asked, np.arange(len(draws["step"])))]
-        update_N = draws["update"] - updates * (step - 1) - 1
+        update_N = draws.get("update", draws["step"]) - updates * (step - 1) - 1
         return [
             (asked // updates + (each < asked % updates), np.flatnonzero(update_N == each))
             for each in range(updates)
