@@ -71,9 +71,9 @@ def describe_settings(inspection: Inspection) -> str:
     if law != "uniform":
         law = f"{law}^{settings['priority_exponent']:g}"
     return (
-        f"{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · ratio "
-        f"{settings['ratio']:g} · max age {'none' if age is None else age} · warm-up {settings['warmup_steps']} · capacity "
-        f"{settings['capacity_rollouts']:,}"
+        f"{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · "
+        f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · "
+        f"warm-up {settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
     )
 
 
