@@ -80,10 +80,9 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
     assert recipe is not None, "a run"
     if row["reward"] is None:
         return "never stored: no reward came"
-    if not row["group_reward_std"]:
-        if not row["kept"]:
-            return "never stored: the rewards of its group do not differ, so there is no signal"
-    elif not row["kept"]:
+    if not row["kept"] and not row["group_reward_std"]:
+        return "never stored: the rewards of its group do not differ, so there is no signal"
+    if not row["kept"]:
         return "never stored: cut off, too late, or sampled over a change of the weights"
     if not recipe.replays:
         return "never stored: this run does not replay"
