@@ -138,17 +138,14 @@ class VerifyReport:
 def read_run_files(folder: Path) -> RunFiles:
     """Read the files of a run. Raises SnapshotError if they are missing or damaged."""
     source = open_source(folder)
-    if source.recipes is None or not source.metrics or not source.rollout_files:
+    steps = {int(line["step"]) for line in source.metrics}
+    files = [(step, path) for step, path in source.rollout_files if step in steps]
+    if source.recipes is None or not files:
         raise SnapshotError(
             f"{folder}: verification needs a run directory with recipe.yaml, metrics.jsonl and "
             "rollouts/"
         )
-    steps = {int(line["step"]) for line in source.metrics}
-    rollouts = {
-        step: _rollout_columns(read_rollout_table(path, _COLUMNS))
-        for step, path in source.rollout_files
-        if step in steps
-    }
+    rollouts = {step: _rollout_columns(read_rollout_table(path, _COLUMNS)) for step, path in files}
     draws = {
         step: _arrays(read_draw_table(path)) for step, path in source.draw_files if step in steps
     }
