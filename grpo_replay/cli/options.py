@@ -252,10 +252,14 @@ class PlanOptions:
 
     recipe: str | None = argument("Recipe to plan for.", autocompletion=_complete_recipe)
     from_run: str | None = option("Estimate the parameters from a finished run.", metavar="DIR")
-    mu: float | None = option("μ: cost of generating one rollout / cost of training on it once.")
-    rho: float | None = option("ρ: coupling of the samples, 0 to 1.")
-    growth: float | None = option("a: exponent of the staleness law σ = (age/τ)^a.")
-    survival: float | None = option("Fraction of rollouts that pass the zero-variance filter.")
+    mu: float | None = option(
+        "μ: cost of generating one rollout / cost of training on it once.", min=1e-9, max=1e9
+    )
+    rho: float | None = option("ρ: coupling of the samples, 0 to 1.", min=0, max=1)
+    growth: float | None = option("a: exponent of the staleness law σ = (age/τ)^a.", min=0, max=1e3)
+    survival: float | None = option(
+        "Fraction of rollouts that pass the zero-variance filter.", min=1e-3, max=1
+    )
     overrides: tuple[str, ...] = recipe_changes()
     as_json: bool = json_wanted()
 

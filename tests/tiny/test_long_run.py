@@ -23,5 +23,6 @@ def test_a_short_run_samples_graded_completions_of_two_hundred_tokens_and_replay
     assert {row["verdict"] for row in rows} <= {"correct", "incorrect", "unparsable"}
     assert 0.1 < sum(row["verdict"] == "correct" for row in rows) / len(rows) < 0.8
     assert run.all_draws
-    found = estimate_from_run(open_source(run.path))
-    assert found.mu is not None and 180 < found.completion_tokens < 240
+    assert estimate_from_run(open_source(run.path)).mu is not None
+    lengths = [len(row["completion_token_ids"]) for row in rows]
+    assert 180 < sum(lengths) / len(lengths) < 240

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import drawn_rollouts, stored_when_drawn
 from grpo_replay.lab.planning.theory import (
     Cost,
     Growth,
     Verdict,
     break_even_mu,
-    check_inputs,
     fresh_anchored_objective,
     judge,
     no_replay_objective,
@@ -26,7 +24,6 @@ from grpo_replay.lab.planning.theory import (
     without_replacement_objective,
 )
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.compose import relative_compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +39,6 @@ class PlanInputs:
     growth_others: tuple[Growth, ...] = ()  # that a measurement leaves open
     growth_known: bool = True  # given, or measured at enough ages; not assumed
     updates_per_step: int = 1  # k of a FIFO buffer: x = N/R counts updates, each with R/k new ones
-
-    def __post_init__(self) -> None:
-        check_inputs(self.mu, self.rho)
-        if not 0 < self.survival <= 1:
-            raise UsageError(
-                f"--survival {self.survival}: the share of rollouts whose group is kept must be "
-                "above 0 and at most 1 (paper A measured 0.34 to 0.49)"
-            )
 
     @property
     def effective_mu(self) -> float:
@@ -70,8 +59,6 @@ class Design:
     y: float  # uses of a rollout over its life, the fresh use included
     stored_rollouts: float  # expected at rest
     trained_rollouts_per_step: float
-    gamma: float  # compute of a step relative to no buffer at equal batch size
-    inference_per_trainer: float  # W/T in balance
     verdict: Verdict  # on J relative to no replay
     pays_above: float | None
 
@@ -87,9 +74,8 @@ def no_replay(inputs: PlanInputs) -> Design:
 
 
 def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
-    """The design of a recipe: its own batches, with draws by priority treated as uniform."""
-    if not replay.replays:
-        return no_replay(inputs)
+    """The design of a recipe that replays: its own batches, with draws by priority treated as
+    uniform."""
     survivors, draws = inputs.survivors_per_step, inputs.updates_per_step
     steps = stored_when_drawn(replay, survivors) / survivors
     uses = drawn_rollouts(replay, inputs.rollouts_per_step, survivors, draws) / survivors
@@ -112,8 +98,6 @@ def _design(inputs: PlanInputs, x: float, y: float, cost: Cost, stored: float) -
         y=y,
         stored_rollouts=stored,
         trained_rollouts_per_step=y * inputs.survivors_per_step,
-        gamma=relative_compute(y, mu),
-        inference_per_trainer=mu / y,
         verdict=judge(cost, mu, rho, growth, inputs.growth_others, inputs.growth_known),
         pays_above=even,
     )
@@ -125,16 +109,12 @@ def _stored_at(inputs: PlanInputs, x: float) -> float:
 
 
 def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, Any]:
-    """Replay settings of the FIFO buffer with (x, y).
-
-    FIFO stores the rollouts of a step before it draws, so N = x·B'/k and B/R = y·s. The capacity is
-    at least the rollouts of one step, which recipes require.
-    """
+    """Replay settings of the FIFO buffer with (x, y), which stores the rollouts of a step before it
+    draws: N = x·B'/k and B/R = y·s. The capacity is at least the rollouts of one step."""
     return {
         "preset": "fifo",
         "capacity_rollouts": max(math.ceil(_stored_at(inputs, x)), inputs.rollouts_per_step),
         "ratio": y * inputs.survival,
         "max_age_steps": None,
-        # x and y are per survivor; the preset itself drops no groups.
         "drop_zero_variance": inputs.survival < 1,
     }

@@ -1,10 +1,10 @@
 """Measures the planner's assumptions in a finished run.
 
 μ comes from the cost metrics: seconds of generation and training per rollout. The survival share
-and the token lengths come from the rollout log. The growth of variance comes from the log-ratios
-by age: if a token's log-ratio has mean square v, its importance weight has a second moment of
-about e^v (exactly, if the log-ratio is normal and the weights have mean 1), and the variance of
-its gradient is multiplied by that.
+comes from the rollout log. The growth of variance comes from the log-ratios by age: if a token's
+log-ratio has mean square v, its importance weight has a second moment of about e^v (exactly, if the
+log-ratio is normal and the weights have mean 1), and the variance of its gradient is multiplied by
+that.
 """
 
 import math
@@ -26,6 +26,9 @@ from grpo_replay.terminal.console import tracked
 FEWEST_AGES, FEWEST_DRAWS = 3, 200
 """Ages with draws, and draws, from which on a fit says something of the growth."""
 
+Point = tuple[int, float, float]
+"""(age, excess of the log-ratio's mean square over that of fresh rollouts in nats², tokens)"""
+
 
 @dataclass(frozen=True, slots=True)
 class RunEstimates:
@@ -34,11 +37,7 @@ class RunEstimates:
     mu: float | None = None
     survival: float | None = None
     rollouts_per_step: int | None = None
-    completion_tokens: float | None = None
-    prompt_tokens: float | None = None
-    growth: RatioGrowth | None = None
-    growth_others: tuple[RatioGrowth, ...] = ()  # that the ages leave open; none if too few
-    growth_points: tuple[tuple[int, float], ...] = ()  # (age, excess mean square, nats²)
+    growth_points: tuple[Point, ...] = ()
     growth_draws: int = 0  # rollouts drawn at these ages
 
     @property
@@ -47,79 +46,52 @@ class RunEstimates:
         return len(self.growth_points) >= FEWEST_AGES and self.growth_draws >= FEWEST_DRAWS
 
 
-def estimate_from_run(source: Source, mu_needed: bool = False) -> RunEstimates:
-    """Estimates over all steps of a run. Raises SnapshotError if it logged no rollouts, or, with
-    `mu_needed`, no seconds."""
-    if not source.rollout_files:
-        raise SnapshotError(
-            f"{source.path}: no rollouts/ to estimate from (this is a snapshot without its "
-            "run); give --mu, --rho and --growth instead"
-        )
-    generated = kept = completion_tokens = prompt_tokens = 0
+def estimate_from_run(source: Source) -> RunEstimates:
+    """Estimates over all steps of a run. Raises SnapshotError if it kept no rollouts."""
+    generated = kept = 0
     for _, path in tracked(source.rollout_files, "reading rollouts"):
-        names = ("kept", "completion_token_ids", "prompt_token_ids")
-        table = read_rollout_table(path, names)
+        table = read_rollout_table(path, ("kept",))
         generated += len(table)
         kept += pc.sum(table["kept"]).as_py() or 0
-        completion_tokens += _total(table["completion_token_ids"])
-        prompt_tokens += _total(table["prompt_token_ids"])
-    if generated == 0 or kept == 0:
+    if kept == 0:
         raise SnapshotError(
-            f"{source.path}: {generated} rollouts generated, {kept} of them kept: nothing to "
-            "estimate a survival share from"
-        )
-    mu = measured_mu(source.metrics, generated / len(source.rollout_files))
-    if mu is None and mu_needed:
-        raise SnapshotError(
-            f"{source.path}: metrics.jsonl has no seconds of generation and training, which μ is "
-            "measured from: give μ with --mu"
+            f"{source.path}: {generated} rollouts in rollouts/, {kept} of them kept: nothing to "
+            "estimate from; give --mu, --rho and --growth instead"
         )
     outcomes = outcomes_by_age(source)
     points = growth_points(outcomes)
     return RunEstimates(
-        mu=mu,
+        mu=measured_mu(source.metrics),
         survival=kept / generated,
         rollouts_per_step=round(generated / len(source.rollout_files)),
-        completion_tokens=completion_tokens / generated,
-        prompt_tokens=prompt_tokens / generated,
-        growth=fit_growth(points),
-        growth_others=other_growths(points),
-        growth_points=tuple((age, value) for age, value, _ in points),
+        growth_points=points,
         growth_draws=sum(outcomes[age].uses for age, _, _ in points),
     )
 
 
-def _total(column: Any) -> int:
-    return pc.sum(pc.list_value_length(column)).as_py() or 0
-
-
-def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) -> float | None:
-    """(generation seconds / rollouts generated) / (training seconds / rollouts trained on).
-
-    `rollouts_per_step` is for metrics without `cost/generated_rollouts`. None if the run trained on
-    nothing or did not log these times.
-    """
-    names = ("cost/generation_seconds", "cost/training_seconds", "cost/trained_rollouts")
+def measured_mu(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """(generation seconds / rollouts generated) / (training seconds / rollouts trained on). None if
+    the run trained on nothing or did not log these."""
+    names = ("cost/generation_seconds", "cost/generated_rollouts", "cost/training_seconds",
+             "cost/trained_rollouts")  # fmt: skip
     lines = [line for line in metrics if all(line.get(name) is not None for name in names)]
-    generation, training, trained = (sum(line[name] for line in lines) for name in names)
-    generated = sum(line.get("cost/generated_rollouts", rollouts_per_step) for line in lines)
+    generation, generated, training, trained = (sum(line[name] for line in lines) for name in names)
     if min(generation, generated, training, trained) <= 0:
         return None
     return (generation / generated) / (training / trained)
 
 
-def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, float]]:
-    """(age, excess of the log-ratio's mean square over that of fresh rollouts, tokens)."""
-    fresh = outcomes.get(0)
-    base = fresh.log_ratio_square if fresh else 0.0
-    return [
+def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[Point, ...]:
+    """One for each age above 0 at which tokens were trained on."""
+    base = outcomes[0].log_ratio_square if 0 in outcomes else 0.0
+    return tuple(
         (age, outcome.log_ratio_square - base, float(outcome.tokens))
         for age, outcome in sorted(outcomes.items())
         if age > 0 and outcome.tokens > 0
-    ]
+    )
 
 
-def other_growths(points: Sequence[tuple[int, float, float]]) -> tuple[RatioGrowth, ...]:
+def other_growths(points: Sequence[Point]) -> tuple[RatioGrowth, ...]:
     """Further fits that say how much the points leave open: without each age in turn, and of a
     policy that diffuses (b = 1) and of one that drifts (b = 2), which decide far beyond the last
     age."""
@@ -128,14 +100,12 @@ def other_growths(points: Sequence[tuple[int, float, float]]) -> tuple[RatioGrow
     return tuple(fit or RatioGrowth(0.0, 1.0) for fit in fits)
 
 
-def fit_growth(
-    points: Sequence[tuple[int, float, float]], exponent: float | None = None
-) -> RatioGrowth | None:
+def fit_growth(points: Sequence[Point], exponent: float | None = None) -> RatioGrowth | None:
     """k and b of k·s^b, by least squares of the logarithms, weighted by tokens.
 
-    `points` are (age, excess mean square, tokens). b is limited to 0.25 to 2 (a policy that drifts
-    straight on); with a single age it is 1 (one that diffuses). None if no age has a mean square
-    above that of fresh rollouts. With `exponent` b is that.
+    b is limited to 0.25 to 2 (a policy that drifts straight on); with a single age it is 1 (one
+    that diffuses). None if no age has a mean square above that of fresh rollouts. With `exponent` b
+    is that.
     """
     usable = [point for point in points if point[1] > 0]
     if not usable:

@@ -108,7 +108,7 @@ def mu_of(run: FinishedRun) -> float | None:
     """The μ that a run measured; None for an evaluation file, or without the costs."""
     if run.recipe is None:
         return None
-    return measured_mu(run.log.lines, run.recipe.rollouts_per_step)
+    return measured_mu(run.log.lines)
 
 
 def cost_to_reach(run: FinishedRun, accuracy: float, axis: Axis, outcome: Outcome) -> float:

@@ -15,7 +15,9 @@ from small_runs.synthetic import (
     VARIANCE_EXPONENT,
     synthetic_recipe,
 )
+from typer.testing import CliRunner
 
+from grpo_replay.cli.app import app
 from grpo_replay.cli.plan_command import plan_document
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.dry_run.estimates import (
@@ -24,7 +26,13 @@ from grpo_replay.lab.dry_run.estimates import (
     expected_of,
 )
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.design import PlanInputs, best_fifo, design_of, replay_settings
+from grpo_replay.lab.planning.design import (
+    PlanInputs,
+    best_fifo,
+    design_of,
+    no_replay,
+    replay_settings,
+)
 from grpo_replay.lab.planning.estimate import (
     estimate_from_run,
     fit_growth,
@@ -71,8 +79,8 @@ def test_recipes_become_x_and_y():
     fifo = design_of(inputs(rollouts_per_step=32),
                      synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay)  # fmt: skip
     assert (fifo.x, fifo.y) == (3.0, 1.5)
-    grpo = design_of(inputs(), synthetic_recipe("grpo").replay)
-    assert (grpo.gamma, grpo.verdict.ratio, grpo.pays_above) == (1.0, 1.0, None)
+    grpo = no_replay(inputs())
+    assert (grpo.verdict.ratio, grpo.pays_above) == (1.0, None)
 
 
 def test_recommended_settings_give_back_x_and_y():
@@ -193,14 +201,14 @@ def test_mu_is_a_ratio_of_totals_and_includes_steps_without_training():
     """20 generated in 40 s, 10 trained in 5 s: 2 s / 0.5 s = 4."""
     lines = [
         {"cost/generation_seconds": 15.0, "cost/training_seconds": 5.0, "cost/mu": 3.0,
-         "cost/trained_rollouts": 10},
+         "cost/generated_rollouts": 10, "cost/trained_rollouts": 10},
         {"cost/generation_seconds": 25.0, "cost/training_seconds": 0.0, "cost/mu": None,
-         "cost/trained_rollouts": 0},
+         "cost/generated_rollouts": 10, "cost/trained_rollouts": 0},
     ]  # fmt: skip
-    assert measured_mu(lines, 10) == pytest.approx(4.0)
+    assert measured_mu(lines) == pytest.approx(4.0)
     without = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
-    assert measured_mu(without, 10) is None  # survivors and draws together are not what trained
-    assert measured_mu([], 10) is None
+    assert measured_mu(without) is None  # survivors and draws together are not what trained
+    assert measured_mu([]) is None
 
 
 def test_growth_is_fitted_to_noisy_points_and_none_without_growth():
@@ -209,7 +217,7 @@ def test_growth_is_fitted_to_noisy_points_and_none_without_growth():
     fit = fit_growth(points)
     assert fit.exponent == pytest.approx(1.3, abs=1e-3)
     assert fit_growth([(1, -1e-4, 10.0), (2, 0.0, 10.0)]) is None
-    assert fit_growth([(3, 0.06, 10.0)]).variance(3) == pytest.approx(math.exp(0.06))
+    assert fit_growth([(3, 0.06, 10.0)]) == RatioGrowth(pytest.approx(0.02), 1.0)
 
 
 def test_the_fit_of_the_growth_weighs_each_age_by_its_tokens():
@@ -248,10 +256,15 @@ def test_contradictory_and_missing_options_are_refused(tmp_path, runs):
     for options in (
         {"recipe": "tiny", "from_run": str(runs["ours"])},
         {},
-        {"mu": 5.0, "survival": 0.0},
         {"mu": 5.28, "overrides": ("replay.ratio=1",)},
     ):
         with pytest.raises(UsageError):
             run(**options)
     with pytest.raises(SnapshotError):
         run(from_run=str(tmp_path))
+
+
+@pytest.mark.parametrize("words", [("--mu", "0"), ("--rho", "1.1"), ("--growth", "-0.2")])
+def test_values_out_of_range_are_refused_by_name(words):
+    done = CliRunner().invoke(app, ["plan", "--mu", "5.28", *words])
+    assert done.exit_code == 2 and f"'{words[0]}'" in done.output

@@ -5,7 +5,6 @@ import math
 import pytest
 from scipy import integrate, optimize
 
-from grpo_replay.errors import UsageError
 from grpo_replay.lab.planning.theory import (
     PowerGrowth,
     RatioGrowth,
@@ -127,17 +126,3 @@ def test_relative_compute_is_the_same_in_both_of_the_papers_forms():
     batch, generated = 3.0, 1.0
     assert relative_compute(y, mu) == pytest.approx((batch + mu * generated) / (batch + mu * batch))
     assert relative_compute(1.0, mu) == 1.0
-
-
-@pytest.mark.parametrize(
-    "mu, rho, exponent, place",
-    [
-        (0.0, 0.1, 0.2, "--mu 0.0"),
-        (math.nan, 0.1, 0.2, "--mu nan"),
-        (5.0, 1.1, 0.2, "--rho 1.1"),
-        (5.0, 0.1, -0.2, "--growth -0.2"),
-    ],
-)
-def test_values_out_of_range_are_refused_by_name(mu, rho, exponent, place):
-    with pytest.raises(UsageError, match=place.replace(".", r"\.")):
-        power_law_optimum(mu, rho, exponent)
