@@ -10,7 +10,6 @@ report.json, counts them, and ends with exit status 1 if one differs or could no
 """
 
 import argparse
-import itertools
 import json
 import math
 import re
@@ -44,26 +43,15 @@ def read_run(folder: Path) -> dict:
 
 
 def read_rows(file: Path) -> dict:
-    """By benchmark: accuracy and pass@k of every problem; and the means of tokens."""
+    """By benchmark: accuracy and pass@k of every problem."""
     rows = pq.read_table(file).to_pandas()
     rows = rows[~rows["greedy"]]
     problems = rows.groupby(["benchmark", "problem_index"])
     names = rows["benchmark"].unique()
-    cut = (rows["finish_reason"] == "length").groupby(rows["benchmark"])
     return {
         "avg": {name: problems["correct"].mean()[name].tolist() for name in names},
         "pass": {name: problems["correct"].max()[name].astype(float).tolist() for name in names},
-        "tokens": float(problems["tokens"].mean().groupby("benchmark").mean().mean()),
-        "truncation_rate": float(cut.mean().mean()),
     }
-
-
-def mean_or_none(values) -> float | None:
-    return fmean(values) if len(values) else None
-
-
-def metric_of(run: dict, name: str) -> list[float]:
-    return [line[name] for line in run["lines"] if line.get(name) is not None]
 
 
 def means(values: dict[str, list[float]]) -> dict[str, float]:
@@ -147,16 +135,6 @@ def summed(parts: list[tuple[float, float]], count: int) -> tuple[float, float]:
     return total, total**2 / (sum(v**2 / f for v, f in parts) / count**4)
 
 
-def sign_flip(differences: list[float]) -> float | None:
-    """The share of all sign flips with a mean at least as large."""
-    if len(differences) < 2:
-        return None
-    observed = abs(sum(differences)) - 1e-9 * sum(map(abs, differences))
-    flips = list(itertools.product((1, -1), repeat=len(differences)))
-    large = sum(abs(sum(s * d for s, d in zip(flip, differences))) >= observed for flip in flips)
-    return large / len(flips)
-
-
 def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
     """The document of these runs; the choice of baseline, μ and targets is the report's."""
     baseline = report["baseline"]
@@ -211,7 +189,6 @@ def paired(parts: list[dict], shared: list[int]) -> dict:
         each |= {
             "seeds": shared,
             "seeds_better": sum(value > 1e-9 for value in of_seeds),
-            "p_value": sign_flip(of_seeds),
             "seeds_to_tell": seeds_to_tell(parts, list(parts[0]) if name == "mean" else [name]),
         }
     return found
@@ -266,14 +243,6 @@ def at_cost(run: dict, cost, budget: float) -> dict:
 
 def quantities(runs: list[dict], mu: float, given: list[float]) -> dict:
     found: dict[str, list] = {}
-    for name in ("tokens", "truncation_rate"):
-        found[name] = [final(run)[name] for run in runs]
-    for name, metric in {
-        "clip_fraction_fresh": "fresh/clip_fraction",
-        "clip_fraction_replayed": "replay/clip_fraction",
-        "replay_ratio": "replay/ratio",
-    }.items():
-        found[name] = [mean_or_none(metric_of(run, metric)) for run in runs]
     for name, metric in {
         "generated_tokens": "cost/generated_tokens",
         "trained_tokens": "cost/trained_tokens",

@@ -165,7 +165,7 @@ def report(
     baseline: str | None = None,
     output: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Compare runs, sweeps and evaluation files: the document of `grpo-replay report --json`
+    """Compare runs and sweeps: the document of `grpo-replay report --json`
     (docs/report.md). With `output`, also write pages, tables and figures to that folder."""
     from grpo_replay.lab.report.collect import collect
     from grpo_replay.lab.report.measure import measure

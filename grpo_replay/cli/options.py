@@ -6,7 +6,7 @@ answer at once.
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -30,9 +30,9 @@ def flag(help: str, name: str) -> Any:
     return option(help, name, default=False)
 
 
-def many(help: str, *names: str, metavar: str) -> Any:
+def many(help: str, *names: str, **kind: Any) -> Any:
     """A field of any number of values, each after the name of the option."""
-    return option(help, *names, default=(), metavar=metavar)
+    return option(help, *names, default=(), **kind)
 
 
 def recipe_changes() -> Any:
@@ -209,7 +209,7 @@ class ReportOptions:
     """Compare many runs: accuracy, paired differences, costs, and above which μ replay pays."""
 
     paths: tuple[str, ...] = argument(
-        "Runs, sweeps, folders of runs, or evaluation files; NAME=PATH names their arm.",
+        "Runs, sweeps or folders of runs; NAME=PATH names their arm.",
         default=MISSING,
         metavar="[NAME=]PATH...",
     )
@@ -226,11 +226,15 @@ class ReportOptions:
         "Accuracy in % whose cost is reported. May be repeated. Default: 50, 75 and 90 % of the "
         "baseline's gain.",
         metavar="ACC",
+        min=1,
+        max=100,
     )
     mu: tuple[float, ...] = many(
         "μ of a compute axis, next to the measured one. May be repeated. Paper B's are 5.28 and "
         "6.84.",
         metavar="MU",
+        min=0,
+        max=1e9,
     )
     benchmark: str = option(
         "Benchmark that the table and curves are about, or mean. Default: the mean, or the first "
@@ -238,10 +242,8 @@ class ReportOptions:
         default="",
         metavar="NAME",
     )
-    metric: str = option(
-        "Metric that the table and curves are about.",
-        default="avg@k",
-        metavar="avg@k|pass@k",
+    metric: Literal["avg@k", "pass@k"] = option(
+        "Metric that the table and curves are about.", default="avg@k", metavar="avg@k|pass@k"
     )
     as_json: bool = json_wanted()
 

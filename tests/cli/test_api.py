@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from judge_rewards import half_for_hint
 from judge_rewards_file import shortness
+from small_runs.experiments import write_run
 
 import grpo_replay
 from grpo_replay import api
@@ -141,7 +142,8 @@ def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capf
     found = api.evaluate("builtin:tiny", tmp_path / "e.json", recipe, ["tiny_add"], reward=no_sum)
     assert found.verifier.endswith("test_api.py:no_sum") and found.accuracies()["mean"] == 0
     assert api.inspect(runs["ours"]).occupancy.stored_rollouts > 0
-    assert [arm["name"] for arm in api.report(tmp_path / "e.json")["arms"]] == ["e"]
+    ended = write_run(tmp_path / "ended", [], seed=0, gain=0.2)
+    assert [arm["name"] for arm in api.report(ended)["arms"]] == ["grpo"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -10,6 +10,7 @@ the paper does: γ(W, T) for each rollout trained on, 1 without a buffer.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,6 @@ MAIN_AXES = ("compute_machines", "compute_measured", "generated_tokens")
 OWN_BEST = 0.98
 """Share of a run's best outcome that counts as having reached it (paper B, Figure 14)."""
 
-Columns = dict[str, Sequence[float | None]]
-"""Values by name, one per run; None where a run does not have it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -40,46 +38,36 @@ class Axis:
     total: Callable[[FinishedRun], np.ndarray]
 
 
-def _tokens(run: FinishedRun) -> np.ndarray:
-    return run.log.running_total("cost/generated_tokens")
+def _metric_axis(key: str, label: str, metric: str) -> Axis:
+    return Axis(key, label, lambda run: run.running_total(metric))
 
 
-def _seconds(run: FinishedRun) -> np.ndarray:
-    return run.log.running_total("step_time")
+TRAINED = _metric_axis("trained", "rollouts trained on", "cost/trained_rollouts")
+GENERATED = _metric_axis("generated", "rollouts generated", "cost/generated_rollouts")
 
 
-def _trained(run: FinishedRun) -> np.ndarray:
-    """float64 [T + 1]: ΣB up to each step. NaN if the run did not log it."""
-    return run.log.running_total("cost/trained_rollouts")
-
-
-def _generated(run: FinishedRun) -> np.ndarray:
-    """float64 [T + 1]: ΣR up to each step. For steps without the metric, R is the recipe's."""
-    planned = 0 if run.recipe is None else run.recipe.rollouts_per_step
-    generated = [line.get("cost/generated_rollouts", planned) for line in run.log.lines]
-    return np.concatenate([[0.0], np.cumsum(generated)])
-
-
-TRAINED = Axis("trained", "rollouts trained on", _trained)
-GENERATED = Axis("generated", "rollouts generated", _generated)
-
-
-def axes(
-    measured: float | None, given: Sequence[float], of_machines: float | None = None
-) -> list[Axis]:
-    """Steps, generated tokens, compute at each μ and at γ(W, T), and time of the training steps.
-    `of_machines` is the μ of the recipes that name workers and trainers."""
+def usable_axes(runs: Sequence[FinishedRun], given_mu: Sequence[float]) -> list[Axis]:
+    """Steps, generated tokens, compute at each μ and at γ(W, T), and time of the training steps:
+    those that every run logged."""
     found = [
-        Axis("steps", "training steps", lambda run: np.arange(len(run.log) + 1.0)),
-        Axis("generated_tokens", "generated tokens", _tokens),
+        Axis("steps", "training steps", lambda run: np.arange(len(run.lines) + 1.0)),
+        _metric_axis("generated_tokens", "generated tokens", "cost/generated_tokens"),
     ]
-    if measured is not None:
+    if (measured := measured_mu_of(runs)) is not None:
         found.append(_compute_axis("compute_measured", measured, "measured"))
-    found += [_compute_axis(f"compute_{mu:g}", mu, "given") for mu in given]
-    if of_machines is not None:
-        label = "compute at γ of (W, T), rollouts"
-        found.append(Axis("compute_machines", label, lambda run: _charged(run, of_machines)))
-    return [*found, Axis("seconds", "training time, s", _seconds)]
+    found += [_compute_axis(f"compute_{mu:g}", mu, "given") for mu in given_mu]
+    machines = [run.recipe.replay.machines for run in runs]
+    if of_machines := [each.mu for each in machines if each]:
+        mu, label = median(of_machines), "compute at γ of (W, T), rollouts"
+        found.append(Axis("compute_machines", label, lambda run: _charged(run, mu)))
+    found.append(_metric_axis("seconds", "training time, s", "step_time"))
+    return [axis for axis in found if all(np.isfinite(axis.total(run)[-1]) for run in runs)]
+
+
+def measured_mu_of(runs: Sequence[FinishedRun]) -> float | None:
+    """The median over all runs of the μ that each measured; None if none did."""
+    known = [mu for run in runs if (mu := measured_mu(run.lines)) is not None]
+    return median(known) if known else None
 
 
 def _compute_axis(key: str, mu: float, source: str) -> Axis:
@@ -89,26 +77,18 @@ def _compute_axis(key: str, mu: float, source: str) -> Axis:
 
 def compute(run: FinishedRun, mu: float) -> np.ndarray:
     """float64 [T + 1]: Σ (B + μR) up to each step. NaN if the run did not log B."""
-    return _trained(run) + mu * _generated(run)
+    return TRAINED.total(run) + mu * GENERATED.total(run)
 
 
 def _charged(run: FinishedRun, mu: float) -> np.ndarray:
     """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T); NaN with a buffer and
     no (W, T). Without a buffer Σ (B + μR)/(1 + μ): 1 for a rollout that is generated and trained
     on, μ/(1 + μ) for one that is dropped."""
-    assert run.recipe is not None
     replay = run.recipe.replay
     if not replay.replays:
         return compute(run, mu) / (1 + mu)
     gamma = math.nan if replay.machines is None else replay.machines.gamma
-    return gamma * _trained(run)
-
-
-def mu_of(run: FinishedRun) -> float | None:
-    """The μ that a run measured; None for an evaluation file, or without the costs."""
-    if run.recipe is None:
-        return None
-    return measured_mu(run.log.lines)
+    return gamma * TRAINED.total(run)
 
 
 def cost_to_reach(run: FinishedRun, accuracy: float, axis: Axis, outcome: Outcome) -> float:
@@ -157,9 +137,8 @@ def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     if not len(spent_S22):
         return None
     apart_S2 = spent_S22[:, 0] - spent_S22[:, 1]
-    apart_S2[abs(apart_S2) < EQUAL * spent_S22.max()] = (
-        0.0  # straight lines between evaluations round
-    )
+    equal_S2 = abs(apart_S2) < EQUAL * spent_S22.max()  # lines between evaluations round
+    apart_S2[equal_S2] = 0.0
     extra_S, saved_S = apart_S2.T * [[1], [-1]]
     extra, saved = float(extra_S.mean()), float(saved_S.mean())
     if extra * saved > 0:
@@ -192,13 +171,15 @@ def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | 
     return None if high < 0 else (max(0.0, float(low)), float(high))
 
 
-def main_axis(costs: Sequence[Axis]) -> Axis | None:
-    """The cost of tables with one cost; None without a cost."""
+def main_axis(costs: Sequence[Axis]) -> Axis:
+    """The cost of tables with one cost."""
     by_key = {axis.key: axis for axis in costs}
-    return next((by_key[key] for key in (*MAIN_AXES, *by_key) if key in by_key), None)
+    return next(by_key[key] for key in (*MAIN_AXES, *by_key) if key in by_key)
 
 
-def course(runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome) -> Columns:
+def course(
+    runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome
+) -> dict[str, Sequence[float | None]]:
     """Paper B's numbers of whole curves: the cost to `OWN_BEST` of a run's best outcome, and the
     maximum of the median curve over seeds, the same for every run."""
     curves = [run.curve(outcome) for run in runs]

@@ -13,43 +13,35 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.errors import UsageError, did_you_mean
+from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.statistics import EQUAL, Interval, problem_table
+from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import (
     GENERATED,
     Axis,
     Pairs,
-    axes,
     break_even,
     cost_to_reach,
     course,
     frontier,
     main_axis,
-    mu_of,
+    measured_mu_of,
     rollouts_to_reach,
+    usable_axes,
 )
 from grpo_replay.lab.report.finished_run import FinishedRun, Outcome, evaluation_at
 from grpo_replay.lab.report.two_level import (
-    accuracy_over_problems,
-    accuracy_over_seeds,
-    difference_over_problems,
-    difference_over_seeds,
+    of_accuracy,
+    of_difference,
+    sampled_over,
     seeds_to_tell,
-    sign_flip_over_seeds,
 )
 from grpo_replay.storage.recipe_history import shareable
-from grpo_replay.storage.rollout_log import mean_over_steps
 
 Document = dict[str, Any]
-FORMAT = 1
 
-STEP_MEANS = {
-    "clip_fraction_fresh": "fresh/clip_fraction",
-    "clip_fraction_replayed": "replay/clip_fraction",
-    "replay_ratio": "replay/ratio",
-}
 STEP_SUMS = {
     "generated_tokens": "cost/generated_tokens",
     "trained_tokens": "cost/trained_tokens",
@@ -85,53 +77,33 @@ def measure(
     known = ["mean", *first.sampled.benchmarks]
     if outcome.benchmark not in known:
         raise UsageError(
-            f"--benchmark {outcome.benchmark}: not evaluated"
-            f"{did_you_mean(outcome.benchmark, known)}; there are: {', '.join(known)}"
+            f"--benchmark {outcome.benchmark}: not evaluated; there are: {', '.join(known)}"
         )
-    costs = usable_axes(experiment, given_mu)
+    costs = usable_axes(experiment.runs, given_mu)
     main = main_axis(costs)
     targets = targets or default_targets(experiment.baseline, outcome)
-    trained = {arm.name: list(arm.runs.values()) for arm in experiment.arms if arm.recipe}
+    runs = {arm.name: list(arm.runs.values()) for arm in experiment.arms}
     return {
-        "format": FORMAT,
         "name": experiment.name,
         "baseline": experiment.baseline.name,
         "benchmarks": _titles(first),
         "shown": {"benchmark": outcome.benchmark, "metric": outcome.metric},
         "graded_by": shareable(first.verifier),
-        "mu": {"measured": measured_mu_of(experiment), "given": list(given_mu)},
+        "mu": {"measured": measured_mu_of(experiment.runs), "given": list(given_mu)},
         "axes": {axis.key: axis.label for axis in costs},
-        "main_axis": None if main is None else main.key,
-        "equal_rollouts": _equal_rollouts(experiment),
+        "main_axis": main.key,
+        "equal_rollouts": len({GENERATED.total(run)[-1] for run in experiment.runs}) == 1,
         "notes": list(experiment.notes),
         "arms": [
             _arm(arm, experiment.baseline, costs, targets, outcome) for arm in experiment.arms
         ],
-        "frontier": [] if main is None else frontier(trained, main, outcome),
+        "frontier": frontier(runs, main, outcome),
     }
 
 
 def _titles(report: EvaluationReport) -> dict[str, str]:
     described = report.settings["benchmarks"]
     return {name: described.get(name, {}).get("title", name) for name in report.sampled.benchmarks}
-
-
-def measured_mu_of(experiment: Experiment) -> float | None:
-    """The median over all runs of the μ that each measured; None if none did."""
-    known = [mu for run in experiment.runs if (mu := mu_of(run)) is not None]
-    return median(known) if known else None
-
-
-def usable_axes(experiment: Experiment, given_mu: Sequence[float]) -> list[Axis]:
-    """The costs that every run logged."""
-    trained = [run for run in experiment.runs if run.recipe is not None]
-    machines = [run.recipe.replay.machines for run in trained if run.recipe]
-    of_machines = median(mu) if (mu := [each.mu for each in machines if each]) else None
-    return [
-        axis
-        for axis in axes(measured_mu_of(experiment), given_mu, of_machines)
-        if trained and all(np.isfinite(axis.total(run)[-1]) for run in trained)
-    ]
 
 
 def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
@@ -146,38 +118,29 @@ def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
     return [round(start + share * gain, 3) for share in GAIN_SHARES] if gain > 0 else []
 
 
-def _equal_rollouts(experiment: Experiment) -> bool:
-    """Whether all runs generated as many rollouts, so that final accuracies are at equal ones."""
-    return len({int(GENERATED.total(run)[-1]) for run in experiment.runs if run.recipe}) == 1
-
-
 def _arm(
     arm: Arm, baseline: Arm, costs: Sequence[Axis], targets: Sequence[float], outcome: Outcome
 ) -> Document:
     runs = list(arm.runs.values())
-    trained = [run for run in runs if run.recipe is not None]
     shared = [(run, baseline.runs[s]) for s, run in arm.runs.items() if s in baseline.runs]
     pairs = [] if arm is baseline else shared
-    final = [_final(run, outcome) for run in runs]
-    over = accuracy_over_problems if runs and runs[0].seed is None else accuracy_over_seeds
-    ahead = [_final(a, outcome).plus(_final(b, outcome), -1) for a, b in pairs]
+    metric = outcome.metric
+    final = [Accuracies.of(run.final, metric) for run in runs]
+    ahead = [
+        Accuracies.of(run.final, metric).plus(Accuracies.of(other.final, metric), -1)
+        for run, other in pairs
+    ]
     return {
         "name": arm.name,
-        "seeds": arm.seeds,
+        "seeds": list(arm.runs),
         "missing": [{"seed": seed, "reason": why} for seed, why in arm.missing.items()],
         "tuned": arm.tuned,
-        "final": estimates(final, over) if final else None,
+        "final": estimates(final, of_accuracy) if final else None,
         "difference": differences(pairs, ahead) if pairs else None,
         "quantities": quantities(runs, costs, outcome),
         "equal_cost": _equal_costs(pairs, costs, outcome),
-        "reach": [
-            reach_target(each, trained, shared, costs, outcome) for each in targets if trained
-        ],
+        "reach": [reach_target(each, runs, shared, costs, outcome) for each in targets if runs],
     }
-
-
-def _final(run: FinishedRun, outcome: Outcome) -> "Accuracies":
-    return Accuracies.of(run.final, outcome.metric)
 
 
 def spread(values: Sequence[float]) -> Document:
@@ -189,25 +152,19 @@ def spread(values: Sequence[float]) -> Document:
 def quantities(
     runs: Sequence[FinishedRun], costs: Sequence[Axis], outcome: Outcome
 ) -> dict[str, Document]:
-    """Spreads over the `runs` that have a quantity; one that no run has is left out."""
-    trained = [run for run in runs if run.recipe is not None]
+    """Spreads over the runs that have a quantity; one that no run has is left out."""
     found: dict[str, Sequence[float | None]] = {
-        "tokens": [run.final.sampled.mean.mean_tokens for run in runs],
-        "truncation_rate": [run.final.sampled.mean.truncation_rate for run in runs],
-        "wall_seconds": [run.wall_seconds for run in trained],
-        "mu": [mu_of(run) for run in trained],
-        "base": [outcome.of(run.base) if run.base else None for run in trained],
+        "wall_seconds": [run.wall_seconds for run in runs],
+        "mu": [measured_mu(run.lines) for run in runs],
+        "base": [outcome.of(run.base) if run.base else None for run in runs],
     }
-    for name, metric in STEP_MEANS.items():
-        found[name] = [mean_over_steps(metric, run.log.lines) for run in trained]
     for name, metric in STEP_SUMS.items():
-        totals = [float(run.log.running_total(metric)[-1]) for run in trained]
+        totals = [float(run.running_total(metric)[-1]) for run in runs]
         found[name] = [None if np.isnan(total) else total for total in totals]
     for axis in costs:
         if axis.key.startswith("compute"):
-            found[axis.key] = [float(axis.total(run)[-1]) for run in trained]
-    main = main_axis(costs)
-    found |= {} if main is None else course(trained, main, outcome)
+            found[axis.key] = [float(axis.total(run)[-1]) for run in runs]
+    found |= course(runs, main_axis(costs), outcome)
     return {
         name: {**spread(known), "runs": len(known)}
         for name, values in found.items()
@@ -224,12 +181,11 @@ def reach_target(
 ) -> Document:
     """The cost at which each run's outcome first reaches `accuracy`: medians over seeds, and its
     ratio to the baseline's at the seeds in which both reached it."""
-    both = [(a, b) for a, b in pairs if b.recipe is not None]
-    others = [(a, b) for a, b in both if a is not b]
+    others = [(a, b) for a, b in pairs if a is not b]
     found = {}
     for axis in costs:
         own = [cost_to_reach(run, accuracy, axis, outcome) for run in runs]
-        spent = [[cost_to_reach(run, accuracy, axis, outcome) for run in pair] for pair in both]
+        spent = [[cost_to_reach(run, accuracy, axis, outcome) for run in pair] for pair in pairs]
         known = [(ours, theirs) for ours, theirs in spent if np.isfinite([ours, theirs]).all()]
         ratios = [ours / theirs for ours, theirs in known if theirs > 0]
         ratio = median(ratios) if ratios else None
@@ -241,10 +197,6 @@ def reach_target(
         "costs": found,
         "break_even": break_even(rollouts_to_reach(others, accuracy, outcome)),
     }
-
-
-IntervalOver = Callable[[Sequence[np.ndarray]], tuple[Interval | None, str | None]]
-"""An interval of the mean of one [S, N] per benchmark, and what it is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +233,17 @@ def _on_problems(report: EvaluationReport, key: str) -> dict[str, np.ndarray] | 
     return {name: getattr(table, column) for name, table in tables.items()}
 
 
-def estimates(runs: Sequence[Accuracies], interval_over: IntervalOver) -> dict[str, Document]:
+def estimates(
+    runs: Sequence[Accuracies],
+    interval_of: Callable[[Sequence[np.ndarray]], Interval | None],
+) -> dict[str, Document]:
     """Of every benchmark and `mean`: the spread over seeds and the interval of the mean."""
     found = {}
     for name in runs[0].means:
-        values = [run.means[name] for run in runs]
-        interval, over = interval_over(_by_benchmark(runs, name))
+        values, table = [run.means[name] for run in runs], _by_benchmark(runs, name)
         found[name] = {
-            **spread(values), "values": values, "interval": interval, "interval_over": over,
+            **spread(values), "values": values, "interval": interval_of(table),
+            "interval_over": sampled_over(table),
         }  # fmt: skip
     return found
 
@@ -303,24 +258,16 @@ def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
 
 
 def differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Document]:
-    """The arm minus the baseline, of every benchmark and `mean`, with a test over seeds; `runs` has
-    that of each pair."""
-    seeds = [a.seed for a, _ in pairs if a.seed is not None]
-    found = estimates(runs, difference_over_seeds if seeds else difference_over_problems)
+    """The arm minus the baseline, of every benchmark and `mean`; `runs` has that of each
+    pair."""
+    found = estimates(runs, of_difference)
     for name, each in found.items():
-        values_S = np.array(each["values"])
         each |= {
-            "seeds": seeds,
-            "seeds_better": count_better(values_S),
-            "p_value": sign_flip_over_seeds(values_S),
-            "seeds_to_tell": seeds_to_tell(_by_benchmark(runs, name)) if seeds else None,
+            "seeds": [run.seed for run, _ in pairs],
+            "seeds_better": sum(value > EQUAL for value in each["values"]),
+            "seeds_to_tell": seeds_to_tell(_by_benchmark(runs, name)),
         }
     return found
-
-
-def count_better(differences_S: np.ndarray) -> int:
-    """In how many seeds the arm is better than its baseline."""
-    return int((differences_S > EQUAL).sum())
 
 
 def _equal_costs(pairs: Pairs, costs: Sequence[Axis], outcome: Outcome) -> dict[str, Document]:
@@ -351,11 +298,9 @@ def _equal_cost(pairs: Pairs, axis: Axis, metric: str) -> Document:
 def accuracies_at(run: FinishedRun, axis: Axis, cost: float, metric: str) -> Accuracies:
     """When the run had spent `cost`, interpolated linearly between its evaluations."""
     steps = sorted(run.evaluations)
-    costs = axis.total(run)[steps]
-    after = max(1, min(int(np.searchsorted(costs, cost)), len(steps) - 1))
-    width = float(costs[after] - costs[after - 1]) or 1.0
-    share = float(cost - costs[after - 1]) / width
+    place = float(np.interp(cost, axis.total(run)[steps], np.arange(len(steps))))
+    before = min(int(place), len(steps) - 2)
     first, second = (
-        Accuracies.of(evaluation_at(run, step), metric) for step in steps[after - 1 : after + 1]
+        Accuracies.of(evaluation_at(run, step), metric) for step in steps[before : before + 2]
     )
-    return first.plus(second.plus(first, -1), share)
+    return first.plus(second.plus(first, -1), place - before)

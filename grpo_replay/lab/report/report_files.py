@@ -7,7 +7,8 @@ from pathlib import Path
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.evaluation.evaluation_tables import markdown_table
 from grpo_replay.lab.report.collect import Experiment
-from grpo_replay.lab.report.measure import Document, usable_axes
+from grpo_replay.lab.report.costs import usable_axes
+from grpo_replay.lab.report.measure import Document
 from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
 from grpo_replay.lab.report.report_tables import facts_of, report_table, verdict, warnings_of
 from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
@@ -24,8 +25,7 @@ def as_json(found: Document) -> Document:
 def markdown(found: Document, figures: Sequence[Figure]) -> str:
     """The report as a Markdown page."""
     table = report_table(found)
-    one_line = ([cell.replace("\n", " ") for cell in row] for row in (table.header, *table.rows))
-    header, *rows = one_line
+    header, *rows = ([x.replace("\n", " ") for x in row] for row in (table.header, *table.rows))
     lines = [f"# {found['name']}", "", f"**{verdict(found)}**", ""]
     lines += [f"- {fact}" for fact in (*facts_of(found), *warnings_of(found))]
     lines += ["", *markdown_table(header, rows), "", table.legend, ""]
@@ -36,8 +36,6 @@ def markdown(found: Document, figures: Sequence[Figure]) -> str:
 
 def refuse_other_files(folder: Path) -> None:
     """Raises OutputDirectoryError if the folder holds anything but an earlier report."""
-    if folder.exists() and not folder.is_dir():
-        raise OutputDirectoryError(f"--output {folder} is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_FILE).exists():
         raise OutputDirectoryError(
             f"--output {folder} already holds other files: choose another folder"
@@ -47,7 +45,7 @@ def refuse_other_files(folder: Path) -> None:
 def write_report(experiment: Experiment, found: Document, folder: Path) -> None:
     """Write all forms of the report. Raises OutputDirectoryError."""
     refuse_other_files(folder)
-    figures = report_figures(experiment, found, usable_axes(experiment, found["mu"]["given"]))
+    figures = report_figures(experiment, found, usable_axes(experiment.runs, found["mu"]["given"]))
     with named_if_unwritable(folder):
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         text = json.dumps(as_json(found), indent=2, ensure_ascii=False, allow_nan=False)

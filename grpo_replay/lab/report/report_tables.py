@@ -2,16 +2,15 @@
 `measure` makes. The cells are the same in the terminal, Markdown and HTML."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_replay.evaluation.evaluation_tables import percent, percent_interval
+from grpo_replay.lab.report.measure import Document
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 
 MISSING = "–"
-
-Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,10 @@ def verdict(found: Document) -> str:
         return f"nothing to compare: no other arm has a seed of {found['baseline']}"
     if len(compared) == 1:
         return _verdict_on(compared[0], found)
-    measures = {_equal_final(found): _final_difference, _equal_cost(found): _cost_difference}
     said = []
-    for where, difference_of in measures.items():
+    for where, difference_of in (
+        (_equal_final(found), _final_difference), (_equal_cost(found), _cost_difference)
+    ):  # fmt: skip
         words: dict[str, list[str]] = {}
         for arm in compared:
             if each := difference_of(arm, found):
@@ -41,7 +41,7 @@ def verdict(found: Document) -> str:
         listed = (f"{', '.join(names)} {word}" for word, names in sorted(words.items()))
         said += [f"{where}: {', '.join(listed)}"] if words else []
     fewest = min(len(arm["seeds"]) for arm in compared)
-    few = f"; fewer than {FEWEST_SEEDS} seeds cannot tell" if 0 < fewest < FEWEST_SEEDS else ""
+    few = f"; fewer than {FEWEST_SEEDS} seeds cannot tell" if fewest < FEWEST_SEEDS else ""
     return f"against {found['baseline']}, {'; '.join(said)}{few}"
 
 
@@ -55,19 +55,20 @@ def _verdict_on(arm: Document, found: Document) -> str:
         if _word(spent) != word:
             word = f"{word} {_equal_final(found)}, {_word(spent)} {_equal_cost(found)}"
     count = len(final["seeds"])
-    seeds = f", {count} {'seed' if count == 1 else 'seeds'}" if count else ""
-    whose = f"{arm['name']} against {found['baseline']}{seeds}"
+    seeds = f"{count} {'seed' if count == 1 else 'seeds'}"
+    whose = f"{arm['name']} against {found['baseline']}, {seeds}"
     return f"{word}: {whose}, {numbers}{_more_seeds(final)}"
 
 
 def _more_seeds(final: Document) -> str:
-    if _word(final) != "undecided" or not final["seeds"]:
+    needed = final["seeds_to_tell"]
+    if _word(final) != "undecided":
         return ""
-    if final["seeds_to_tell"] is None:
+    if needed is None:
         return "; one seed says nothing of others"
-    if math.isinf(final["seeds_to_tell"]):
+    if math.isinf(needed):
         return "; more seeds alone would not tell"
-    return f"; about {final['seeds_to_tell']} seeds would tell"
+    return f"; about {needed} seeds would tell"
 
 
 def _with_interval(each: Document) -> str:
@@ -83,13 +84,11 @@ def _word(each: Document) -> str:
 
 
 def _equal_final(found: Document) -> str:
-    if not found["axes"]:
-        return "in accuracy"
     return "at equal rollouts" if found["equal_rollouts"] else "after the last step"
 
 
 def _main_cost(found: Document) -> str:
-    return "compute" if (found["main_axis"] or "").startswith("compute") else "tokens"
+    return "compute" if found["main_axis"].startswith("compute") else "tokens"
 
 
 def _equal_cost(found: Document) -> str:
@@ -125,21 +124,13 @@ def report_table(found: Document) -> TextTable:
 
 
 def _legend(found: Document) -> str:
-    finals = [arm["final"]["mean"] for arm in found["arms"] if arm["final"]]
-    over = {each["interval_over"] for each in finals} - {None}
-    legend = f"Final: {shown_title(found)}, after the last step; differences are in points, paired."
-    if over:
-        legend += f" In brackets: 95 % intervals over {' or '.join(sorted(over))}."
-    if any(0 < len(arm["seeds"]) < FEWEST_SEEDS for arm in found["arms"]):
-        legend += f" Fewer than {FEWEST_SEEDS} seeds have no interval."
-    if found["main_axis"]:
-        legend += (
-            f" Cost: {found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the "
-            "same seeds, (n) if only n of both reached it; ∞: not reached. Pays at μ: where that "
-            f"accuracy costs less than with {found['baseline']}, if generating a rollout costs μ "
-            "times as much as training on it."
-        )
-    return legend
+    return (
+        f"Final: {shown_title(found)}, after the last step; differences are in points, paired. In "
+        f"brackets: 95 % intervals over seeds and problems, from {FEWEST_SEEDS} seeds on. Cost: "
+        f"{found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the same seeds, (n) if "
+        "only n of both reached it; ∞: not reached. Pays at μ: where that accuracy costs less than "
+        f"with {found['baseline']}, if generating a rollout costs μ times what training on it does."
+    )
 
 
 def shown_title(found: Document) -> str:
@@ -152,10 +143,8 @@ def shown_title(found: Document) -> str:
 
 
 def seeds_of(arm: Document) -> str:
-    """`8`, or `7 of 8` if seeds are missing; a dash for evaluation files."""
+    """`8`, or `7 of 8` if seeds are missing."""
     known, missing = len(arm["seeds"]), len(arm["missing"])
-    if not known + missing:
-        return MISSING
     return f"{known} of {known + missing}" if missing else str(known)
 
 
@@ -172,7 +161,7 @@ def _points_cell(each: Document | None) -> str:
 
 
 def _reach_cell(arm: Document, found: Document) -> str:
-    if not arm["reach"] or found["main_axis"] is None:
+    if not arm["reach"]:
         return MISSING
     cost = arm["reach"][-1]["costs"][found["main_axis"]]
     if cost["ratio"] is None or arm["name"] == found["baseline"]:
@@ -219,21 +208,14 @@ def facts_of(found: Document) -> list[str]:
 
 
 def warnings_of(found: Document) -> list[str]:
-    """Missing seeds with their reasons, seeds that are not paired, and other differences."""
-    missing = [
+    """Missing seeds with their reasons, seeds that are not paired, and other notes."""
+    warnings = [
         f"missing: {arm['name']}, seed {each['seed']}: {each['reason']}"
         for arm in found["arms"]
         for each in arm["missing"]
     ]
-    return [*missing, *_unpaired(found), *found["notes"]]
-
-
-def _unpaired(found: Document) -> Iterator[str]:
-    shared = {seed for arm in found["arms"] for seed in arm["seeds"]
-              if arm["name"] == found["baseline"]}  # fmt: skip
     for arm in found["arms"]:
-        if lone := [str(seed) for seed in arm["seeds"] if seed not in shared]:
-            yield (
-                f"{arm['name']}: seeds {', '.join(lone)} are not paired, because "
-                f"{found['baseline']} does not have them"
-            )
+        paired = arm["difference"]["mean"]["seeds"] if arm["difference"] else arm["seeds"]
+        if lone := [str(seed) for seed in arm["seeds"] if seed not in paired]:
+            warnings.append(f"{arm['name']}: {found['baseline']} lacks seeds {', '.join(lone)}")
+    return [*warnings, *found["notes"]]

@@ -1,4 +1,4 @@
-"""Intervals over seeds and problems, the paired test over seeds, and how many seeds would tell.
+"""Intervals over seeds and problems, and how many seeds would tell.
 
     S  seeds     N  problems of a benchmark
 
@@ -11,8 +11,9 @@ random-effects model
 
 estimated as V = V_seeds + V_problems - V_rest, because the first two both contain the rest. It is
 the two-way clustered variance of Cameron, Gelbach and Miller (2011), with the degrees of freedom of
-Satterthwaite (1946). The interval of a difference is mean ± t·√V; that of an accuracy is of
-`share_interval`. One or two seeds say too little of other seeds for an interval.
+Satterthwaite (1946). One or two seeds say too little of other seeds for an interval; with a single
+problem the variance is V_seeds. An evaluation alone has V_problems (`evaluation.statistics`, which
+has the formulas of one interval for both).
 """
 
 import math
@@ -26,10 +27,7 @@ from grpo_replay.evaluation.statistics import (
     EQUAL,
     Component,
     Interval,
-    accuracy_interval,
-    difference_interval,
     share_interval,
-    sign_flip_p_value,
     t_interval,
     with_both_answers,
 )
@@ -40,52 +38,41 @@ FEWEST_SEEDS = 3
 MOST_SEEDS = 1000
 """More are not asked for."""
 
-FLIPS = 20_000
-"""Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
 
-
-def accuracy_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
-    """The 95 % interval of the mean of accuracies, one [S, N] per benchmark, and what it is over.
-
-    If a benchmark has one problem, it is over seeds alone. None for fewer than `FEWEST_SEEDS`.
-    """
+def sampled_over(values_SN: Sequence[np.ndarray]) -> str | None:
+    """What an interval of these values is over, one [S, N] per benchmark; None without one."""
     if len(values_SN[0]) < FEWEST_SEEDS:
-        return None, None
-    mean = _mean(values_SN)
-    if all(each.shape[1] > 1 for each in values_SN):
+        return None
+    return "seeds and problems" if _have_problems(values_SN) else "seeds"
+
+
+def of_accuracy(values_SN: Sequence[np.ndarray]) -> Interval | None:
+    """The 95 % interval of the mean of accuracies; None for fewer than `FEWEST_SEEDS`."""
+    if len(values_SN[0]) < FEWEST_SEEDS:
+        return None
+    widened = values_SN
+    if _have_problems(values_SN):
         widened = [with_both_answers(each) for each in values_SN]
-        found = two_level_variance(widened)
-        bounds = share_interval(mean, _mean(widened), found.variance, found.freedom)
-        return bounds, "seeds and problems"
-    found = _over_seeds(values_SN)
-    if found.variance == 0:
-        return (mean, mean), "seeds"
-    return share_interval(mean, mean, found.variance, found.freedom), "seeds"
+    found = _variance(widened)
+    return share_interval(_mean(values_SN), _mean(widened), found.variance, found.freedom)
 
 
-def accuracy_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
-    """The same for one model, [1, N] per benchmark: over problems alone."""
-    bounds = accuracy_interval([each[0] for each in values_SN])
-    return bounds, None if bounds is None else "problems"
-
-
-def difference_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
-    """The 95 % interval of the mean of differences between accuracies, and what it is over. If no
-    difference varies, that of `with_both_answers`."""
+def of_difference(values_SN: Sequence[np.ndarray]) -> Interval | None:
+    """The same of differences between accuracies. If none varies, that of `with_both_answers`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
-        return None, None
-    if all(each.shape[1] > 1 for each in values_SN):
-        found = two_level_variance(values_SN)
-        if found.variance < EQUAL**2:
-            found = two_level_variance([with_both_answers(each, least=-1.0) for each in values_SN])
-        return t_interval(_mean(values_SN), found), "seeds and problems"
-    return t_interval(_mean(values_SN), _over_seeds(values_SN)), "seeds"
+        return None
+    found = _variance(values_SN)
+    if found.variance < EQUAL**2 and _have_problems(values_SN):
+        found = _variance([with_both_answers(each, least=-1.0) for each in values_SN])
+    return t_interval(_mean(values_SN), found)
 
 
-def difference_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
-    """The same for two models, [1, N] per benchmark: over problems alone."""
-    bounds = difference_interval([each[0] for each in values_SN])
-    return bounds, None if bounds is None else "problems"
+def _have_problems(values_SN: Sequence[np.ndarray]) -> bool:
+    return all(each.shape[1] > 1 for each in values_SN)
+
+
+def _variance(values_SN: Sequence[np.ndarray]) -> Component:
+    return (two_level_variance if _have_problems(values_SN) else _over_seeds)(values_SN)
 
 
 def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
@@ -97,17 +84,13 @@ def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
         return None
     shrinking = seeds * _over_seeds(values_SN).variance
     staying = 0.0
-    if all(each.shape[1] > 1 for each in values_SN):
+    if _have_problems(values_SN):
         staying = max(0.0, _over_problems(values_SN).variance - _rest(values_SN).variance)
     for count in range(FEWEST_SEEDS, MOST_SEEDS + 1):
         quantile = stdtrit(count - 1, (1 + CONFIDENCE) / 2)
         if quantile * math.sqrt(shrinking / count + staying) < abs(_mean(values_SN)):
             return count
     return math.inf
-
-
-def _mean(values_SN: Sequence[np.ndarray]) -> float:
-    return float(np.mean([each.mean() for each in values_SN]))
 
 
 def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
@@ -127,15 +110,8 @@ def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
     return Component(variance, max(variance**2 / shares, fewest))
 
 
-def sign_flip_over_seeds(difference_S: np.ndarray) -> float | None:
-    """Two-sided p-value of the mean difference over seeds; None for fewer than two seeds.
-
-    If the two arms are equal on these problems, the difference at each seed is equally likely with
-    either sign. Other problems are not part of the test; they are of the interval.
-    """
-    if len(difference_S) < 2:
-        return None
-    return sign_flip_p_value([difference_S], FLIPS, np.random.default_rng(len(difference_S)))
+def _mean(values_SN: Sequence[np.ndarray]) -> float:
+    return float(np.mean([each.mean() for each in values_SN]))
 
 
 def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
@@ -149,8 +125,7 @@ def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
 
 def _over_problems(values_SN: Sequence[np.ndarray]) -> Component:
     """The variance of the mean over problems, of each one's mean over seeds."""
-    parts = [Component.over_problems(each.mean(axis=0)) for each in values_SN]
-    return Component.of_mean(parts)
+    return Component.of_mean([Component.over_problems(each.mean(axis=0)) for each in values_SN])
 
 
 def _rest(values_SN: Sequence[np.ndarray]) -> Component:
