@@ -282,5 +282,4 @@ class SweepOptions:
     )
     only: str | None = option("Only this arm.", metavar="ARM")
     output_dir: str | None = option("Folder of the sweep. Default: runs/NAME.")
-    dry_run: bool = flag("Estimate cells, tokens and memory without starting any.", "--dry-run")
     print_commands: bool = flag("Print one shell command per unfinished cell.", "--print")

@@ -6,31 +6,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from grpo_replay.cli.options import SweepOptions
-from grpo_replay.errors import INTERRUPTED, UsageError
-from grpo_replay.lab.dry_run.dry_run_report import dry_run
+from grpo_replay.errors import INTERRUPTED
 from grpo_replay.lab.sweep.cells import expand, shell_command
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.lab.sweep.sweep_run import Entry, Status, SweepRun, open_folder
-from grpo_replay.terminal.console import open_console, plain_table, print_table
+from grpo_replay.terminal.console import open_console
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COLUMNS = ("arm", "cells", "left", "steps", "generated", "trained", "GiB ×\nranks", "fits")
 
 
 def run(options: SweepOptions) -> int:
     """Run the sweep, or print what it would run; returns the exit code."""
-    if options.dry_run and options.print_commands:
-        raise UsageError("--dry-run and --print are two ways to look at a sweep: choose one")
     path = find_sweep(options.sweep)
     sweep = read_sweep_file(path)
     folder = Path(options.output_dir) if options.output_dir else Path("runs") / sweep.name
     attempt = SweepRun(expand(sweep, path, folder, options.only), options.jobs, _on_change, _say)
-    if options.dry_run:
-        attempt.prepare()
-        return print_estimate(attempt.entries)
     open_folder(folder, sweep)
     attempt.prepare()
     if options.print_commands:
@@ -90,39 +82,9 @@ def _conclude(entries: Sequence[Entry], folder: Path, code: int) -> None:
 
 
 def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
-    """What starts each unfinished cell; comments for cells that cannot start, and for those that
-    wait for tuning."""
+    """What starts each unfinished cell, and a comment if some wait for tuning."""
     for entry in entries:
-        if entry.status is Status.FAILED:
-            yield f"# {entry.cell.name} cannot start: {entry.message}"
-        elif entry.status is Status.WAITING and not entry.cell.awaits_choice:
+        if entry.status is Status.WAITING and not entry.cell.awaits_choice:
             yield shell_command(entry.cell, entry.state)
-    if waiting := sum(e.cell.awaits_choice and e.status is Status.WAITING for e in entries):
+    if waiting := sum(entry.cell.awaits_choice for entry in entries):
         yield f"# {waiting} cells wait for their tuning: run the lines above, then print again"
-
-
-def print_estimate(entries: Sequence[Entry]) -> int:
-    """Print what the unfinished cells of each arm take, and what was found; returns 0 if nothing
-    was found that would stop a cell, else the exit code that the first such arm would end with."""
-    arms: dict[str, list[Entry]] = {}
-    for entry in entries:
-        arms.setdefault(entry.cell.arm, []).append(entry)
-    reports = {arm: dry_run(own[0].cell.resolved_recipe()) for arm, own in arms.items()}
-    console = open_console()
-    rows = [tuple(_estimate_row(arm, arms[arm], reports[arm])) for arm in arms]
-    print_table(console, plain_table("tokens still to do, expected", _COLUMNS, rows))
-    for kind in ("problems", "warnings", "unchecked"):
-        for sentence in dict.fromkeys(each for found in reports.values() for each in found[kind]):
-            console.print(f"{kind.rstrip('s')}: {sentence}")
-    return next((found["exit_code"] for found in reports.values() if found["exit_code"]), 0)
-
-
-def _estimate_row(arm: str, own: Sequence[Entry], report: dict[str, Any]) -> Iterator[str]:
-    left = sum(entry.status is not Status.DONE for entry in own)
-    steps = own[0].cell.resolved_recipe().run.steps
-    yield from (arm, f"{len(own)}", f"{left}", f"{steps:,}")
-    for kind in ("generated", "trained"):
-        yield f"{left * steps * report['step'][f'{kind}_tokens_expected'] / 1e6:,.1f} M"
-    peak = "?" if report["memory"] is None else f"{report['memory']['peak_gib']:,.2f}"
-    yield f"{peak} × {report['hardware']['processes']}"
-    yield {True: "yes", False: "no", None: "?"}[report["fits"]]

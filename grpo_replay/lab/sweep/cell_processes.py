@@ -8,11 +8,9 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores, stop_with_parent
-from grpo_replay.errors import UsageError
 from grpo_replay.lab.sweep.cells import STARTED, Cell, CellState, shell_command, train_arguments
 
 ENTRY = "grpo_replay.lab.sweep.cell_processes"
@@ -31,24 +29,12 @@ class Launcher:
         self._gpus = shares_of_gpus(jobs)
         self._places: list[Process | None] = [None] * jobs
 
-    def check(self, cells: Sequence[Cell]) -> None:
-        """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
-        size = min((len(share.split(",")) for share in self._gpus), default=0)
-        for cell in cells if self._gpus else ():
-            engine = cell.resolved_recipe().engine
-            if engine.device != "cpu" and engine.num_processes > size:
-                raise UsageError(
-                    f"--jobs {len(self._places)}: each cell has {size} of {len(visible_gpus())} "
-                    f"GPUs, and {cell.name} has engine.num_processes {engine.num_processes}: lower "
-                    "--jobs"
-                )
-
     def free_place(self) -> int | None:
         """The number of a place without a running cell; None if all have one."""
-        ended = (
-            i for i, each in enumerate(self._places) if each is None or each.poll() is not None
-        )
-        return next(ended, None)
+        for number, process in enumerate(self._places):
+            if process is None or process.poll() is not None:
+                return number
+        return None
 
     def start(self, cell: Cell, state: CellState, place: int) -> Process:
         """Start a new cell, or resume a started one, in a free place."""

@@ -7,7 +7,6 @@ OUTPUT_DIR/tune/ARM/VALUE-NAME/seed-N/      the tuning stage
 
 import enum
 import functools
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +19,6 @@ from grpo_replay.storage.recipe_history import differences, read_history
 from grpo_replay.storage.run_directory import RunDirectory, read_summary
 
 _load = functools.lru_cache(maxsize=None)(load_recipe)
-
-
-def log_of(root: Path, place: Path | str) -> Path:
-    """The log of the cell in `place`, a folder relative to `root`."""
-    return root / "log" / f"{place}.log"
 
 
 class CellState(enum.Enum):
@@ -66,7 +60,7 @@ class Cell:
     @property
     def log(self) -> Path:
         """What the cell's processes print."""
-        return log_of(self.root, self.name)
+        return self.root / "log" / f"{self.name}.log"
 
     def all_overrides(self) -> tuple[str, ...]:
         return (*self.overrides, *(self.candidate or ()), f"run.seed={self.seed}")
@@ -90,11 +84,8 @@ class Cell:
 
 def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) -> list[Cell]:
     """The cells in `root` of a sweep read from `source`, of all arms or of the arm `only`, fully
-    checked: tuning first, then seed by seed, so that arms stay level with each other.
-
-    Raises SweepFileError for an arm or an override that there is not, values that contradict each
-    other, or a recipe that is not found.
-    """
+    checked: tuning first, then seed by seed, so that arms stay level with each other. Raises
+    SweepFileError for an arm, an override or a recipe that there is not."""
     if only is not None and only not in sweep.arms:
         hint = did_you_mean(only, sweep.arms)
         raise SweepFileError(
@@ -111,18 +102,17 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
         Cell(root, name, seed, recipe, overrides, candidate)
         for name, overrides in arms.items()
         for candidate in candidates
-        for seed in (sweep.tune.seeds if sweep.tune else ())
+        for seed in dict.fromkeys(sweep.tune.seeds if sweep.tune else ())
     ]
     comparison = [
         Cell(root, name, seed, recipe, overrides, awaits_choice=bool(candidates))
-        for seed in sweep.seeds
+        for seed in dict.fromkeys(sweep.seeds)
         for name, overrides in arms.items()
     ]
     for cell in tuning or comparison:
         if not cell.resolved_recipe().eval.benchmarks and tuning:
             raise SweepFileError(
-                f"{source}: tune: the recipe evaluates nothing after the last step; set "
-                "eval.benchmarks"
+                f"{source}: tune: the recipe evaluates nothing: set eval.benchmarks"
             )
     return [*tuning, *comparison]
 
@@ -138,15 +128,9 @@ def _recipe_name(word: str, source: Path) -> str:
 
 
 def state_of(cell: Cell) -> CellState:
-    """The state of a cell. Raises OutputDirectoryError for a folder that holds something other than
-    this cell's run: other files, a run of another recipe, or one written by a newer version."""
-    run = RunDirectory(cell.folder)
-    if not run.recipe_path.exists():
-        if cell.folder.exists() and not run.is_unborn:
-            raise OutputDirectoryError(
-                f"{cell.folder} holds files but no run: the sweep would start a run there; move "
-                "it, or choose another --output-dir"
-            )
+    """The state of a cell. Raises OutputDirectoryError for a folder with a run of another
+    recipe."""
+    if not RunDirectory(cell.folder).recipe_path.exists():
         return CellState.NEW
     ours = cell.resolved_recipe()
     for recipe in () if cell.awaits_choice else read_history(cell.folder).recipes:
@@ -177,18 +161,11 @@ def shell_command(cell: Cell, state: CellState) -> str:
 STARTED = "# process "
 """How the line begins that an attempt at a cell writes first into its log."""
 
-_RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
-
 
 def error_line(log: Path) -> str | None:
-    """The first line of the error with which a cell's last attempt ended, or else the end of its
-    traceback; None if it printed none."""
-    if not log.exists():
-        return None
-    lines: list[str] = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        lines = [] if line.startswith(STARTED) else [*lines[-1000:], line]
+    """The first line of the error with which a cell's last attempt ended; None if it printed
+    none."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = text.rpartition(STARTED)[2].splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1].removeprefix("error: ")
-    return next((line for line in reversed(lines) if _RAISED.match(line)), None)
+    return errors[-1].removeprefix("error: ") if errors else None

@@ -11,7 +11,6 @@ from grpo_replay.lab.sweep.cells import expand
 from grpo_replay.lab.sweep.sweep_file import (
     SweepFile,
     TuneSection,
-    read_folder,
     read_sweep_file,
 )
 from grpo_replay.lab.sweep.sweep_run import open_folder
@@ -87,7 +86,7 @@ def test_a_folder_is_of_one_sweep(tmp_path):
     open_folder(tmp_path, sweep(seeds=[1, 2]))
     more = sweep(arms={"a": [], "c": ["replay.ratio=2"]}, seeds=[3, 1, 2])
     open_folder(tmp_path, more)
-    assert read_folder(tmp_path) == more
+    assert read_sweep_file(tmp_path / "sweep.yaml") == more
     with pytest.raises(OutputDirectoryError, match="holds the sweep s: choose another"):
         open_folder(tmp_path, more.model_copy(update={"name": "t"}))
-    assert read_folder(tmp_path) == more
+    assert read_sweep_file(tmp_path / "sweep.yaml") == more

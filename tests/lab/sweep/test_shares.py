@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_replay.distributed.environment import available_cores, threads_per_rank
-from grpo_replay.errors import LaunchError, UsageError
+from grpo_replay.errors import LaunchError
 from grpo_replay.lab.sweep import cell_processes as processes
 from grpo_replay.lab.sweep.cells import Cell, CellState
 
@@ -79,11 +79,3 @@ def test_more_cells_than_gpus_take_the_gpus_by_turns(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert processes.shares_of_gpus(5) == ["0", "1", "0", "1", "0"]
     assert processes.shares_of_gpus(1) == []
-
-
-def test_more_ranks_than_gpus_in_a_share_are_refused(eight_gpus):
-    processes.Launcher(2).check([cell(4)])
-    processes.Launcher(1).check([cell(8)])
-    processes.Launcher(2).check([cell(8, "cpu")])
-    with pytest.raises(UsageError, match=r"--jobs 4: each cell has 2 of 8 GPUs, .* lower --jobs"):
-        processes.Launcher(4).check([cell(4)])
