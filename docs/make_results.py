@@ -19,12 +19,13 @@ import yaml
 
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
 from grpo_replay.lab.dry_run.estimates import expected_of
-from grpo_replay.lab.planning.design import PlanInputs, design_of
 from grpo_replay.lab.planning.theory import (
     Growth,
+    PlanInputs,
     PowerGrowth,
     RatioGrowth,
     Verdict,
+    design_of,
     objective,
 )
 from grpo_replay.lab.report.costs import OWN_BEST, first_crossing

@@ -10,21 +10,22 @@ from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.design import (
-    Design,
-    PlanInputs,
-    best_fifo,
-    design_of,
-    no_replay,
-    replay_settings,
-)
 from grpo_replay.lab.planning.estimate import (
     RunEstimates,
     estimate_from_run,
     fit_growth,
     other_growths,
 )
-from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth
+from grpo_replay.lab.planning.theory import (
+    Design,
+    PlanInputs,
+    PowerGrowth,
+    RatioGrowth,
+    best_fifo,
+    design_of,
+    no_replay,
+    replay_settings,
+)
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table

@@ -8,8 +8,15 @@ from rich.console import Console
 from grpo_replay.cli.options import ReportOptions
 from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.measure import Document, default_outcome, measure
-from grpo_replay.lab.report.report_files import as_json, refuse_other_files, write_report
-from grpo_replay.lab.report.report_tables import facts_of, report_table, verdict, warnings_of
+from grpo_replay.lab.report.report_files import (
+    as_json,
+    facts_of,
+    refuse_other_files,
+    report_table,
+    verdict,
+    warnings_of,
+    write_report,
+)
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 

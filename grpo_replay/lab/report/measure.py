@@ -106,6 +106,15 @@ def _titles(report: EvaluationReport) -> dict[str, str]:
     return {name: described.get(name, {}).get("title", name) for name in report.sampled.benchmarks}
 
 
+def shown_title(found: Document) -> str:
+    """`avg@k, mean over benchmarks`, or the title of one."""
+    titles, shown = found["benchmarks"], found["shown"]
+    several = shown["benchmark"] == "mean" and len(titles) > 1
+    name = next(iter(titles)) if shown["benchmark"] == "mean" else shown["benchmark"]
+    what = "mean over benchmarks" if several else titles[name]
+    return f"{shown['metric'].replace('_at_', '@')}, {what}"
+
+
 def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
     """Accuracies on the way from the base to the baseline; none if it did not learn or has no
     evaluation of the base."""

@@ -12,8 +12,7 @@ import numpy as np
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import Axis
 from grpo_replay.lab.report.finished_run import Outcome
-from grpo_replay.lab.report.measure import Document
-from grpo_replay.lab.report.report_tables import shown_title
+from grpo_replay.lab.report.measure import Document, shown_title
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,

@@ -1,20 +1,224 @@
-"""Writes a report to a folder: page, Markdown, JSON and figures."""
+"""What a report says first, its table, facts and warnings, all of the document that `measure`
+makes, the same in the terminal, Markdown and HTML; and the files of a report."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.evaluation.evaluation_tables import markdown_table
+from grpo_replay.evaluation.evaluation_tables import markdown_table, percent, percent_interval
 from grpo_replay.lab.report.collect import Experiment
 from grpo_replay.lab.report.costs import usable_axes
-from grpo_replay.lab.report.measure import Document
+from grpo_replay.lab.report.measure import Document, shown_title
 from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
-from grpo_replay.lab.report.report_tables import facts_of, report_table, verdict, warnings_of
+from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
 from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
 
 JSON_FILE = "report.json"
+MISSING = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of text. A cell may have a second line after `\\n`."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str
+
+
+def verdict(found: Document) -> str:
+    """Whether the arms are ahead of the baseline, at equal rollouts and at equal cost, and how many
+    seeds would tell. An arm is ahead or behind if the 95 % interval of its difference says so."""
+    compared = [arm for arm in found["arms"] if arm["difference"] is not None]
+    if not compared:
+        return f"nothing to compare: no other arm has a seed of {found['baseline']}"
+    if len(compared) == 1:
+        return _verdict_on(compared[0], found)
+    said = []
+    for where, difference_of in (
+        (_equal_final(found), _final_difference), (_equal_cost(found), _cost_difference)
+    ):  # fmt: skip
+        words: dict[str, list[str]] = {}
+        for arm in compared:
+            if each := difference_of(arm, found):
+                words.setdefault(_word(each), []).append(arm["name"])
+        listed = (f"{', '.join(names)} {word}" for word, names in sorted(words.items()))
+        said += [f"{where}: {', '.join(listed)}"] if words else []
+    fewest = min(len(arm["seeds"]) for arm in compared)
+    few = f"; fewer than {FEWEST_SEEDS} seeds cannot tell" if fewest < FEWEST_SEEDS else ""
+    return f"against {found['baseline']}, {'; '.join(said)}{few}"
+
+
+def _verdict_on(arm: Document, found: Document) -> str:
+    """For example `undecided: ours against grpo, 2 seeds, +1.0 points at equal rollouts, -0.5 at
+    equal compute; about 9 seeds would tell`."""
+    final, spent = _final_difference(arm, found), _cost_difference(arm, found)
+    word, numbers = _word(final), f"{_with_interval(final)} points {_equal_final(found)}"
+    if spent is not None:
+        numbers += f", {_with_interval(spent)} {_equal_cost(found)}"
+        if _word(spent) != word:
+            word = f"{word} {_equal_final(found)}, {_word(spent)} {_equal_cost(found)}"
+    count = len(final["seeds"])
+    seeds = f"{count} {'seed' if count == 1 else 'seeds'}"
+    whose = f"{arm['name']} against {found['baseline']}, {seeds}"
+    return f"{word}: {whose}, {numbers}{_more_seeds(final)}"
+
+
+def _more_seeds(final: Document) -> str:
+    needed = final["seeds_to_tell"]
+    if _word(final) != "undecided":
+        return ""
+    if needed is None:
+        return "; one seed says nothing of others"
+    if math.isinf(needed):
+        return "; more seeds alone would not tell"
+    return f"; about {needed} seeds would tell"
+
+
+def _with_interval(each: Document) -> str:
+    words = [f"{100 * each['mean']:+.1f}"]
+    if each["interval"] is not None:
+        words.append("[{:+.1f}, {:+.1f}]".format(*(100 * bound for bound in each["interval"])))
+    return " ".join(words)
+
+
+def _word(each: Document) -> str:
+    low, high = each["interval"] or (0, 0)
+    return "ahead" if low > 0 else "behind" if high < 0 else "undecided"
+
+
+def _equal_final(found: Document) -> str:
+    return "at equal rollouts" if found["equal_rollouts"] else "after the last step"
+
+
+def _main_cost(found: Document) -> str:
+    return "compute" if found["main_axis"].startswith("compute") else "tokens"
+
+
+def _equal_cost(found: Document) -> str:
+    return f"at equal {_main_cost(found)}"
+
+
+def _final_difference(arm: Document, found: Document) -> Any:
+    return arm["difference"] and arm["difference"][found["shown"]["benchmark"]]
+
+
+def _cost_difference(arm: Document, found: Document) -> Any:
+    at = arm["equal_cost"].get(found["main_axis"])
+    return at and at["difference"][found["shown"]["benchmark"]]
+
+
+def report_table(found: Document) -> TextTable:
+    """One row for each arm. A column without a value is left out."""
+    target = next((arm["reach"][-1] for arm in found["arms"] if arm["reach"]), {"accuracy": 0.0})
+    columns: dict[str, Callable[[Document], str]] = {
+        "seeds": seeds_of,
+        "final, %": lambda arm: _final_cell(arm, found),
+        f"- {found['baseline']}": lambda arm: _points_cell(_final_difference(arm, found)),
+        _equal_cost(found): lambda arm: _points_cell(_cost_difference(arm, found)),
+        f"{_main_cost(found)} to\n{percent(target['accuracy'])} %": (
+            lambda arm: _reach_cell(arm, found)
+        ),
+        "pays at μ": _break_even_cell,
+    }
+    cells = {header: [cell(arm) for arm in found["arms"]] for header, cell in columns.items()}
+    shown = {header: each for header, each in cells.items() if set(each) - {MISSING}}
+    names = [arm["name"] for arm in found["arms"]]
+    return TextTable(("arm", *shown), list(zip(names, *shown.values())), _legend(found))
+
+
+def _legend(found: Document) -> str:
+    return (
+        f"Final: {shown_title(found)}, after the last step; differences are in points, paired. In "
+        f"brackets: 95 % intervals over seeds and problems, from {FEWEST_SEEDS} seeds on. Cost: "
+        f"{found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the same seeds, (n) if "
+        "only n of both reached it; ∞: not reached. Pays at μ: where that accuracy costs less than "
+        f"with {found['baseline']}, if generating a rollout costs μ times what training on it does."
+    )
+
+
+def seeds_of(arm: Document) -> str:
+    """`8`, or `7 of 8` if seeds are missing."""
+    known, missing = len(arm["seeds"]), len(arm["missing"])
+    return f"{known} of {known + missing}" if missing else str(known)
+
+
+def _final_cell(arm: Document, found: Document) -> str:
+    if arm["final"] is None:
+        return MISSING
+    each = arm["final"][found["shown"]["benchmark"]]
+    bounds = "" if each["interval"] is None else f"\n{percent_interval(each['interval'])}"
+    return percent(each["mean"]) + bounds
+
+
+def _points_cell(each: Document | None) -> str:
+    return MISSING if each is None else _with_interval(each).replace(" [", "\n[")
+
+
+def _reach_cell(arm: Document, found: Document) -> str:
+    if not arm["reach"]:
+        return MISSING
+    cost = arm["reach"][-1]["costs"][found["main_axis"]]
+    if cost["ratio"] is None or arm["name"] == found["baseline"]:
+        return amount(cost["median"])
+    return f"{amount(cost['median'])}\n× {cost['ratio']:.2f}{_of(cost['ratio_seeds'], arm)}"
+
+
+def _of(seeds: int, arm: Document) -> str:
+    """A mark if not every seed has the number."""
+    return "" if seeds == len(arm["seeds"]) else f" ({seeds})"
+
+
+def amount(value: float) -> str:
+    """A cost in at most six characters."""
+    if math.isinf(value):
+        return "∞"
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if float(f"{value:.3g}") >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _break_even_cell(arm: Document) -> str:
+    """`above 3.1`, `below 3.1`, `always` or `never`, and the interval on a line of its own."""
+    each = arm["reach"][-1]["break_even"] if arm["reach"] else None
+    if each is None:
+        return MISSING
+    mu = "" if each["mu"] is None else f" {each['mu']:.2g}"
+    bounds = "[{:.2g}, {:.2g}]".format(*each["interval"]) if each["interval"] else ""
+    return f"{each['pays']}{mu}{_of(each['seeds'], arm)}\n{bounds}".strip().replace("inf", "∞")
+
+
+def facts_of(found: Document) -> list[str]:
+    """Baseline, benchmarks, verifier, μ and what tuning chose, one fact each."""
+    facts = [
+        f"baseline {found['baseline']}",
+        f"benchmarks {', '.join(found['benchmarks'].values())}",
+        f"graded by {found['graded_by']}",
+    ]
+    if found["mu"]["measured"] is not None:
+        facts.append(f"μ = {found['mu']['measured']:.3g} measured (median over all runs)")
+    tuned = [f"{arm['name']} {arm['tuned']}" for arm in found["arms"] if arm["tuned"]]
+    return [*facts, *([f"tuned on other seeds: {'; '.join(tuned)}"] if tuned else [])]
+
+
+def warnings_of(found: Document) -> list[str]:
+    """Missing seeds with their reasons, seeds that are not paired, and other notes."""
+    warnings = [
+        f"missing: {arm['name']}, seed {each['seed']}: {each['reason']}"
+        for arm in found["arms"]
+        for each in arm["missing"]
+    ]
+    for arm in found["arms"]:
+        paired = arm["difference"]["mean"]["seeds"] if arm["difference"] else arm["seeds"]
+        if lone := [str(seed) for seed in arm["seeds"] if seed not in paired]:
+            warnings.append(f"{arm['name']}: {found['baseline']} lacks seeds {', '.join(lone)}")
+    return [*warnings, *found["notes"]]
 
 
 def as_json(found: Document) -> Document:

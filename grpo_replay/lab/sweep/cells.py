@@ -92,11 +92,7 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
             f"--only {only}: no such arm{hint}; the sweep has: {', '.join(sweep.arms)}"
         )
     recipe = _recipe_name(sweep.recipe, source)
-    arms = {
-        name: (*sweep.set, *overrides)
-        for name, overrides in sweep.arms.items()
-        if only in (None, name)
-    }
+    arms = {name: (*sweep.set, *own) for name, own in sweep.arms.items() if only in (None, name)}
     candidates = sweep.tune.candidates() if sweep.tune else []
     tuning = [
         Cell(root, name, seed, recipe, overrides, candidate)

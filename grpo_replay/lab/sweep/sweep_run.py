@@ -85,10 +85,6 @@ class Entry:
         return self.cell.accuracy
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 @dataclass(slots=True)
 class SweepRun:
     """One attempt at a sweep. `stops` is how often the user asked to stop; signal handlers raise
@@ -96,8 +92,8 @@ class SweepRun:
 
     cells: Sequence[Cell]
     jobs: int = 1
-    on_change: Callable[[Entry], object] = _ignore
-    on_notice: Callable[[str], object] = _ignore
+    on_change: Callable[[Entry], object] = lambda _: None
+    on_notice: Callable[[str], object] = lambda _: None
     stops: int = 0
     entries: list[Entry] = field(default_factory=list)
 

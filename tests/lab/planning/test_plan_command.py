@@ -26,20 +26,23 @@ from grpo_replay.lab.dry_run.estimates import (
     expected_of,
 )
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.design import (
-    PlanInputs,
-    best_fifo,
-    design_of,
-    no_replay,
-    replay_settings,
-)
 from grpo_replay.lab.planning.estimate import (
     estimate_from_run,
     fit_growth,
     measured_mu,
     other_growths,
 )
-from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth, judge, objective
+from grpo_replay.lab.planning.theory import (
+    PlanInputs,
+    PowerGrowth,
+    RatioGrowth,
+    best_fifo,
+    design_of,
+    judge,
+    no_replay,
+    objective,
+    replay_settings,
+)
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 
 

@@ -19,11 +19,8 @@ from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.costs import usable_axes
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import measure
-from grpo_replay.lab.report.report_figures import (
-    drawn,
-    report_figures,
-)
-from grpo_replay.lab.report.report_tables import report_table, verdict
+from grpo_replay.lab.report.report_figures import drawn, report_figures
+from grpo_replay.lab.report.report_files import report_table, verdict
 
 ARMS = {
     "grpo": (["replay.preset=grpo"], 0.1),
