@@ -42,8 +42,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experiment:
-    """The arms of a report, all comparable with each other. `notes` are sentences on what is let
-    pass."""
+    """The comparable arms of a report. `notes` are sentences on differences that are let pass."""
 
     name: str
     arms: tuple[Arm, ...]

@@ -116,8 +116,7 @@ def shown_title(found: Document) -> str:
 
 
 def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
-    """Accuracies on the way from the base to the baseline; none if it did not learn or has no
-    evaluation of the base."""
+    """Accuracies on the way from the base to the baseline; none if nothing was learnt."""
     runs = list(baseline.runs.values())
     bases = [outcome.of(run.base) for run in runs if run.base is not None]
     if not bases:

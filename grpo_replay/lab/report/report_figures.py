@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import Axis
-from grpo_replay.lab.report.finished_run import Outcome
+from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
 from grpo_replay.lab.report.measure import Document, shown_title
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
@@ -64,8 +64,7 @@ def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]
             for axis in axes
             if axis.key != "generated_tokens"
         ]
-    logged = {arm.name: [run.column("entropy") for run in arm.runs.values()] for arm in trained}
-    shown = [arm for arm in trained if np.isfinite(np.concatenate(logged[arm.name])).any()]
+    shown = [arm for arm in trained if all(map(_logged_entropy, arm.runs.values()))]
     return [*figures, *([_entropy_figure(shown, looks)] if shown else [])]
 
 
@@ -119,7 +118,7 @@ def _draw_seeds(
 ) -> None:
     """The median over seeds, with the quartiles as a band, or with every seed as a thin line."""
     colour, line = look
-    low, middle, high = np.nanquantile(values_ST, [0.25, 0.5, 0.75], axis=0)
+    low, middle, high = np.quantile(values_ST, [0.25, 0.5, 0.75], axis=0)
     if 1 < len(values_ST) < FEWEST_FOR_BANDS:
         for each_T in values_ST:
             axes.plot(places, each_T, line, color=colour, linewidth=0.4, alpha=0.6)
@@ -134,8 +133,8 @@ def _entropy_figure(arms: Sequence[Arm], looks: dict[str, Look]) -> Figure:
             runs = list(arm.runs.values())
             steps = min(len(run.lines) for run in runs)
             windows = np.array_split(np.arange(steps), min(WINDOWS, steps))
-            columns = [run.column("entropy") for run in runs]
-            values_SW = np.array([[np.nanmean(each[w]) for w in windows] for each in columns])
+            columns = [_entropy(run) for run in runs]
+            values_SW = np.array([[each[w].mean() for w in windows] for each in columns])
             centres = np.array([window.mean() + 1 for window in windows])
             _draw_seeds(axes, centres, values_SW, arm.name, looks[arm.name])
         axes.set(xlabel="training step", ylabel="nats a token")
@@ -144,6 +143,17 @@ def _entropy_figure(arms: Sequence[Arm], looks: dict[str, Look]) -> Figure:
 
     caption = f"Mean entropy of the policy's tokens. {OVER_SEEDS}"
     return Figure("entropy", "Entropy", caption, draw)
+
+
+def _logged_entropy(run: FinishedRun) -> bool:
+    return bool(np.isfinite(run.column("entropy")).any())
+
+
+def _entropy(run: FinishedRun) -> np.ndarray:
+    """float64 [T]: of every step; between its neighbours where a step trained on nothing."""
+    values_T = run.column("entropy")
+    known = np.flatnonzero(np.isfinite(values_T))
+    return np.interp(np.arange(len(values_T)), known, values_T[known])
 
 
 def _legend(axes: Any) -> None:

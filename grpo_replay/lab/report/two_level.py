@@ -12,8 +12,7 @@ random-effects model
 estimated as V = V_seeds + V_problems - V_rest, because the first two both contain the rest. It is
 the two-way clustered variance of Cameron, Gelbach and Miller (2011), with the degrees of freedom of
 Satterthwaite (1946). One or two seeds say too little of other seeds for an interval; with a single
-problem the variance is V_seeds. An evaluation alone has V_problems (`evaluation.statistics`, which
-has the formulas of one interval for both).
+problem the variance is V_seeds. `evaluation.statistics` has the same interval over problems alone.
 """
 
 import math
