@@ -86,10 +86,13 @@ def mean_of_tables(tables: list[list[list[float]]]) -> float:
 
 
 def of_difference(tables: list[list[list[float]]]) -> tuple[list[float] | None, str | None]:
-    """mean ± t·√V of [seed][problem] tables, one per benchmark; from three seeds on."""
+    """mean ± t·√V of [seed][problem] tables, one per benchmark; from three seeds on. If nothing
+    varies, V is that with one problem lost and one gained."""
     if len(tables[0]) < 3:
         return None, None
     of_variance, freedom, over = two_level(tables)
+    if of_variance < 1e-18 and over == "seeds and problems":
+        of_variance, freedom, _ = two_level([[[*row, -1.0, 1.0] for row in t] for t in tables])
     half, mean = t_quantile(freedom) * math.sqrt(of_variance), mean_of_tables(tables)
     return [max(-1.0, mean - half), min(1.0, mean + half)], over
 
