@@ -1,5 +1,6 @@
 """The forms of a report: terminal, Markdown, figures and the page."""
 
+import json
 import math
 import re
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import run_report as run
 from rich.console import Console
-from small_runs.experiments import BENCHMARKS, write_sweep
+from small_runs.experiments import BENCHMARKS, write_run, write_sweep
 
 from grpo_replay.cli.report_command import print_report
 from grpo_replay.errors import OutputDirectoryError, UsageError
@@ -73,6 +74,22 @@ def test_every_arm_has_a_line_of_its_own_look_and_a_legend_entry(sweep, findings
         looks = {(line.get_color(), line.get_linestyle()) for line in lines}
         assert len(looks) == len(lines) == len(many)
         assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+
+
+def test_the_entropy_of_a_step_that_trained_on_nothing_is_between_its_neighbours(tmp_path):
+    folder = write_run(tmp_path / "run", [], seed=1, gain=0.1)
+    file = folder / "metrics.jsonl"
+    lines = [{**json.loads(line), "entropy": 0.5} for line in file.open()]
+    lines[0] |= {"entropy": 0.1}
+    lines[1] |= {"entropy": None}
+    lines[2] |= {"entropy": 0.3}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    experiment = collect([str(folder)])
+    figure = report_figures(experiment, measure(experiment), usable_axes(experiment.runs, ()))[-1]
+    with drawn(figure) as canvas:
+        (line,) = canvas.axes[0].lines
+    assert figure.name == "entropy"
+    assert line.get_ydata()[:4] == pytest.approx([0.1, 0.2, 0.3, 0.5])
 
 
 def test_the_page_is_complete_and_loads_nothing(written, findings):
