@@ -23,7 +23,6 @@ from grpo_replay.lab.planning.theory import (
     RatioGrowth,
     best_fifo,
     design_of,
-    no_replay,
     replay_settings,
 )
 from grpo_replay.recipe import Recipe, load_recipe
@@ -38,7 +37,7 @@ ROWS = {
     "y, uses of a rollout": "{0.y:.3g}",
     "rollouts stored": "{0.stored_rollouts:,.0f}",
     "rollouts trained on in a step": "{0.trained_rollouts_per_step:,.0f}",
-    "J, compute to equal progress": "{0.verdict.ratio:.2f}",
+    "J, relative to no replay": "{0.verdict.ratio:.2f}",
     "J if one assumption changes": "{0.verdict.low:.2f} to {0.verdict.high:.2f}",
 }
 MEANS = (
@@ -59,7 +58,7 @@ def run(options: PlanOptions) -> int:
         source = open_source(options.from_run)
         recipe, seen = source.recipe, estimate_from_run(source)
     inputs = plan_inputs(recipe, seen, options)
-    designs = {"no replay": no_replay(inputs), "best FIFO": best_fifo(inputs)}
+    designs = {"best FIFO": best_fifo(inputs)}
     if recipe is not None and recipe.replay.replays:
         designs["this recipe"] = design_of(inputs, recipe.replay)
     if options.as_json:

@@ -287,7 +287,7 @@ class PlanInputs:
 @dataclass(frozen=True, slots=True)
 class Design:
     """A buffer with horizon x and replay ratio y, and its cost. `pays_above` is the μ from which on
-    it costs less than no replay; None for no replay."""
+    it costs less than no replay; None if it uses no rollout twice."""
 
     x: float
     y: float  # uses of a rollout over its life, the fresh use included
@@ -301,10 +301,6 @@ def best_fifo(inputs: PlanInputs) -> Design:
     """The best FIFO buffer, drawn with replacement, even if no replay is cheaper."""
     x, y = recommended_design(inputs.effective_mu, inputs.rho, inputs.growth)
     return _design(inputs, x, y, partial(objective, x, y), _stored_at(inputs, x))
-
-
-def no_replay(inputs: PlanInputs) -> Design:
-    return _design(inputs, 1.0, 1.0, lambda mu, _, growth: no_replay_objective(mu, growth), 0.0)
 
 
 def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
@@ -326,7 +322,7 @@ def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
 
 def _design(inputs: PlanInputs, x: float, y: float, cost: Cost, stored: float) -> Design:
     mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
-    even = break_even_mu(cost, y, rho, growth) * inputs.survival if stored and y > 1 else None
+    even = break_even_mu(cost, y, rho, growth) * inputs.survival if y > 1 else None
     return Design(
         x=x,
         y=y,

@@ -39,7 +39,6 @@ from grpo_replay.lab.planning.theory import (
     best_fifo,
     design_of,
     judge,
-    no_replay,
     objective,
     replay_settings,
 )
@@ -82,8 +81,6 @@ def test_recipes_become_x_and_y():
     fifo = design_of(inputs(rollouts_per_step=32),
                      synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay)  # fmt: skip
     assert (fifo.x, fifo.y) == (3.0, 1.5)
-    grpo = no_replay(inputs())
-    assert (grpo.verdict.ratio, grpo.pays_above) == (1.0, None)
 
 
 def test_recommended_settings_give_back_x_and_y():
