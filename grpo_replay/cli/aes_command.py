@@ -1,7 +1,6 @@
 """`grpo-replay aes`: print the accuracy-efficiency score against one reference."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,19 +23,20 @@ def run(options: AesOptions) -> int:
 
     Raises UsageError if numbers and files are mixed.
     """
-    _check_options(options)
+    if bool(options.files) == bool(options.candidates):
+        raise UsageError(
+            "aes takes either evaluation files or --candidate NAME=ACC,TOKENS: their accuracies "
+            "may be in different units"
+        )
     gain, loss, reference = options.gain, options.loss, options.reference
     notes: dict[str, list[str]] = {}
     if options.files:
         point, scores, notes = _from_files(reference, options.files, gain, loss)
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
-        candidates = [_candidate(word) for word in options.candidates]
-        _refuse_doubles([each.name for each in candidates])
-        scores = score_points(point, candidates, gain, loss)
+        scores = score_points(point, [_candidate(word) for word in options.candidates], gain, loss)
     if options.as_json:
-        found = document(point, scores, gain, loss) | {"differences": notes}
-        print_json(found)
+        print_json(document(point, scores, gain, loss) | {"differences": notes})
         return 0
     console = open_console()
     print_scores(point, scores, gain, loss, console)
@@ -44,21 +44,6 @@ def run(options: AesOptions) -> int:
         for sentence in sentences:
             console.print(f"A = {reference}, B = {name}: {sentence}", soft_wrap=True)
     return 0
-
-
-def _check_options(options: AesOptions) -> None:
-    for name, value in (("--gain", options.gain), ("--loss", options.loss)):
-        if not 0 <= value < math.inf:
-            raise UsageError(f"{name} {value}: expected a finite number of at least 0")
-    if options.files and options.candidates:
-        raise UsageError(
-            "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
-            "in different units"
-        )
-    if not options.files and not options.candidates:
-        raise UsageError(
-            "aes has no candidates: give evaluation files, or --candidate NAME=ACC,TOKENS"
-        )
 
 
 def document(
@@ -77,7 +62,7 @@ def print_scores(
 ) -> None:
     """Print the scores, their intervals if there are any, and the constants."""
     header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES")
-    names = _short_names([reference.name, *(score.name for score in scores)])
+    names = [reference.name, *(score.name for score in scores)]
     rows = [(names[0], f"{reference.accuracy:.4g}", tokens(reference.tokens), *"–––")]
     for name, score in zip(names[1:], scores, strict=True):
         deltas = (score.delta_length, score.delta_accuracy, score.aes)
@@ -99,21 +84,10 @@ def print_scores(
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
 
 
-def _short_names(names: Sequence[str]) -> list[str]:
-    """File names without the folder if all are in one folder, else the full paths."""
-    one_folder = len({os.path.dirname(name) for name in names}) == 1
-    return [os.path.basename(name) if one_folder else name for name in names]
-
-
 def _from_files(
     reference: str, files: Sequence[str], gain: float, loss: float
 ) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
     """The reference, the scores, and notes on other differences by candidate."""
-    if not Path(reference).exists() and "," in reference:
-        raise UsageError(
-            f"--reference {reference} gives numbers, but the candidates are files: give the "
-            "reference's evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
-        )
     report = read_report(Path(reference))
     candidates = [(file, read_report(Path(file))) for file in files]
     scores = score_reports((reference, report), candidates, gain, loss)
@@ -122,28 +96,19 @@ def _from_files(
 
 
 def _candidate(word: str) -> Point:
-    name, separator, numbers = word.rpartition("=")
-    if not separator or not name.strip():
+    name, _, numbers = word.rpartition("=")
+    if not name:
         raise UsageError(f"--candidate {word!r}: expected NAME=ACC,TOKENS, such as ours=31.06,6800")
     return Point(name, *_numbers(numbers, f"--candidate {name}"))
 
 
-def _refuse_doubles(names: Sequence[str]) -> None:
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--candidate {twice[0]}: two candidates have this name: rename one")
-
-
 def _numbers(text: str, place: str) -> tuple[float, float]:
-    parts = text.split(",")
     try:
-        accuracy, length = map(float, parts)
+        accuracy, length = map(float, text.split(","))
     except ValueError as error:
-        also = "" if place != "--reference" else " (with candidate files: an evaluation file)"
-        raise UsageError(
-            f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576{also}"
-        ) from error
-    if 100 < accuracy < float("inf"):
-        raise UsageError(f"{place} {text!r}: expected an accuracy in percent, 0 to 100")
+        raise UsageError(f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576") from error
+    if not (0 <= accuracy <= 100 and 0 <= length < math.inf):
+        raise UsageError(f"{place} {text!r}: expected an accuracy of 0 to 100 %, and tokens")
     return accuracy, length
 
 

@@ -1,21 +1,25 @@
 """`grpo-replay eval`: evaluate a model on benchmarks, or compare two evaluations."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.comparison import compare, differences
-from grpo_replay.evaluation.evaluate import Progress
+from grpo_replay.evaluation.evaluate import OnProgress
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
     check_output,
@@ -131,36 +135,26 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
 
 
 @contextmanager
-def _progress(doing: str) -> Iterator[Callable[[Progress], None]]:
-    """A function that shows the progress of rank 0: a bar on a terminal, plain lines elsewhere."""
-    console = open_console(stderr=True)
-    if not console.is_terminal:
-        yield _PlainLines(console, doing)
-        return
+def _progress(doing: str) -> Iterator[OnProgress]:
+    """Shows the progress of rank 0: a bar on a terminal, a few plain lines elsewhere."""
+    console, shown = open_console(stderr=True), 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(TextColumn(doing), *columns, TextColumn("{task.description}"), console=console) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda progress: bar.update(
-            task, total=progress.total, completed=progress.done, description=_accuracy(progress)
-        )
+    bar = Progress(
+        TextColumn(doing), *columns, TextColumn("{task.description}"),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    task = bar.add_task("", total=None)
 
+    def show(done: int, total: int, correct: int) -> None:
+        nonlocal shown
+        accuracy = f"{100 * correct / done:.1f} % of the completions correct so far" if done else ""
+        bar.update(task, total=total, completed=done, description=accuracy)
+        if bar.disable and done * PLAIN_LINES >= (shown + 1) * total:
+            shown = done * PLAIN_LINES // total
+            console.print(f"{doing} {done}/{total} {accuracy}")
 
-class _PlainLines:
-    def __init__(self, console: Console, what: str) -> None:
-        self._console = console
-        self._what = what
-        self._lines = 0
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.done * PLAIN_LINES < (self._lines + 1) * progress.total:
-            return
-        self._lines = progress.done * PLAIN_LINES // progress.total
-        self._console.print(f"{self._what} {progress.done}/{progress.total} {_accuracy(progress)}")
-
-
-def _accuracy(progress: Progress) -> str:
-    accuracy = progress.accuracy
-    return "" if accuracy is None else f"{100 * accuracy:.1f} % of the completions correct so far"
+    with bar:
+        yield show
 
 
 def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:

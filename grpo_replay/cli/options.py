@@ -199,8 +199,8 @@ class AesOptions:
         "--candidate",
         metavar="NAME=ACC,TOKENS",
     )
-    gain: float = option("Weight of an accuracy gain.", default=3.0)
-    loss: float = option("Weight of an accuracy loss.", default=5.0)
+    gain: float = option("Weight of an accuracy gain.", default=3.0, min=0)
+    loss: float = option("Weight of an accuracy loss.", default=5.0, min=0)
     as_json: bool = json_wanted()
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_replay.errors import EvaluationFileError, GrpoReplayError, UsageError
+from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.comparison import pairs_of
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, refuse_incomparable
 from grpo_replay.evaluation.statistics import Interval, difference_interval
@@ -67,10 +67,7 @@ def accuracy_efficiency_score(
 def score_points(
     reference: Point, candidates: Sequence[Point], gain: float = GAIN, loss: float = LOSS
 ) -> list[AesScore]:
-    """AES of plain numbers. Raises UsageError for an invalid value or a zero reference."""
-    for point in (reference, *candidates):
-        _check_point(point)
-    _refuse_zero(reference, UsageError)
+    """AES of plain numbers. Raises UsageError for a reference of accuracy or length 0."""
     return [_score(reference, candidate, gain, loss) for candidate in candidates]
 
 
@@ -82,13 +79,11 @@ def score_reports(
 ) -> list[AesScore]:
     """AES of (name, report) pairs, with intervals where both have per-sample rows.
 
-    Raises EvaluationFileError unless all evaluate the same benchmarks under the same settings, or
-    if the reference's accuracy or length is 0.
+    Raises EvaluationFileError unless all evaluate the same benchmarks under the same settings, and
+    UsageError for a reference of accuracy or length 0.
     """
-    name, report = reference
-    _refuse_zero(point_of(name, report), EvaluationFileError)
-    for candidate_name, candidate in candidates:
-        refuse_incomparable(name, report, candidate_name, candidate)
+    for candidate in candidates:
+        refuse_incomparable(*reference, *candidate)
     return [_score_report(reference, candidate, gain, loss) for candidate in candidates]
 
 
@@ -97,31 +92,16 @@ def point_of(name: str, report: EvaluationReport) -> Point:
     return Point(name, 100 * report.sampled.mean.avg_at_k, report.sampled.mean.mean_tokens)
 
 
-def _refuse_zero(reference: Point, error: type[GrpoReplayError]) -> None:
-    for name, value in (("accuracy", reference.accuracy), ("tokens", reference.tokens)):
-        if value == 0:
-            raise error(
-                f"the reference {reference.name!r} has {name} 0, and AES divides by it: choose a "
-                "reference with nonzero accuracy and length"
-            )
-
-
-def _check_point(point: Point) -> None:
-    for name, value in (("accuracy", point.accuracy), ("tokens", point.tokens)):
-        if not (math.isfinite(value) and value >= 0):
-            raise UsageError(f"{point.name!r} has {name} {value}: expected a number of at least 0")
-
-
 def _score(reference: Point, candidate: Point, gain: float, loss: float) -> AesScore:
-    scores = accuracy_efficiency_score(
-        candidate.accuracy, candidate.tokens, reference.accuracy, reference.tokens, gain, loss
-    )
-    if not all(map(math.isfinite, scores)):
+    measured = (candidate.accuracy, candidate.tokens)
+    of_reference = (reference.accuracy, reference.tokens)
+    if not all(of_reference):
         raise UsageError(
-            f"{candidate.name!r} against {reference.name!r} has an AES that is not finite: "
-            "check accuracies and tokens"
+            f"the reference {reference.name!r} has accuracy {reference.accuracy:g} and "
+            f"{reference.tokens:g} tokens, and AES divides by them: choose one where neither is 0"
         )
-    return AesScore(candidate.name, candidate.accuracy, candidate.tokens, *scores)
+    scores = accuracy_efficiency_score(*measured, *of_reference, gain, loss)
+    return AesScore(candidate.name, *measured, *scores)
 
 
 def _score_report(

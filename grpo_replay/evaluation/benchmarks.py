@@ -5,28 +5,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
-from grpo_replay.prompts.prompt_set import prompt_messages, render_prompt
-from grpo_replay.prompts.sources import (
-    ANSWER_FIELDS,
-    NO_OPTIONS,
-    PROBLEM_FIELDS,
-    ProblemRows,
-    ProblemStatement,
-    column_of,
-    is_local_source,
-    known_field,
-    problems_and_answers,
-    read_hub_rows,
-    read_local_rows,
-    statement_text,
-    unique_ids,
-)
+from grpo_replay.prompts.prompt_set import prompt_messages, read_source, render_prompt
+from grpo_replay.prompts.sources import ProblemStatement, statement_text
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     EvalSection,
@@ -35,6 +21,7 @@ from grpo_replay.recipe import (
     RewardSection,
     SamplingSection,
 )
+from grpo_replay.recipe.input_sections import DatasetOptions
 from grpo_replay.recipe.layers import DATA_SUFFIXES
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
@@ -55,22 +42,19 @@ class Benchmark:
     `source` is a hub dataset, a file or folder of the user, or "builtin". `samples` is k, the
     completions per problem; `problems` is the size of the published set. A `temperature` here
     overrides the recipe's. The name of its file in `eval.data_folder` is `file_stem` if given, else
-    the benchmark's name. `options` are those of reading a file or folder of the user; None for
-    others.
+    the benchmark's name. `own` says how a file or folder of the user is read; None for others.
     """
 
     name: str
     title: str
     source: str
     samples: int
-    problem_field: str = "problem"
-    answer_field: str = "answer"
     id_field: str | None = None
     split: str = "train"
     problems: int | None = None
     temperature: float | None = None
     file_stem: str | None = None
-    options: Mapping[str, Any] | None = field(default=None, hash=False)
+    own: PromptsSection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,38 +153,32 @@ def find_benchmarks(
 
 
 def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem, ...]:
-    """The problems of a benchmark, in the order of its source.
-
-    Raises DatasetError if it cannot be read or is empty, if a field is missing, if an answer is
-    neither text nor a number, or if an id occurs twice.
-    """
-    rows = _open(benchmark, settings)
-    if len(rows) == 0:
-        raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
-    if by_recipe := benchmark.options is not None:
-        benchmark = _with_columns_of(rows, benchmark)
-    columns = benchmark.problem_field, benchmark.answer_field
-    problems, answers = problems_and_answers(rows, *columns, by_recipe)
-    ids = unique_ids(rows, benchmark.id_field)
-    if settings.max_problems is None and benchmark.problems not in (None, len(rows)):
+    """The problems of a benchmark, in the order of its source. Raises DatasetError as
+    `prompts.read_source` does."""
+    if benchmark.source == "builtin":
+        rows: Sequence[Row] = benchmark_problems(benchmark.name)
+        problems = [Problem(r["problem_id"], r["problem"], r["answer"], r) for r in rows]
+    else:
+        read = read_source(_as_prompts(benchmark, settings), any_columns=True)
+        of_rows = map(read.rows.row, range(len(read.rows)))
+        problems = list(map(Problem, read.ids, read.problems, read.answers, of_rows))
+    if settings.max_problems is None and benchmark.problems not in (None, len(problems)):
         logger.warning(
             "benchmark %r has %d problems here, but the published one has %d: the numbers are not "
-            "comparable with published ones", benchmark.name, len(rows), benchmark.problems,
+            "comparable with published ones", benchmark.name, len(problems), benchmark.problems,
         )  # fmt: skip
-    return tuple(map(Problem, ids, problems, answers, map(rows.row, range(len(rows)))))
+    return tuple(problems[: settings.max_problems])
 
 
-def _with_columns_of(rows: ProblemRows, benchmark: Benchmark) -> Benchmark:
-    """A file without the columns of the training prompts has those of `PROBLEM_FIELDS` and
-    `ANSWER_FIELDS`, and no id."""
-    id_field = benchmark.id_field
-    has_id = id_field is not None and column_of(id_field, rows.names) in rows.names
-    return replace(
-        benchmark,
-        problem_field=known_field(benchmark.problem_field, PROBLEM_FIELDS, rows.names),
-        answer_field=known_field(benchmark.answer_field, ANSWER_FIELDS, rows.names),
-        id_field=id_field if has_id else None,
-    )
+def _as_prompts(benchmark: Benchmark, settings: EvalSection) -> PromptsSection:
+    """The section by which the problems would be read as prompts."""
+    if benchmark.own is not None:
+        return benchmark.own
+    file, id_field = local_file(benchmark, settings), benchmark.id_field
+    if file is not None:
+        return PromptsSection(source=str(file), id_field=id_field)
+    options = DatasetOptions(split=benchmark.split)
+    return PromptsSection(source=benchmark.source, id_field=id_field, dataset_options=options)
 
 
 def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
@@ -212,14 +190,10 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     is_folder = "/" in word and path.is_dir()
     if is_folder or word.endswith(DATA_SUFFIXES):
         name = path.name if is_folder else path.stem
-        if name == "mean":
-            raise RecipeError(
-                f"eval.benchmarks: {word} would appear as 'mean' in the report, the name of the "
-                "mean over all benchmarks: rename it"
-            )
-        fields = (prompts.problem_field, prompts.answer_field, prompts.id_field)
-        options = _reading_options(path, prompts)
-        return [Benchmark(name, name, word, WAVE_SAMPLES, *fields, options=options)]
+        own = prompts.model_copy(
+            update={"source": word, "dataset_options": _options(path, prompts)}
+        )
+        return [Benchmark(name, name, word, WAVE_SAMPLES, own=own)]
     known = dict.fromkeys([*GROUPS, *BENCHMARKS])
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
@@ -228,32 +202,12 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     )
 
 
-def _reading_options(path: Path, prompts: PromptsSection) -> Mapping[str, Any]:
+def _options(path: Path, prompts: PromptsSection) -> DatasetOptions:
     """The options with which the training prompts of the same kind are read, but for the split."""
     for each in prompts.sources:
-        source = Path(str(each.source)).expanduser()
-        if is_local_source(str(each.source)) and source.suffix == path.suffix:
-            given = each.dataset_options.model_dump()
-            of_hub = ("name", "revision", "split")
-            return {**NO_OPTIONS, **{k: v for k, v in given.items() if k not in of_hub}}
-    return NO_OPTIONS
-
-
-def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
-    limit = settings.max_problems
-    if benchmark.source == "builtin":
-        return ProblemRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
-    if (file := local_file(benchmark, settings)) is not None:
-        options = benchmark.options or NO_OPTIONS
-        return read_local_rows(str(file), limit, options)
-    try:
-        return read_hub_rows(benchmark.source, limit, options={"split": benchmark.split})
-    except DatasetError as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise DatasetError(
-            f"benchmark {benchmark.name!r} cannot be read from the hub: {reason}. "
-            + _what_to_download(benchmark)
-        ) from error
+        if path.suffix and Path(str(each.source)).suffix == path.suffix:
+            return each.dataset_options.model_copy(update={"split": "train"})
+    return DatasetOptions()
 
 
 def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
@@ -264,19 +218,19 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
     """
     if benchmark.source == "builtin":
         return None
-    if benchmark.options is not None:
+    if benchmark.own is not None:
         return Path(benchmark.source)
     if settings.data_folder is None:
         return None
-    folder = Path(settings.data_folder)
-    stem = benchmark.file_stem or benchmark.name
-    candidates = [folder / f"{stem}{suffix}" for suffix in (".jsonl", ".parquet")]
-    for path in candidates:
+    folder, stem = Path(settings.data_folder), benchmark.file_stem or benchmark.name
+    for path in (folder / f"{stem}.jsonl", folder / f"{stem}.parquet"):
         if path.is_file():
             return path
+    columns = ", ".join(filter(None, [benchmark.id_field, "problem", "answer"]))
     raise DatasetError(
-        f"eval.data_folder {folder}: no {candidates[0].name} or {candidates[1].name} in it. "
-        + _what_to_download(benchmark)
+        f"eval.data_folder {folder}: no {stem}.jsonl or {stem}.parquet in it. Put the "
+        f"rows of the split {benchmark.split!r} of dataset {benchmark.source} there, with the "
+        f"columns {columns} (hf download --repo-type dataset {benchmark.source} --local-dir DIR)"
     )
 
 
@@ -284,18 +238,6 @@ def read_from_hub(settings: EvalSection, prompts: PromptsSection) -> list[str]:
     """The benchmarks that are read from the hub. Raises as `find_benchmarks` and `local_file`."""
     found = find_benchmarks(settings, prompts)
     return [e.name for e in found if e.source != "builtin" and local_file(e, settings) is None]
-
-
-def _what_to_download(benchmark: Benchmark) -> str:
-    fields = [benchmark.id_field, benchmark.problem_field, benchmark.answer_field]
-    stem = benchmark.file_stem or benchmark.name
-    return (
-        f"Download dataset {benchmark.source} on a machine with access (hf download --repo-type "
-        f"dataset {benchmark.source} --local-dir DIR), put the rows of its split "
-        f"{benchmark.split!r} into {stem}.jsonl or {stem}.parquet with the "
-        f"fields {', '.join(field for field in fields if field)}, and set eval.data_folder "
-        "(--data-folder) to the folder of that file"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,12 +297,19 @@ def plan_evaluation(
     problems_of = {each.name: load_problems(each, settings) for each in benchmarks}
     first_prompt = 0
     for benchmark in benchmarks:
-        each_sample = list(_sample_settings(benchmark, settings))
+        law = list(_law(benchmark, settings))
         for index, problem in enumerate(problems_of[benchmark.name]):
             prompt = _prompt_tokens(prompts, tokenizer, benchmark, problem)
-            number = first_prompt + index
-            for each in each_sample:
-                request = each.request(benchmark.name, index, number, prompt, longest)
+            for each in law:
+                # The seed depends on the benchmark: errors of benchmarks are independent.
+                of_seed = RequestKey(crc32(benchmark.name.encode()), index, each.sample)
+                request = GenerationRequest(
+                    RequestKey(0, first_prompt + index, each.sample + each.greedy * (1 << 30)),
+                    prompt,
+                    completion_seed(each.base_seed, of_seed),
+                    longest,
+                    *(each.temperature, each.top_p),
+                )
                 samples.append(
                     PlannedSample(benchmark.name, index, problem, each.sample, each.greedy, request)
                 )
@@ -393,24 +342,25 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
     if verifier in BUILTIN_VERIFIERS:
         return []
     planned = {each.problem.problem_id: each for each in plan.samples}
-    tried = [_as_prompt(plan.prompts, each) for each in list(planned.values())[:TRIED_ROWS]]
+    tried = [
+        Prompt(
+            each.problem.problem_id,
+            each.problem.text,
+            each.request.prompt_token_ids,
+            each.problem.answer,
+            each.problem.row,
+            prompt_messages(plan.prompts, each.problem.problem),
+        )
+        for each in list(planned.values())[:TRIED_ROWS]
+    ]
     sample = Sample(tried, len(planned), "eval.benchmarks")
     section = limits.alone(verifier).model_copy(update={"workers": 1})
     with RewardScorer.open(section, as_verdicts=True) as scorer:
         return try_rewards(section, scorer, sample, step=None)
 
 
-def _as_prompt(prompts: PromptsSection, planned: PlannedSample) -> Prompt:
-    problem = planned.problem
-    return Prompt(
-        problem.problem_id, problem.text, planned.request.prompt_token_ids, problem.answer,
-        problem.row, prompt_messages(prompts, problem.problem),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _SampleSettings:
-    """The sampling settings of one sample number, for every problem of a benchmark."""
+class _Law(NamedTuple):
+    """How one sample number of every problem of a benchmark is sampled."""
 
     sample: int
     greedy: bool
@@ -418,24 +368,15 @@ class _SampleSettings:
     temperature: float
     top_p: float
 
-    def request(
-        self, benchmark: str, problem_index: int, prompt_number: int, prompt: Any, longest: int
-    ) -> GenerationRequest:
-        """The seed depends on the benchmark, so that errors of benchmarks are independent."""
-        of_seed = RequestKey(crc32(benchmark.encode()), problem_index, self.sample)
-        seed = completion_seed(self.base_seed, of_seed)
-        key = RequestKey(0, prompt_number, self.sample + self.greedy * (1 << 30))
-        return GenerationRequest(key, prompt, seed, longest, self.temperature, self.top_p)
 
-
-def _sample_settings(benchmark: Benchmark, settings: EvalSection) -> Iterable[_SampleSettings]:
+def _law(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:
     temperature = settings.temperature if benchmark.temperature is None else benchmark.temperature
     own = 1 if temperature == 0 else benchmark.samples
     for sample in range(settings.samples or own):
         wave = settings.seed + sample // WAVE_SAMPLES
-        yield _SampleSettings(sample, False, wave, temperature, settings.top_p)
+        yield _Law(sample, False, wave, temperature, settings.top_p)
     if settings.greedy:
-        yield _SampleSettings(0, True, settings.seed, 0.0, 1.0)
+        yield _Law(0, True, settings.seed, 0.0, 1.0)
 
 
 def _prompt_tokens(
@@ -483,21 +424,16 @@ def _described(
     benchmark: Benchmark, settings: EvalSection, problems: Sequence[Problem]
 ) -> dict[str, Any]:
     file = local_file(benchmark, settings)
-    seeds = {each.base_seed for each in _sample_settings(benchmark, settings) if not each.greedy}
+    seeds = {each.base_seed for each in _law(benchmark, settings) if not each.greedy}
+    rows = [[each.problem_id, each.problem, each.answer] for each in problems]
     described: dict[str, Any] = {
         "title": benchmark.title,
         "source": benchmark.source,
         "split": benchmark.split,
         "file": None if file is None else str(file),
-        "problems_sha256": _digest(problems),
+        "problems_sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
         "seeds": sorted(seeds),
     }
     if benchmark.temperature is not None:
         described["temperature"] = benchmark.temperature
     return described
-
-
-def _digest(problems: Sequence[Problem]) -> str:
-    """The SHA-256 over ids, problems and answers, independent of file names."""
-    rows = [[each.problem_id, each.problem, each.answer] for each in problems]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -8,7 +8,6 @@ belongs to one model, backend version, device type, precision, tokenizer, set of
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
@@ -35,8 +35,6 @@ GENERATION_SCHEMA = pa.schema(
     ],
     metadata={"grpo_replay_generations": "1"},
 )
-
-logger = logging.getLogger(__name__)
 
 
 def request_digest(request: GenerationRequest) -> str:
@@ -97,27 +95,16 @@ def _installed(sampling: SamplingSection, device: str) -> dict[str, Any]:
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, tuple[np.ndarray, str]]:
-    """Token ids (int32 [T]) and finish reason of the cached completions among `wanted`.
-
-    A shard that cannot be read, for example after a power failure, is logged and skipped; its
-    completions are sampled again.
-    """
-    wanted = set(wanted)
-    found: dict[str, tuple[np.ndarray, str]] = {}
-    for shard in sorted(folder.glob("*.parquet")):
-        try:
-            table = pq.read_table(shard)
-        except (OSError, pa.ArrowException) as error:
-            logger.warning("%s: unreadable; its completions are sampled again: %s", shard, error)
-            continue
-        if not table.schema.equals(GENERATION_SCHEMA):
-            logger.warning("%s: generations of another version; ignored", shard)
-            continue
-        for row in table.to_pylist():
-            if row["request"] in wanted:
-                tokens = np.array(row["token_ids"], dtype=np.int32)
-                found[row["request"]] = tokens, row["finish_reason"]
-    return found
+    """Token ids (int32 [T]) and finish reason of the cached completions among `wanted`."""
+    shards = [str(each) for each in sorted(folder.glob("*.parquet"))]
+    if not shards:
+        return {}
+    chosen = pa.dataset.field("request").isin(list(wanted))
+    rows = pa.dataset.dataset(shards, schema=GENERATION_SCHEMA).to_table(filter=chosen).to_pylist()
+    return {
+        each["request"]: (np.array(each["token_ids"], dtype=np.int32), each["finish_reason"])
+        for each in rows
+    }
 
 
 class GenerationWriter:

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +42,11 @@ from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
 from grpo_replay.version import __version__
 
-VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
+OnProgress = Callable[[int, int, int], object]
+"""Gets the completions of this rank that are graded, all of them, and those found correct."""
 
 PROGRESS_SECONDS = 0.2
 """Shortest time between two progress reports."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of this rank's evaluation; `statuses` counts the verdicts that have arrived."""
-
-    total: int
-    statuses: Counter[str]
-
-    @property
-    def done(self) -> int:
-        """Number of completions that are sampled and graded."""
-        return self.statuses.total()
-
-    @property
-    def accuracy(self) -> float | None:
-        """Accuracy of the graded completions; None if there are none."""
-        return self.statuses["correct"] / self.done if self.done else None
 
 
 def evaluate(
@@ -76,7 +58,7 @@ def evaluate(
     *,
     model: Mapping[str, Any] | None = None,
     generations_folder: Path | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress | None = None,
     stop: StopToken | None = None,
 ) -> EvaluationReport | None:
     """The report of the sampler's model on rank 0; None elsewhere, and if `stop` is requested.
@@ -99,22 +81,16 @@ def evaluate(
     if payloads is None:
         return None
     samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
-    bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
-    settings = _settings_of(plan, sampler, tokenizer, scorer)
-    sampled, greedy = summarise_both(samples, bad_answers)
-    return EvaluationReport(dict(model or {}), settings, _versions(plan), sampled, greedy, samples)
-
-
-def _settings_of(
-    plan: EvaluationPlan, sampler: Sampler, tokenizer: Any, scorer: RewardScorer
-) -> dict[str, Any]:
-    """The `settings` of the report. `reward_sha256`, of the file of a function of the user, is
-    that which the workers of `scorer` have loaded."""
+    sampled, greedy = summarise_both(samples, set().union(*unparsable_by_rank))
     stops = tokenizer.convert_ids_to_tokens(list(sampler.stop_token_ids))
     settings = plan.document | {"stop_tokens": [str(each) for each in stops]}
-    for digest in scorer.sources().values():
+    for digest in scorer.sources().values():  # of a function of the user
         settings["reward_sha256"] = digest
-    return settings
+    packages = ["torch", "transformers", *VERIFIER_PACKAGES]
+    packages += VLLM_PACKAGES if plan.with_vllm else ()
+    versions = {"grpo-replay": __version__, "python": platform.python_version()}
+    versions |= installed_versions(packages)
+    return EvaluationReport(dict(model or {}), settings, versions, sampled, greedy, samples)
 
 
 class _Grading:
@@ -126,7 +102,7 @@ class _Grading:
         tokenizer: Any,
         scorer: RewardScorer,
         total: int,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: OnProgress | None,
     ) -> None:
         self.plan = plan
         self._total = total
@@ -192,7 +168,8 @@ class _Grading:
         now = time.monotonic()
         if last or now - self._last_report > PROGRESS_SECONDS:
             self._last_report = now
-            self._on_progress(Progress(self._total, self._scorer.statuses()))
+            found = self._scorer.statuses()
+            self._on_progress(found.total(), self._total, found["correct"])
 
 
 def _group_of(planned: PlannedSample) -> str:
@@ -238,11 +215,3 @@ def _generate(
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:
     # By problem, so that all samples of a prompt share one sampler's prefix cache.
     return planned.request.key.prompt_index % comm.world_size
-
-
-def _versions(plan: EvaluationPlan) -> dict[str, str]:
-    packages = [*VERSIONED_PACKAGES]
-    if plan.with_vllm:
-        packages += VLLM_PACKAGES  # may be missing here if only a remote server has vLLM
-    own = {"grpo-replay": __version__, "python": platform.python_version()}
-    return own | installed_versions(packages)

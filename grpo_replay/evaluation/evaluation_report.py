@@ -5,7 +5,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ SAME_SETTINGS = (
     *("chat_template_kwargs", "correct_score"),
 )
 """Settings that must agree, so that a difference can only come from the models. Temperatures are
-compared as `temperatures_used`, and a function of the user by its file, if both reports have its
-SHA-256."""
+those of each benchmark, and a function of the user is known by the content of its file."""
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
@@ -75,10 +74,9 @@ class EvaluationReport:
         that a built-in verifier gives up on is incorrect.)"""
         if self.verifier in BUILTIN_VERIFIERS:
             return None
-        found: Counter[str] = Counter()
-        for results in (self.sampled, self.greedy):
-            for result in results.benchmarks.values() if results else ():
-                found.update(result.verdicts)
+        both = [each for each in (self.sampled, self.greedy) if each is not None]
+        counts = [result.verdicts for each in both for result in each.benchmarks.values()]
+        found = sum(map(Counter, counts), Counter[str]())
         missing = {status: found[status] for status in FAILED if found[status]}
         if not missing:
             return None
@@ -126,35 +124,31 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
     """The report at `path`; `with_samples` adds the per-sample rows, if their file exists, and
     `with_texts` the completions in them.
 
-    Raises EvaluationFileError for a file that is missing, damaged or of another version.
+    Raises EvaluationFileError for a file that is no report of this version.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EvaluationFileError(f"{path}: not a readable evaluation file: {error}") from error
-    found = document.get("schema_version") if isinstance(document, dict) else None
-    if found != REPORT_VERSION:
+        if (found := document["schema_version"]) != REPORT_VERSION:
+            raise ValueError(f"its schema_version is {found!r}, not {REPORT_VERSION}")
+        sections = {name: document[name] for name in ("model", "settings", "versions")}
+        sampled, greedy = _RESULTS.validate_python(document), document["greedy"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise EvaluationFileError(
-            f"{path}: not an evaluation file of this version (schema_version is {found!r}, "
-            f"expected {REPORT_VERSION}): make one with grpo-replay eval"
-        )
-    try:
-        greedy = document["greedy"]
-        report = EvaluationReport(
-            model=document["model"],
-            settings=document["settings"],
-            versions=document["versions"],
-            sampled=_RESULTS.validate_python(document),
-            greedy=None if greedy is None else _RESULTS.validate_python(greedy),
-        )
-    except (KeyError, ValueError) as error:
-        raise EvaluationFileError(
-            f"{path}: damaged evaluation file: {error!r}; restore it, or evaluate again"
+            f"{path}: not an evaluation file of this version: {error!r}; make one with "
+            "grpo-replay eval"
         ) from error
-    rows_path = samples_path(path)
-    if not (with_samples and rows_path.is_file()):
-        return report
-    return replace(report, samples=read_samples(rows_path, with_texts))
+    return EvaluationReport(
+        **sections,
+        sampled=sampled,
+        greedy=greedy and _RESULTS.validate_python(greedy),
+        samples=_read_samples(samples_path(path), with_texts) if with_samples else None,
+    )
+
+
+def _read_samples(path: Path, with_texts: bool) -> pa.Table | None:
+    """The rows of a per-sample file, None if it is missing; the texts are most of its size."""
+    columns = [name for name in SAMPLE_SCHEMA.names if with_texts or name != "completion_text"]
+    return pq.read_table(path, columns=columns) if path.is_file() else None
 
 
 def generations_parent(report_path: Path) -> Path:
@@ -163,77 +157,54 @@ def generations_parent(report_path: Path) -> Path:
 
 
 def check_output(output: Path) -> None:
-    """Creates nothing.
-
-    Raises UsageError unless the name ends in .json, and OutputDirectoryError if another kind of
-    file would be replaced or the folder is not writable.
-    """
+    """Raises UsageError unless the name ends in .json, and OutputDirectoryError if a file that is
+    of no evaluation would be replaced or the folder is not writable."""
     if output.suffix != ".json":
         raise UsageError(
             f"--output {output}: name a .json file; the per-sample rows (.parquet) are written "
             "next to it"
         )
-    with named_if_unwritable(output):
-        _refuse_other_files(output)
-        folder = next(each for each in output.absolute().parents if each.exists())
-        tempfile.NamedTemporaryFile(dir=folder, prefix=output.name).close()
-    generations = generations_parent(output)
-    with named_if_unwritable(generations):
-        if generations.exists():
-            tempfile.NamedTemporaryFile(dir=generations).close()
-
-
-def _refuse_other_files(output: Path) -> None:
-    """Only files of an earlier evaluation are replaced; a killed one may have left its rows."""
-    path = output
-    try:
-        if output.exists():
+    rows, reason = samples_path(output), ""
+    if output.exists():
+        try:
             read_report(output, with_samples=False)
-        path = samples_path(output)
-        if path.exists():
-            _check_columns(path)
-    except EvaluationFileError as error:
-        raise OutputDirectoryError(
-            f"{path} would be replaced, but it is not of an evaluation: choose another name with "
-            f"--output, or remove it ({error})"
-        ) from error
+        except EvaluationFileError as error:
+            reason = str(error)
+    elif rows.exists():
+        reason = f"{rows} would be replaced, but there is no {output.name} of which it has the rows"
+    if reason:
+        raise OutputDirectoryError(f"{reason}; choose another name with --output, or remove it")
+    with named_if_unwritable(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name).close()
 
 
 def temperatures_used(settings: Mapping[str, Any], names: Collection[str]) -> list[float]:
     """The temperatures that these benchmarks were sampled at, ascending."""
-    return sorted(set(_temperatures(settings, names).values()) - {None})
+    return sorted(set(_temperatures(settings, names).values()))
 
 
 def _temperatures(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """By benchmark. None where the file does not say it."""
-    described, shared = settings.get("benchmarks", {}), settings.get("temperature")
-    return {name: described.get(name, {}).get("temperature", shared) for name in names}
+    """By benchmark: its own, or that of all without one."""
+    described, shared = settings["benchmarks"], settings["temperature"]
+    return {name: described[name].get("temperature", shared) for name in names}
 
 
 def differing_settings(
     a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """(key, value in a, value in b) of the `SAME_SETTINGS` that differ for these benchmarks."""
-    for key in SAME_SETTINGS:
-        ours, theirs = a.get(key), b.get(key)
-        if key == "temperature":
-            ours, theirs = (_shown_temperatures(each, names) for each in (a, b))
-        if key == "reward" and "reward_sha256" in a and "reward_sha256" in b:
-            ours, theirs = (_function_and_digest(each) for each in (a, b))
-        if ours != theirs:
-            yield key, ours, theirs
+    ours, theirs = (_compared(each, names) for each in (a, b))
+    yield from ((key, ours[key], theirs[key]) for key in ours if ours[key] != theirs[key])
 
 
-def _shown_temperatures(settings: Mapping[str, Any], names: Collection[str]) -> Any:
-    """One number, or one for each benchmark."""
-    each = _temperatures(settings, names)
-    return each if len(set(each.values())) > 1 else next(iter(each.values()))
-
-
-def _function_and_digest(settings: Mapping[str, Any]) -> str:
-    """The function of `file.py:function`, and the file by its content."""
-    name = str(settings["reward"]).rpartition(":")[2]
-    return f"{name} of a file with SHA-256 {settings['reward_sha256']}"
+def _compared(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    found = {key: settings.get(key) for key in SAME_SETTINGS}
+    found["temperature"] = _temperatures(settings, names)
+    if "reward_sha256" in settings:  # wherever the file of the function is
+        function = settings["reward"].rpartition(":")[2]
+        found["reward"] = f"{function} of a file with SHA-256 {settings['reward_sha256']}"
+    return found
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
@@ -241,8 +212,9 @@ def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: Evalua
     ours, theirs = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
     if ours != theirs:
         raise EvaluationFileError(
-            f"{name_a} evaluates {_listed(ours)}, but {name_b} {_listed(theirs)}: means over "
-            "different benchmarks cannot be compared; evaluate both on the same (--benchmark)"
+            f"{name_a} evaluates {', '.join(sorted(ours))}, but {name_b} "
+            f"{', '.join(sorted(theirs))}: means over different benchmarks "
+            "cannot be compared; evaluate both on the same (--benchmark)"
         )
     for key, one, other in differing_settings(a.settings, b.settings, ours):
         raise EvaluationFileError(
@@ -265,10 +237,6 @@ def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
     except EvaluationFileError:
         return False
     return True
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 SAMPLE_SCHEMA = pa.schema(
@@ -307,32 +275,3 @@ def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
     table = pa.concat_tables(pa.ipc.open_stream(payload).read_all() for payload in payloads)
     parts = [table.filter(pc.field("benchmark") == name).sort_by(_KEY) for name in benchmarks]
     return pa.concat_tables(parts).combine_chunks()
-
-
-def read_samples(path: Path, with_texts: bool = True) -> pa.Table:
-    """The rows of a per-sample file; the texts are most of its size. Raises EvaluationFileError for
-    any other file."""
-    _check_columns(path)
-    names = SAMPLE_SCHEMA.names
-    columns = [name for name in names if with_texts or name != "completion_text"]
-    try:
-        return pq.read_table(path, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
-
-
-def _check_columns(path: Path) -> None:
-    """Raises EvaluationFileError unless the columns are those of a per-sample file."""
-    try:
-        names = pq.read_schema(path).names
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
-    if names[: len(SAMPLE_SCHEMA)] != SAMPLE_SCHEMA.names:
-        raise EvaluationFileError(
-            f"{path}: not a per-sample file, whose columns are {', '.join(SAMPLE_SCHEMA.names)}; "
-            f"found {', '.join(names)}"
-        )
-
-
-def _unreadable(path: Path, error: Exception) -> EvaluationFileError:
-    return EvaluationFileError(f"{path}: not a readable per-sample file: {error}")

@@ -55,11 +55,11 @@ def heading(report: EvaluationReport) -> str:
 
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
-    """Accuracy, length, and pass@j if k > 1; each fits in 80 columns."""
-    contents = {"accuracy": _accuracy_rows(report), "length": _length_rows(report)}
-    if any(result.k > 1 for result in report.sampled.benchmarks.values()):
-        contents["pass@j"] = _pass_rows(report)
-    return [plain_table(title, *content) for title, content in contents.items()]
+    """Accuracy and length; each fits in 80 columns."""
+    return [
+        plain_table("accuracy", *_accuracy_rows(report)),
+        plain_table("length", *_length_rows(report)),
+    ]
 
 
 def comparison_table(results: Mapping[str, PairedResult]) -> Table:
@@ -130,16 +130,6 @@ def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         for _, title, r in _titled(report)
     ]
     return header, rows
-
-
-def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
-    largest = max(result.k for result in report.sampled.benchmarks.values())
-    shown = [j for j in range(1, largest + 1) if j & (j - 1) == 0 or j == largest]
-    rows: list[Row] = [
-        (title, *(percent(result.pass_at_j.get(str(j))) for j in shown))
-        for _, title, result in _titled(report)
-    ]
-    return ("benchmark", *(f"j={j}" for j in shown)), rows
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:

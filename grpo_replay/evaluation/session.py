@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.errors import CheckpointError, UsageError
 from grpo_replay.evaluation.benchmarks import plan_that_fits, try_verifier
 from grpo_replay.evaluation.cache import generations_folder, sampler_facts
-from grpo_replay.evaluation.evaluate import Progress, evaluate
+from grpo_replay.evaluation.evaluate import OnProgress, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import (
     Recipe,
@@ -30,6 +30,7 @@ from grpo_replay.recipe import (
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import (
     checkpoint_name,
+    file_facts,
     list_checkpoints,
     read_json,
 )
@@ -69,113 +70,59 @@ def find_model(ckpt: str) -> ModelSource:
     path = Path(ckpt).expanduser()
     if ckpt.startswith("builtin:"):
         return ModelSource(ckpt, ckpt.replace(":", "-"))
-    if not path.exists():
-        if _HUB_ID.fullmatch(ckpt) and not path.parent.is_dir():
-            return ModelSource(ckpt, path.name)
-        raise CheckpointError(
-            f"--ckpt {ckpt}: no such folder; it can be a hub id (owner/name) only where no folder "
-            "has the owner's name"
-        )
-    if not path.is_dir():
-        raise CheckpointError(
-            f"--ckpt {ckpt} is a file: name the folder of a checkpoint, a run or a model"
-        )
-    if (path / "model").is_dir():
-        return _checkpoint(path.resolve())
-    if (path / "checkpoints").is_dir():
-        return _latest(path / "checkpoints")
-    if (path / "latest").is_dir() or (path / "latest").is_symlink():
-        return _latest(path)
+    if found := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
+        source, run = _checkpoint(found[-1].resolve()), found[-1].parent.resolve().parent
+        notice = f"evaluating {found[-1].name}, the latest checkpoint of {run}"
+        return replace(source, notice=notice)
+    for folder in (path, path.parent):
+        if path.is_dir() and (folder / "manifest.json").is_file():
+            return _checkpoint(folder.resolve())
     if (path / "config.json").is_file():
-        return _folder(path.resolve())
+        return ModelSource(str(path.resolve()), path.resolve().name)
+    if _HUB_ID.fullmatch(ckpt) and not path.exists() and not path.parent.is_dir():
+        return ModelSource(ckpt, path.name)
     raise CheckpointError(
-        f"--ckpt {ckpt} is not a checkpoint: expected a checkpoint (with model/), a run (with "
-        "checkpoints/) or a Hugging Face folder (with config.json)"
+        f"--ckpt {ckpt}: expected a checkpoint (with model/), a run (with checkpoints/step_…), a "
+        "Hugging Face folder (with config.json), or a hub id (owner/name, where no folder has the "
+        "owner's name)"
     )
 
 
-def model_files(folder: Path) -> list[Path]:
-    """The files in a model's folder that belong to the model (`MODEL_FILES`), by name."""
-    return [
-        file
-        for file in sorted(folder.iterdir())
-        if file.is_file() and any(file.match(pattern) for pattern in MODEL_FILES)
-    ]
+def _checkpoint(checkpoint: Path) -> ModelSource:
+    manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
+    step = int(read_json(checkpoint / "state.json", "the checkpoint is incomplete")["step"])
+    run = checkpoint.parent.parent
+    recipe = recipe_file(run, step)
+    return ModelSource(
+        str(checkpoint / "model"),
+        f"{run.name}-{checkpoint_name(step)}",
+        recipe if recipe.is_file() else None,
+        step,
+        checked={name: facts["sha256"] for name, facts in manifest["files"].items()},
+    )
 
 
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
     """The SHA-256 over names and contents of a model's files (`MODEL_FILES`).
 
     `path` is a folder, or a hub id in the local cache, of which `revision` is taken. Raises
-    CheckpointError for a file whose SHA-256 is not the `expected` one.
+    CheckpointError unless the model's files that are `expected` are there with their SHA-256.
     """
-    folder = _local_folder(path, revision)
-    total = hashlib.sha256()
-    for file in model_files(folder):
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-        if expected.get(file.name, found) != found:
-            raise CheckpointError(
-                f"{file}: its SHA-256 differs from the checkpoint's manifest: the checkpoint is "
-                "damaged; evaluate another one"
-            )
-        total.update(f"{file.name}\0{found}\n".encode())
-    return total.hexdigest()
-
-
-def used_revision(revision: str | None, path: str) -> str | None:
-    """The revision of a hub id; None for a folder, whatever revision the recipe names."""
-    return None if path.startswith("builtin:") or Path(path).is_dir() else revision
-
-
-def _latest(checkpoints: Path) -> ModelSource:
-    latest, found = checkpoints / "latest", list_checkpoints(checkpoints)
-    if not latest.is_dir() and found:
-        latest = found[-1]  # the link was lost, in a copy for example
-    if not latest.is_dir():
+    folder, total = _local_folder(path, revision), hashlib.sha256()
+    names = {file.name for pattern in MODEL_FILES for file in folder.glob(pattern)}
+    facts = file_facts(folder, list(names))
+    listed = {name[6:]: sha256 for name, sha256 in expected.items() if name.startswith("model/")}
+    bad = [name for name in listed if not (folder / name).is_file()]
+    for name in sorted(names):
+        found = facts[name]["sha256"]
+        total.update(f"{name}\0{found}\n".encode())
+        bad += [name] if listed.get(name, found) != found else []
+    if bad:
         raise CheckpointError(
-            f"{checkpoints} has no checkpoint yet (no {latest.name}): name another folder, or wait "
-            "for the first checkpoint of the run"
+            f"{folder / bad[0]} is missing, or has another SHA-256 than in the checkpoint's "
+            "manifest: the checkpoint is damaged; evaluate another one"
         )
-    source, run = _checkpoint(latest.resolve()), checkpoints.resolve().parent
-    notice = f"evaluating {checkpoint_name(source.step or 0)}, the latest checkpoint of {run}"
-    return replace(source, notice=notice)
-
-
-def _checkpoint(checkpoint: Path) -> ModelSource:
-    model = checkpoint / "model"
-    if not (model / "config.json").is_file():
-        raise CheckpointError(f"{model} does not contain a model (no config.json)")
-    manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
-    state = read_json(checkpoint / "state.json", "the checkpoint is incomplete")
-    run = checkpoint.parent.parent
-    try:
-        files = manifest["files"].items()
-        checked = {
-            name.removeprefix("model/"): facts["sha256"]
-            for name, facts in files
-            if name.startswith("model/")
-        }
-        step = int(state["step"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: manifest or state is damaged: {error!r}") from error
-    recipe = recipe_file(run, step)
-    missing = [name for name in checked if not (model / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{model} is damaged: {missing[0]} is in its manifest but missing")
-    return ModelSource(
-        str(model),
-        f"{run.name}-{checkpoint_name(step)}",
-        recipe if recipe.is_file() else None,
-        step,
-        checked=checked,
-    )
-
-
-def _folder(folder: Path) -> ModelSource:
-    if folder.name == "model" and (folder.parent / "manifest.json").is_file():
-        return _checkpoint(folder.parent)
-    return ModelSource(str(folder), folder.name)
+    return total.hexdigest()
 
 
 def _local_folder(path: str, revision: str | None) -> Path:
@@ -264,7 +211,7 @@ def evaluate_model(
     source: ModelSource,
     generations: Path,
     world_size: int,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> EvaluationReport | None:
     """The report of `source` under `recipe.eval` on rank 0, None elsewhere; opens and closes what
     it needs. Completions are cached in `generations`. Errors are raised on all ranks together."""
@@ -302,7 +249,7 @@ def _identify(
     recipe: Recipe, source: ModelSource, path: str, generations: Path
 ) -> tuple[dict[str, Any], Path]:
     """The `model` section of the report, and the folder of the model's generations."""
-    revision = used_revision(recipe.model.revision, path)
+    revision = None if Path(path).is_dir() else recipe.model.revision
     sha256 = model_sha256(path, source.checked, revision)
     dtype, device = recipe.sampled_dtype, recipe.engine.device
     model = {

@@ -9,7 +9,7 @@ one problem are not independent. `lab.report.two_level` has the V over seeds and
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,10 @@ Interval = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """The numbers of one benchmark, or of the mean over benchmarks. Accuracies and rates are
-    fractions.
+    fractions, tokens those of completions.
 
-    Intervals are 95 % intervals over problems, of tokens by the bootstrap; the standard error is
-    that of the mean over problems (all None if a benchmark has one problem). floats are completion
-    tokens; those of correct and of incorrect completions are pooled over samples (None if there are
-    none).
+    Intervals and the standard error are over problems: None if a benchmark has one problem. The
+    lengths of correct and of incorrect completions are pooled over samples: None if there are none.
     """
 
     avg_at_k: float
@@ -224,39 +222,20 @@ def summarise_both(
 
     `bad_answers` are the reference answers that could not be parsed.
     """
-    unparsable = _problems_with(samples, bad_answers)
-    sampled, greedy = (
-        samples.filter(pc.equal(samples["greedy"], is_greedy)) for is_greedy in (False, True)
-    )
-    return (
-        summarise(sampled, unparsable),
-        summarise(greedy, unparsable) if len(greedy) else None,
-    )
+    has_greedy = pc.any(samples["greedy"]).as_py()
+    greedy = summarise(samples, bad_answers, greedy=True) if has_greedy else None
+    return summarise(samples, bad_answers), greedy
 
 
-def _problems_with(samples: pa.Table, answers: Collection[str]) -> dict[str, list[str]]:
-    """The distinct ids of the problems with these reference answers, by benchmark, in order."""
-    columns = (samples[name].to_pylist() for name in ("benchmark", "problem_id", "answer"))
-    found: dict[str, dict[str, None]] = {}
-    for benchmark, problem_id, answer in zip(*columns, strict=True):
-        if answer in answers:
-            found.setdefault(benchmark, {})[problem_id] = None
-    return {benchmark: list(ids) for benchmark, ids in found.items()}
-
-
-def summarise(samples: pa.Table, unparsable: Mapping[str, Sequence[str]]) -> Results:
-    """Results of rows that were all sampled, or all greedy.
-
-    `unparsable` has, by benchmark, the ids of the problems whose answer could not be parsed.
-    """
-    names = list(dict.fromkeys(samples["benchmark"].to_pylist()))
-    parts = {name: samples.filter(pc.field("benchmark") == name) for name in names}
-    drawn = {name: _tabulate(parts[name]) for name in names}
-    results = {
-        name: _benchmark_result(parts[name], drawn[name], unparsable.get(name, ()))
-        for name in names
-    }
-    return Results(results, _mean_result(samples, results, list(drawn.values())))
+def summarise(samples: pa.Table, bad_answers: Collection[str], greedy: bool = False) -> Results:
+    """Results of the sampled rows, or of the greedy ones."""
+    samples = samples.filter(pc.field("greedy") == greedy)
+    results, tables = dict[str, BenchmarkResult](), list[ProblemTable]()
+    for name in dict.fromkeys(samples["benchmark"].to_pylist()):
+        rows = samples.filter(pc.field("benchmark") == name)
+        tables.append(problem_table(rows, name, greedy))
+        results[name] = _benchmark_result(rows, tables[-1], bad_answers)
+    return Results(results, _mean_result(samples, results, tables))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,103 +257,93 @@ class ProblemTable:
         return (self.correct_N > 0).astype(float)
 
 
-def _tabulate(samples: pa.Table) -> ProblemTable:
-    index = samples["problem_index"].to_numpy()
-    problems = int(index.max()) + 1
-    samples_each = len(index) // problems
-    counts = np.bincount(index, minlength=problems)  # a negative index raises ValueError
-    if not np.array_equal(counts, np.full(problems, samples_each)):
-        raise ValueError("every problem must have the same number of samples")
-    ids = samples["problem_id"].to_pylist()[::samples_each]
-    correct = samples["correct"].to_numpy(zero_copy_only=False).reshape(problems, samples_each)
-    tokens = samples["tokens"].to_numpy().reshape(problems, samples_each)
-    return ProblemTable(tuple(ids), samples_each, correct.sum(axis=1), tokens.mean(axis=1))
-
-
 def problem_table(samples: pa.Table, benchmark: str, greedy: bool = False) -> ProblemTable:
     """The `ProblemTable` of one benchmark.
 
     Raises ValueError unless all problems have the same number of samples.
     """
-    chosen = pc.field("benchmark") == benchmark
+    chosen = (pc.field("benchmark") == benchmark) & (pc.field("greedy") == greedy)
     rows = samples.filter(chosen)
-    return _tabulate(rows.filter(pc.equal(rows["greedy"], greedy)))
+    index = rows["problem_index"].to_numpy()
+    problems = int(index.max()) + 1
+    samples_each = len(index) // problems
+    counts = np.bincount(index, minlength=problems)  # a negative index raises ValueError
+    if not np.array_equal(counts, np.full(problems, samples_each)):
+        raise ValueError("every problem must have the same number of samples")
+    ids = rows["problem_id"].to_pylist()[::samples_each]
+    correct = rows["correct"].to_numpy(zero_copy_only=False).reshape(problems, samples_each)
+    tokens = rows["tokens"].to_numpy().reshape(problems, samples_each)
+    return ProblemTable(tuple(ids), samples_each, correct.sum(axis=1), tokens.mean(axis=1))
 
 
 def _benchmark_result(
-    samples: pa.Table, problems: ProblemTable, unparsable: Sequence[str]
+    rows: pa.Table, problems: ProblemTable, bad_answers: Collection[str]
 ) -> BenchmarkResult:
     pass_J = pass_at_each(problems.correct_N, problems.samples).mean(axis=0)
+    of_answers = zip(rows["problem_id"].to_pylist(), rows["answer"].to_pylist(), strict=True)
     return BenchmarkResult(
         n=len(problems.problem_ids),
         k=problems.samples,
         avg_at_k=float(problems.accuracy_N.mean()),
         avg_at_k_stderr=standard_error(problems.accuracy_N),
-        avg_at_k_interval=accuracy_interval([problems.accuracy_N]),
         pass_at_k=float(pass_J[-1]),
-        pass_at_k_interval=accuracy_interval([problems.passed_N]),
         pass_at_j={str(j): float(value) for j, value in enumerate(pass_J, start=1)},
         mean_tokens=float(problems.tokens_N.mean()),
-        mean_tokens_interval=_length_interval([problems.tokens_N]),
-        **pooled_over_samples(samples),
-        verdicts=dict(sorted(Counter(samples["verdict"].to_pylist()).items())),
-        unparsable_answers=tuple(unparsable),
+        **_intervals([problems]),
+        **_lengths(rows),
+        truncation_rate=_share(rows["finish_reason"], "length"),
+        unparsed_rate=_share(rows["verdict"], "unparsable"),
+        verdicts=dict(sorted(Counter(rows["verdict"].to_pylist()).items())),
+        unparsable_answers=tuple(dict.fromkeys(i for i, gold in of_answers if gold in bad_answers)),
     )
 
 
 def _mean_result(
-    samples: pa.Table, results: Mapping[str, BenchmarkResult], drawn: Sequence[ProblemTable]
+    samples: pa.Table, results: dict[str, BenchmarkResult], tables: Sequence[ProblemTable]
 ) -> MeanResult:
     each = list(results.values())
-    pooled = pooled_over_samples(samples)
-    smallest_k = min(result.k for result in each)
-
+    errors = [result.avg_at_k_stderr for result in each]
+    known = [error for error in errors if error is not None]
+    error = float(np.linalg.norm(known) / len(known)) if len(known) == len(errors) else None
+    unweighted: dict[str, Any] = {
+        name: _mean(getattr(result, name) for result in each)
+        for name in ("avg_at_k", "pass_at_k", "mean_tokens", "truncation_rate", "unparsed_rate")
+    }
     return MeanResult(
-        benchmarks=tuple(results),
-        avg_at_k=_mean([result.avg_at_k for result in each]),
-        avg_at_k_stderr=_error_of_mean([result.avg_at_k_stderr for result in each]),
-        avg_at_k_interval=accuracy_interval([each.accuracy_N for each in drawn]),
-        pass_at_k=_mean([result.pass_at_k for result in each]),
-        pass_at_k_interval=accuracy_interval([each.passed_N for each in drawn]),
+        **unweighted,
+        avg_at_k_stderr=error,
         pass_at_j={
             str(j): _mean(result.pass_at_j[str(j)] for result in each)
-            for j in range(1, smallest_k + 1)
+            for j in range(1, min(result.k for result in each) + 1)
         },
-        mean_tokens=_mean([result.mean_tokens for result in each]),
-        mean_tokens_interval=_length_interval([each.tokens_N for each in drawn]),
-        mean_tokens_correct=pooled["mean_tokens_correct"],
-        mean_tokens_incorrect=pooled["mean_tokens_incorrect"],
-        truncation_rate=_mean([result.truncation_rate for result in each]),
-        unparsed_rate=_mean([result.unparsed_rate for result in each]),
+        **_intervals(tables),
+        **_lengths(samples),
+        benchmarks=tuple(results),
     )
 
 
-def _length_interval(tokens_N: Sequence[np.ndarray]) -> Interval | None:
-    """The interval of a mean length, which is never negative."""
-    found = difference_interval(tokens_N, bound=math.inf)
-    return None if found is None else (max(0.0, found[0]), found[1])
+def _intervals(tables: Sequence[ProblemTable]) -> dict[str, Any]:
+    """Those of the mean over benchmarks."""
+    tokens = difference_interval([each.tokens_N for each in tables], bound=math.inf)
+    return {
+        "avg_at_k_interval": accuracy_interval([each.accuracy_N for each in tables]),
+        "pass_at_k_interval": accuracy_interval([each.passed_N for each in tables]),
+        "mean_tokens_interval": tokens and (max(0.0, tokens[0]), tokens[1]),
+    }
 
 
-def pooled_over_samples(samples: pa.Table) -> dict[str, Any]:
-    """Lengths of correct and of incorrect completions, and rates, over all rows."""
+def _lengths(samples: pa.Table) -> dict[str, Any]:
+    """Mean lengths of correct and of incorrect completions, over all rows."""
     correct = samples["correct"].to_numpy(zero_copy_only=False)
     tokens = samples["tokens"].to_numpy()
     return {
         "mean_tokens_correct": float(tokens[correct].mean()) if correct.any() else None,
         "mean_tokens_incorrect": float(tokens[~correct].mean()) if not correct.all() else None,
-        "truncation_rate": _share(samples["finish_reason"].to_pylist(), "length"),
-        "unparsed_rate": _share(samples["verdict"].to_pylist(), "unparsable"),
     }
 
 
-def _error_of_mean(errors: Sequence[float | None]) -> float | None:
-    """√Σse² / benchmarks; None if a benchmark has no standard error."""
-    known = [error for error in errors if error is not None]
-    return float(np.linalg.norm(known) / len(known)) if len(known) == len(errors) else None
-
-
-def _share(values: Sequence[str], wanted: str) -> float:
-    return sum(value == wanted for value in values) / len(values)
+def _share(values: pa.ChunkedArray, wanted: str) -> float:
+    return sum(value == wanted for value in values.to_pylist()) / len(values)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -5,6 +5,7 @@ The order depends only on (seed, cursor), so that a run resumes from the cursor 
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,19 +20,19 @@ from grpo_replay.prompts.sources import (
     ChatMessage,
     ProblemRows,
     ProblemStatement,
+    checked_column,
+    column_of,
     fingerprint,
     is_local_source,
     known_field,
     notices_of_duplicates,
     notices_of_reading,
-    notices_of_template,
-    notices_of_use,
-    problems_and_answers,
+    problem_statement,
     read_hub_rows,
     read_local_rows,
+    reference_answer,
     statement_text,
     unique_ids,
-    unknown_token,
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.layers import short_path
@@ -84,8 +85,23 @@ class PromptSet:
     def notices_of_use(
         self, prompts_per_step: int, held_out: Iterable[tuple[str, str]]
     ) -> list[str]:
-        """As `sources.notices_of_use`."""
-        return notices_of_use(self._prompts.fingerprints, prompts_per_step, held_out)
+        """Notices about too few prompts, and about those that are also `held_out`, which are the
+        problems of the evaluations: (benchmark, text)."""
+        notices, trained = [], set(self._prompts.fingerprints)
+        if (count := len(self._prompts.ids)) < prompts_per_step:
+            notices.append(
+                f"{count} prompts are fewer than sampling.prompts_per_step {prompts_per_step}: a "
+                "step samples the same prompt in several groups"
+            )
+        problems = set(held_out)
+        totals = Counter(name for name, _ in problems)
+        shared = Counter(name for name, text in problems if fingerprint(text) in trained)
+        notices += [
+            f"{shared[name]} of {totals[name]} problems of benchmark {name!r} are also training "
+            "prompts: its accuracy is not held-out; take them out of one of the two"
+            for name in sorted(shared)
+        ]
+        return notices
 
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
         """The prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
@@ -167,11 +183,12 @@ class _TokenisedPrompts:
 
     def add(
         self,
-        read: "_Read",
+        read: "ReadSource",
         prefix: str,
         section: PromptsSection,
         weight: float,
         tokenizer: "PreTrainedTokenizerBase",
+        whole_rows: bool,
     ) -> None:
         """Render and tokenise the problems of a source, whose section it is, and keep those within
         the limit."""
@@ -181,7 +198,7 @@ class _TokenisedPrompts:
                 self.skipped += 1
                 self.shortest_skipped = min(self.shortest_skipped, len(tokens_P))
                 continue
-            self.rows.append((read.rows, number))
+            self.rows.append((read.rows if whole_rows else None, number))
             self.ids.append(prefix + read.ids[number])
             self.texts.append(text)
             self.token_ids.append(tokens_P)
@@ -206,10 +223,10 @@ def load_prompts(
     """
     kept, notices, digest = _TokenisedPrompts(), list[str](), hashlib.sha256()
     for prefix, one, weight in _each_source(section):
-        read = _read(one, seed, whole_rows)
+        read = read_source(one, seed)
         notices += read.notices
         digest.update(read.as_bytes(prefix))
-        kept.add(read, prefix, one, weight, tokenizer)
+        kept.add(read, prefix, one, weight, tokenizer, whole_rows)
     limit = f"prompts.max_prompt_length {section.max_prompt_length}"
     if not kept.ids:
         raise DatasetError(
@@ -221,7 +238,6 @@ def load_prompts(
         remain = sum(source.per_epoch for source in kept.sources)
         left_out = f"{kept.skipped} prompts are longer than {limit} and were left out"
         notices.insert(0, f"{left_out}; {remain} remain")
-    notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
     if unreadable := _count_unreadable(kept.token_ids, tokenizer):
         notices.append(
@@ -232,29 +248,11 @@ def load_prompts(
 
 
 def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTokenizerBase") -> int:
-    unknown = unknown_token(tokenizer)
-    return 0 if unknown is None else sum(unknown in tokens_P for tokens_P in token_ids)
-
-
-class KnownProblems(NamedTuple):
-    """What `read_problems` finds."""
-
-    by_id: dict[str, tuple[str, str]]
-    """Problem and reference answer by prompt id; of chat messages the last one."""
-    sha256: str
-    """As `PromptSet.sha256`."""
-
-
-def read_problems(section: PromptsSection, seed: int) -> KnownProblems:
-    """The problems of the section's sources, without rendering them. Raises DatasetError as
-    `load_prompts` does."""
-    found, digest = {}, hashlib.sha256()
-    for prefix, one, _ in _each_source(section):
-        read = _read(one, seed, whole_rows=False)
-        digest.update(read.as_bytes(prefix))
-        for each, problem, answer in zip(read.ids, read.problems, read.answers, strict=True):
-            found[prefix + each] = (statement_text(problem), answer)
-    return KnownProblems(found, digest.hexdigest())
+    # A tokenizer of bytes may name the token so that begins or ends its texts.
+    unknown = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return 0
+    return sum(unknown in tokens_P for tokens_P in token_ids)
 
 
 def _each_source(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
@@ -270,10 +268,10 @@ def _each_source(section: PromptsSection) -> list[tuple[str, PromptsSection, flo
     return list(zip(prefixes, section.sources, section.weights, strict=True))
 
 
-class _Read(NamedTuple):
+class ReadSource(NamedTuple):
     """The checked rows of one source."""
 
-    rows: ProblemRows | None
+    rows: ProblemRows
     problems: list[ProblemStatement]
     answers: list[str]
     ids: list[str]
@@ -284,29 +282,33 @@ class _Read(NamedTuple):
         return json.dumps([prefix, self.ids, self.problems, self.answers]).encode()
 
 
-def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
+def read_source(section: PromptsSection, seed: int = 0, any_columns: bool = False) -> ReadSource:
+    """The rows of one source. `seed` is that of a builtin one.
+
+    Problem and answer are also found in the columns of other trainers, where the section has the
+    default fields; with `any_columns` always, and ids only where there is their column. Raises
+    DatasetError for a source that cannot be read, a row without problem or answer, or a repeated
+    id.
+    """
     rows, id_field = _open_source(section, seed)
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {_shown(section)} has no rows")
-    known = _with_known_fields(section, rows.names)
-    fields = known.problem_field, known.answer_field
-    problems, answers = problems_and_answers(rows, *fields)
-    notices = notices_of_reading(problems, rows.column(known.answer_field))
-    if known != section:
-        columns = f"problems from {known.problem_field!r}, answers from {known.answer_field!r}"
+    fields = [
+        known_field(given, known if any_columns or given == known[0] else (), rows.names)
+        for given, known in (
+            (section.problem_field, PROBLEM_FIELDS),
+            (section.answer_field, ANSWER_FIELDS),
+        )
+    ]
+    if any_columns and id_field is not None and column_of(id_field, rows.names) not in rows.names:
+        id_field = None
+    problems = checked_column(rows, fields[0], problem_statement)
+    answers = checked_column(rows, fields[1], reference_answer)
+    notices = notices_of_reading(problems, rows.column(fields[1]))
+    if fields != [section.problem_field, section.answer_field]:
+        columns = f"problems from {fields[0]!r}, answers from {fields[1]!r}"
         notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
-    ids = unique_ids(rows, id_field)
-    return _Read(rows if whole_rows else None, problems, answers, ids, notices)
-
-
-def _with_known_fields(section: PromptsSection, names: Sequence[str]) -> PromptsSection:
-    """The section with the fields by which other trainers call problem and answer, where the fields
-    are the defaults and the columns `names` do not have them."""
-    found = {}
-    for key, known in (("problem_field", PROBLEM_FIELDS), ("answer_field", ANSWER_FIELDS)):
-        field = getattr(section, key)
-        found[key] = known_field(field, known if field == known[0] else (), names)
-    return section.model_copy(update=found)
+    return ReadSource(rows, problems, answers, unique_ids(rows, id_field), notices)
 
 
 def _shown(section: PromptsSection) -> str:
@@ -335,10 +337,9 @@ def _open_source(section: PromptsSection, seed: int) -> tuple[ProblemRows, str |
         )
     options = section.dataset_options.model_dump()
     if not is_local_source(source):
-        return read_hub_rows(source, None, options), section.id_field
-    unset = {name for name in ("name", "revision") if options[name] is None}
-    given = {name: value for name, value in options.items() if name not in unset}
-    return read_local_rows(source, None, given), section.id_field
+        return read_hub_rows(source, options), section.id_field
+    given = {name: value for name, value in options.items() if value is not None}
+    return read_local_rows(source, given), section.id_field
 
 
 def _rendered(

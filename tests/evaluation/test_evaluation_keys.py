@@ -172,5 +172,7 @@ def test_temperatures_are_those_that_were_sampled_at():
     assert temperatures_used(own, ["cold", "hot"]) == [0.1, 1.0]
     other = settings(0.7, cold=0.1, hot=1.0)
     assert list(differing_settings(own, other, ["cold", "hot"])) == []
-    assert list(differing_settings(own, other, ["plain"])) == [("temperature", 0.6, 0.7)]
+    assert list(differing_settings(own, other, ["plain"])) == [
+        ("temperature", {"plain": 0.6}, {"plain": 0.7})
+    ]
     assert len(list(differing_settings(own, settings(0.6, cold=0.2, hot=1.0), ["cold"]))) == 1

@@ -46,7 +46,7 @@ def report(
     benchmarks: dict[str, list[list[int]]], settings=SETTINGS, **options
 ) -> EvaluationReport:
     rows = samples(benchmarks, **options)
-    results = summarise(rows, {})
+    results = summarise(rows, ())
     name_of = options.get("ids", str)
     described = {
         name: {"problems_sha256": " ".join(map(name_of, range(len(problems))))}
@@ -243,7 +243,10 @@ def test_none_of_thirty_problems_solved_leaves_a_tenth_possible():
             report({"x": [[1], [0]]}, ids=lambda i: f"p{i}"),
             "x has other problems or answers in a",
         ),
-        (report({"x": [[1], [0]]}, {**SETTINGS, "temperature": 0.6}), "temperature 1.0, but b 0.6"),
+        (
+            report({"x": [[1], [0]]}, {**SETTINGS, "temperature": 0.6}),
+            "temperature {'x': 1.0}, but b {'x': 0.6}",
+        ),
     ],
 )
 def test_incomparable_evaluations_are_refused(other, message):

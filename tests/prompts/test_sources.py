@@ -9,7 +9,7 @@ import pytest
 
 from grpo_replay.engine.models import byte_tokenizer
 from grpo_replay.errors import DatasetError
-from grpo_replay.prompts.prompt_set import load_prompts, read_problems
+from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
 from grpo_replay.recipe import PromptsSection
 
@@ -85,8 +85,6 @@ def test_the_same_rows_come_from_every_form_with_their_answers_as_text(pasted, n
         "question": "1+1, or\n2?", "answer": "007"
     }  # fmt: skip
     assert "'question'" in prompts.notices[0]
-    known = read_problems(chosen, 0)
-    assert (known.by_id["1"], known.sha256) == (("NA", "1.50"), prompts.sha256)
 
 
 def test_a_part_of_a_file_is_a_slice_or_a_file_of_its_own(pasted):
@@ -121,7 +119,7 @@ def test_text_beside_numbers_in_one_column_stays_as_it_is(tmp_path, name):
     ]
     lines = "\n".join(map(json.dumps, mixed)) + "\n"
     (tmp_path / name).write_text(json.dumps(mixed) if name == "rows.json" else lines)
-    rows = read_local_rows(str(tmp_path / name))
+    rows = read_local_rows(str(tmp_path / name), {"split": "train"})
     assert rows.column("answer") == ["1/2", 3] and rows.column("more.v") == ["x", 1]
     assert rows.row(1) == mixed[1] and list(rows.names) == ["problem", "answer", "more"]
     assert checked_column(rows, "answer", answer_text) == ["1/2", "3"]
@@ -167,13 +165,13 @@ def test_a_bad_row_of_parquet_is_refused_with_its_file_and_row(tmp_path):
     path = tmp_path / "problems.parquet"
     pq.write_table(pa.table({"problem": ["a", "b"], "answer": ["1", None]}), path)
     refused(path, "problems.parquet row 1: field 'answer' found None")
-    refused(path, "problems.parquet: .*'solution'", answer_field="solution")
+    refused(path, "problems.parquet row 0: .*'solution'", answer_field="solution")
 
 
 def test_missing_sources_are_named(tmp_path, jsonl):
     jsonl({"problem": "a", "answer": "1"})
     refused(tmp_path / "problem.jsonl", r"problem\.jsonl does not exist.*'problems\.jsonl'")
-    refused(tmp_path, "save_to_disk.*list")
+    refused(tmp_path, "Directory .* is neither.*save_to_disk")
     refused("builtin:huge", "builtin:huge.*builtin:tiny")
     (tmp_path / "data.xlsx").write_text("problem,answer\n")
     refused(tmp_path / "data.xlsx", r"'.xlsx'")
@@ -187,7 +185,7 @@ def test_missing_sources_are_named(tmp_path, jsonl):
     encoded = {"dataset_options": {"encoding": "latin-1"}}
     assert found(tmp_path / "latin.csv", **encoded) == [("\xe9", "1")]
     (tmp_path / "bad.json").write_text('[{"problem": "a"},')
-    refused(tmp_path / "bad.json", r"bad\.json: not valid JSON")
+    refused(tmp_path / "bad.json", r"bad\.json: cannot be read: Expecting")
 
 
 def test_a_path_may_begin_at_the_home_folder(jsonl, tmp_path, monkeypatch):
@@ -239,7 +237,7 @@ def test_a_hub_dataset_is_read_through_datasets(tmp_path, monkeypatch):
     expected = [(row["problem"], row["answer"]) for row in rows]
     assert found("owner/name", **options) == expected
     assert found("owner/name", whole_rows=False, **options) == expected
-    refused("owner/name", r"owner/name\[train\]: .*'x'", answer_field="x", **options)
+    refused("owner/name", r"owner/name\[train\] row 0: .*'x'", answer_field="x", **options)
 
 
 def test_an_unavailable_hub_dataset_is_refused_with_its_download_command(monkeypatch):
