@@ -18,7 +18,6 @@ from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
 
 from grpo_replay.cli.run_display import print_result
-from grpo_replay.storage.recipe_history import read_recipe_file
 from grpo_replay.terminal.console import PlainConsole
 
 IMAGES = Path(__file__).resolve().parent / "images"
@@ -31,7 +30,7 @@ def end_of_training(run: Path) -> str:
     screen = {"record": True, "file": io.StringIO(), "force_terminal": True}
     console = PlainConsole(width=96, highlight=False, **screen)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    print_result(run, summary, read_recipe_file(run / "recipe.yaml"), console)
+    print_result(run, summary, console)
     own_fonts = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="grpo-replay train tiny", code_format=own_fonts)
 

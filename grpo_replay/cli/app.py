@@ -43,12 +43,10 @@ class CommandGroup(TyperGroup):
         except Exception as error:
             if isinstance(error, typer.Exit):  # the exit code of a command
                 raise
-            from grpo_replay.cli.error_boundary import exit_code_of, meant_by
+            if type(error).__module__.startswith(("typer.", "click.")):  # a wrong option
+                raise
+            from grpo_replay.cli.error_boundary import exit_code_of
 
-            if type(error).__module__.startswith(("typer.", "click.")):
-                if name := getattr(error, "option_name", ""):
-                    error.message += meant_by(name)  # type: ignore[attr-defined]
-                raise  # a wrong option
             sys.exit(exit_code_of(error))
 
 
@@ -104,14 +102,6 @@ def _main_options(
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
     for safety, 130 interrupted."""
-    try:
-        _run_program()
-    except KeyboardInterrupt:  # while this loads or ends
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-
-
-def _run_program() -> None:
     from grpo_replay.terminal.console import prepare_streams
 
     prepare_streams()

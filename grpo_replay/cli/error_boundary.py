@@ -28,16 +28,6 @@ def exit_code_of(error: Exception) -> int:
     return report_error(error)
 
 
-def meant_by(option: str) -> str:
-    """What to write instead of an unknown option that is a key, or names a recipe."""
-    name = option.lstrip("-").replace("-", "_")
-    if name in ("config", "config_file", "recipe"):
-        return ". The recipe is an argument without a name: grpo-replay train FILE.yaml"
-    if "." in name:
-        return f". A value of the recipe: --set {name}=VALUE"
-    return ""
-
-
 def _reader_is_gone() -> bool:
     """True if stdout is a pipe that nobody reads any more: `… | head`."""
     try:
@@ -111,24 +101,17 @@ def _of_a_missing_extra(error: Exception) -> GrpoReplayError | None:
         return None
     from importlib.metadata import PackageNotFoundError, requires
 
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
     module = error.name.partition(".")[0]
-    wanted = canonicalize_name({"zmq": "pyzmq"}.get(module, module))
+    wanted = {"zmq": "pyzmq"}.get(module, module).replace("_", "-")
     try:
         lines = requires("grpo-replay") or []
     except PackageNotFoundError:  # a source tree on the path
         return None
-    extras: set[str] = {
-        found[1]
-        for requirement in map(Requirement, lines)
-        if canonicalize_name(requirement.name) == wanted
-        and (found := re.search(r"""extra == ['"](\w+)['"]""", str(requirement.marker)))
-    }
+    needs = re.compile(rf"{re.escape(wanted)}\b.*extra == ['\"](\w+)['\"]", re.IGNORECASE)
+    extras = [found[1] for line in lines if (found := needs.match(line))]
     if not extras:
         return None
-    extra = "train" if "train" in extras else min(extras)
+    extra = "train" if "train" in extras else extras[0]
     return UsageError(
         f"this command needs {module}, which is not installed: pip install 'grpo-replay[{extra}]'"
     )

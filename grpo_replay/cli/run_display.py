@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.errors import DataError
 from grpo_replay.recipe import Recipe
 from grpo_replay.stop import StopToken
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
@@ -51,7 +50,6 @@ class RunDisplay(Observer):
         self._task = self._progress.add_task("starting", total=None)
         self._line = ""
         self._steps = 0
-        self._recipe: Recipe | None = None
         self._rewards: deque[float] = deque(maxlen=REWARD_STEPS)
         self._held_out = ""
         self._tokens_per_second: float | None = None
@@ -79,7 +77,7 @@ class RunDisplay(Observer):
     def on_start(
         self, recipe: Recipe, run_dir: Path, state: "RunState", notices: "Sequence[Notice]"
     ) -> None:
-        self._recipe, self._steps = recipe, recipe.run.steps
+        self._steps = recipe.run.steps
         self._console.print(describe_run(recipe, run_dir, state.step), soft_wrap=True)
         for notice in notices:
             self.on_notice(notice.text)
@@ -100,10 +98,12 @@ class RunDisplay(Observer):
         self._held_out = f"held-out {100 * mean:.1f} % after step {step}"
         greedy = report.greedy_accuracies()
         greedy_part = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
-        accuracy = _with_error(mean, report.standard_errors().get("mean"))
-        interval = _interval_without_error(report)
+        from grpo_replay.evaluation.evaluation_tables import percent_interval
+
+        interval = percent_interval(report.sampled.mean.avg_at_k_interval)
         self._console.print(
-            f"step {step}: held-out accuracy {accuracy} %{interval}{greedy_part}", soft_wrap=True
+            f"step {step}: held-out accuracy {100 * mean:.1f} % {interval}{greedy_part}",
+            soft_wrap=True,
         )
         if missing := report.missing_verdicts():
             self.on_notice(missing)
@@ -136,37 +136,28 @@ class RunDisplay(Observer):
         parts.append(f"fresh {fresh} replayed {replayed}{why}")
         if metrics["replay/age_mean"] is not None:
             parts.append(f"age {metrics['replay/age_mean']:.1f}")
-        generated = f"{self._tokens_per_second:,.0f} tok/s"
         if "async/trainer_idle" in metrics:
             parts += asynchronous_parts(metrics)
-            generated += " generated"
-        parts.append(generated)
+        parts.append(f"{self._tokens_per_second:,.0f} tok/s")
         return " · ".join(parts)
 
     def conclude(self, result: "RunResult") -> None:
         if result.interrupted:
             self._console.print(describe_stop(result), soft_wrap=True)
             return
-        assert result.summary is not None and self._recipe is not None
-        out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
-        if reason := print_result(result.run_dir, result.summary, self._recipe, out):
-            self.on_notice(reason)
+        assert result.summary is not None
+        print_result(
+            result.run_dir,
+            result.summary,
+            open_console(file=cast(TextIO, GuardedStream(sys.stdout))),
+        )
 
 
-def print_result(
-    run_dir: Path, summary: Mapping[str, Any], recipe: Recipe, out: Console
-) -> str | None:
-    """Print the accuracies, the ages and the totals of a run. Returns why its ages cannot be shown,
-    None if they can."""
-    reason = None
+def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> None:
+    """Print the accuracies and the totals of a run."""
     if summary["base"] or summary["final"]:
         out.print(result_table(summary))
-    try:
-        print_staleness(run_dir, summary["steps"], recipe, out)
-    except DataError as error:  # the training went well
-        reason = f"the ages of the rollouts cannot be shown: {error}"
     out.print(describe_end(run_dir, summary), soft_wrap=True)
-    return reason
 
 
 def describe_stop(result: "RunResult") -> str:
@@ -178,40 +169,10 @@ def describe_stop(result: "RunResult") -> str:
     return f"interrupted {saved}. Continue with: {resume}"
 
 
-def print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> None:
-    """Print the ages of what is stored after the last `step` and of what was replayed, as
-    inspect-buffer does, of which this loads a part."""
-    from grpo_replay.lab.inspection.buffer_panels import ages_panel
-    from grpo_replay.lab.inspection.buffer_summary import staleness_rows
-    from grpo_replay.lab.inspection.rollout_columns import (
-        of_stored,
-        read_draws,
-        read_stored,
-        updates_of_a_step,
-    )
-    from grpo_replay.storage.checkpoint import checkpoint_name
-    from grpo_replay.storage.rollout_log import step_path
-    from grpo_replay.terminal.console import no_progress
-
-    paths = ((each, step_path(run_dir / "draws", each)) for each in range(1, step + 1))
-    files = [(each, path) for each, path in paths if path.exists()]
-    with no_progress():  # between two tables
-        draws = of_stored(read_draws(files), recipe.replay)
-        stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
-    updates = updates_of_a_step(recipe.draws_per_step, draws)
-    unit = "steps" if updates == 1 else "updates"
-    if rows := staleness_rows(stored.birth_step, draws.age, step, updates):
-        out.print(ages_panel(rows, {}, unit=unit))
-
-
 def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Prompts, completions and rewards; long texts are shortened in the middle."""
-    table = Table(title=f"samples of step {step}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("rollout", justify="right")
-    table.add_column("reward", justify="right")
-    table.add_column("verdict")
-    table.add_column("prompt")
-    table.add_column("completion")
+    header = ("rollout", "reward", "verdict", "prompt", "completion")
+    table = Table(*header, title=f"samples of step {step}", box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(
             str(row["rollout_id"]),
@@ -235,15 +196,12 @@ def shortened(text: str) -> str:
 
 
 def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
-    """Idle shares, age of what was trained on, fill of the buffer, tokens trained per second."""
+    """Who waits for whom, and how old is what was trained on."""
     idle, age = metrics["async/sampler_idle"], metrics["async/age_mean"]
-    trained = metrics["cost/trained_tokens"] / max(metrics["step_time"], 1e-9)
     return [
         f"trainer idle {100 * metrics['async/trainer_idle']:.0f} %",
         "sampler idle -" if idle is None else f"sampler idle {100 * idle:.0f} %",
         "trained age -" if age is None else f"trained age {age:.1f}",
-        f"stored {metrics['buffer/rollouts']:,}",
-        f"{trained:,.0f} tok/s trained",
     ]
 
 
@@ -266,29 +224,22 @@ def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
-    """Accuracy of the base and of the trained model by benchmark, sampled and greedy."""
-    table = Table(title="held-out accuracy, %", title_justify="left")
-    table.add_column("benchmark")
-    greedy = bool(summary["base_greedy"] and summary["final_greedy"])
-    for name in ("base", "trained", "change", *(("greedy base", "trained", "change") * greedy)):
+    """Accuracy of the base and of the trained model by benchmark, with standard errors."""
+    same = summary["comparable"] is not False
+    otherwise = "" if same else " (evaluated under other settings before and after)"
+    table = Table("benchmark", title=f"held-out accuracy, %{otherwise}", title_justify="left")
+    for name in ("base", "trained", "change"):
         table.add_column(name, justify="right")
     base, final = summary["base"] or {}, summary["final"] or {}
-    same = summary.get("comparable") is not False
-    if not same:
-        table.title = "held-out accuracy, % (evaluated under other settings before and after)"
     for name in final or base:
-        cells = [
+        change = f"{100 * (final[name] - base[name]):+.1f}" if same and base and final else ""
+        cells = (
             _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
             _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
-            _change(base.get(name), final.get(name)) if same else "",
-        ]
-        if greedy:
-            before, after = summary["base_greedy"].get(name), summary["final_greedy"].get(name)
-            cells += [_with_error(before, None), _with_error(after, None)]
-            cells.append(_change(before, after) if same else "")
+        )
         if name == "mean":
             table.add_section()
-        table.add_row(name, *cells, style="bold" if name == "mean" else None)
+        table.add_row(name, *cells, change, style="bold" if name == "mean" else None)
     return table
 
 
@@ -298,20 +249,6 @@ def _with_error(value: float | None, error: float | None) -> str:
     if value is None:
         return ""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")
-
-
-def _interval_without_error(report: "EvaluationReport") -> str:
-    """The 95 % interval of the mean where its standard error is 0; else nothing."""
-    interval = report.sampled.mean.avg_at_k_interval
-    if interval is None or report.standard_errors().get("mean") != 0:
-        return ""
-    from grpo_replay.evaluation.evaluation_tables import percent_interval
-
-    return f" {percent_interval(interval)} at 95 %"
-
-
-def _change(before: float | None, after: float | None) -> str:
-    return "" if before is None or after is None else f"{100 * (after - before):+.1f}"
 
 
 def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:

@@ -14,8 +14,6 @@ from grpo_replay.stop import StopToken
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, default_run_dir, refuse_missing
 
-_OF_DRY_RUNS = ("sample", "gpu_memory_gib", "nodes", "as_json")
-
 
 def run(options: TrainOptions) -> int:
     """Train as the recipe says, or print the dry run; returns the exit code.
@@ -90,15 +88,10 @@ def _launches_ranks(recipe: Recipe, options: TrainOptions) -> bool:
 
 
 def _check_options(options: TrainOptions) -> None:
-    for name in _OF_DRY_RUNS[:-1]:
-        if getattr(options, name) is not None:
-            raise UsageError(f"{_spelled(name)} needs --dry-run; a run uses the machine it finds")
-    if options.as_json:
-        raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
-
-
-def _spelled(name: str) -> str:
-    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+    for name in ("sample", "gpu_memory_gib", "nodes", "as_json"):
+        if getattr(options, name):
+            spelled = name.removeprefix("as_").replace("_", "-")
+            raise UsageError(f"--{spelled} needs --dry-run; a run has its metrics.jsonl")
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:

@@ -4,10 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-from grpo_replay.cli.app import main
-
 PROGRAM = f"{sys.executable} -m grpo_replay"
 TABLE = f"{PROGRAM} aes --reference 1,2 --candidate é=1,2"
 
@@ -28,14 +24,3 @@ def test_characters_that_stdout_lacks_are_replaced_and_in_json_escaped():
     done = shell(f"PYTHONIOENCODING=ascii {TABLE} --json")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\\u00e9" in done.stdout and json.loads(done.stdout)
-
-
-def test_ctrl_c_while_the_command_loads_is_an_interruption(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("grpo_replay.terminal.console.prepare_streams", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
