@@ -29,7 +29,6 @@ from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.terminal.console import printable
 
 START_TIMEOUT_SECONDS = 120.0
-FAILED_STARTS_ALLOWED = 3
 LOGGED_LINES = 200
 """Lines that a worker may print into the log."""
 LONGEST_LINE = 1_000
@@ -117,29 +116,26 @@ class VerifierPool:
 
     def _start(self, index: int) -> "VerifierProcess | None":
         """A worker that is ready; None when the pool closes."""
-        printed = ""
-        for _ in range(FAILED_STARTS_ALLOWED):
-            with self._wake:
-                if self._closing:
-                    return None
-                process = VerifierProcess(self._functions, self._memory_limit_mib)
-                self._processes[index] = process
-            try:
-                self._note_sources(process.wait_ready())
-                self._ready.set()
-                return process
-            except OSError:
-                process.reap()
-                printed = process.last_printed() or printed
-            except BaseException:
-                process.reap()
+        with self._wake:
+            if self._closing:
+                return None
+            process = self._processes[index] = VerifierProcess(
+                self._functions, self._memory_limit_mib
+            )
+        try:
+            self._note_sources(process.wait_ready())
+        except BaseException as error:
+            process.reap()
+            if not isinstance(error, OSError):
                 raise
-        if self._closing:
-            return None
-        raise GrpoReplayError(
-            f"verifier worker {index} ended {FAILED_STARTS_ALLOWED} times before it was ready; the "
-            f"usual cause is too little memory. It printed: {printed or 'nothing'}"
-        )
+            if self._closing:
+                return None
+            raise GrpoReplayError(
+                f"verifier worker {index} ended before it was ready; the usual cause is too little "
+                f"memory. It printed: {process.last_printed() or 'nothing'}"
+            ) from error
+        self._ready.set()
+        return process
 
     def _note_sources(self, ready: dict[str, Any]) -> None:
         """Raises RecipeError if a worker loaded another source than the first one."""

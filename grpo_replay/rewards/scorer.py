@@ -16,7 +16,7 @@ import json
 import logging
 import threading
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -54,7 +54,7 @@ _Member = tuple[Any, _Graded, bytes]
 class RewardScorer:
     """Scores completions with the recipe's reward functions. Use it from one thread only."""
 
-    def __init__(self, section: RewardSection, as_verdicts: bool) -> None:
+    def __init__(self, section: RewardSection, as_verdicts: bool = False) -> None:
         names = [each.function for each in section.functions]
         functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.place(n) for n in names]
         self.unparsable_answers: set[str] = set()
@@ -70,7 +70,7 @@ class RewardScorer:
         self._submitted: list[tuple[Hashable, _Graded]] = []
         self._pending = 0
         self._groups: dict[str, list[_Member]] = {}  # that are not complete
-        self._cache: OrderedDict[bytes, _Graded] = OrderedDict()
+        self._cache: dict[bytes | None, _Graded] = {}
         self._pool = VerifierPool(
             functions,
             section.workers,
@@ -85,8 +85,7 @@ class RewardScorer:
         """A scorer whose workers start in the background. With `as_verdicts`, a function of the
         user gives "correct" from `section.correct` on and "incorrect" below, instead of "scored".
 
-        A module or function that cannot be imported raises RecipeError from the first `results` or
-        `score`.
+        A function that cannot be loaded raises RecipeError from the first `results` or `score`.
         """
         return cls(section, as_verdicts)
 
@@ -115,20 +114,22 @@ class RewardScorer:
         together = of > 1 and not self._builtin and self._takes_many()
         digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
-            graded = self._recall(digest)
+            graded = self._cache.pop(digest, None)
             if graded is None:
                 graded = _Graded(answer)
                 given = {"truncated": truncated, "prompt": prompt, "messages": list(messages)}
                 given |= {"step": step, "group": group}
-                body = self._body(completion, answer, row, given)
-                if digest is not None:
-                    self._remember(digest, graded)
+                member = (key, graded, self._body(completion, answer, row, given))
                 self._pending += 1
                 if together:
-                    self._groups.setdefault(group, []).append((key, graded, body))
+                    self._groups.setdefault(group, []).append(member)
                     self._put_group(group, of)
                 else:
-                    self._put([(key, graded, body)])
+                    self._put([member])
+            if digest is not None:
+                self._cache[digest] = graded  # the most recently used is the last
+                if len(self._cache) > CACHED_ANSWERS:
+                    del self._cache[next(iter(self._cache))]
             self._submitted.append((key, graded))
 
     def _takes_many(self) -> bool:
@@ -245,18 +246,6 @@ class RewardScorer:
                 "text, a number, a list or a mapping"
             ) from error
 
-    def _recall(self, digest: bytes | None) -> _Graded | None:
-        """The cached entry, marked as the most recently used; None if there is none."""
-        if digest is None or digest not in self._cache:
-            return None
-        self._cache.move_to_end(digest)
-        return self._cache[digest]
-
-    def _remember(self, digest: bytes, graded: _Graded) -> None:
-        self._cache[digest] = graded
-        if len(self._cache) > CACHED_ANSWERS:
-            self._cache.popitem(last=False)
-
     def _verdict(self, graded: _Graded) -> Verdict:
         answers = graded.answers
         assert answers is not None
@@ -281,9 +270,9 @@ class RewardScorer:
         return next(failed, "none" if answers[0]["status"] == "none" else None)
 
     def _status(self, answers: Sequence[dict[str, Any]]) -> str:
-        statuses = [answer["status"] for answer in answers]
-        failed = next((status for status in statuses if status in FAILED), statuses[0])
-        return self._own_failure(answers) or failed
+        statuses = [each["status"] for each in answers]
+        failed = (status for status in statuses if status in FAILED)
+        return self._own_failure(answers) or next(failed, statuses[0])
 
     def _score(self, answer: dict[str, Any]) -> float:
         if "reward" in answer:
@@ -299,20 +288,17 @@ class RewardScorer:
         if self._as_verdicts and first["status"] == "scored":
             is_correct = first["reward"] >= self._section.correct
             first["status"] = "correct" if is_correct else "incorrect"
-        errors = (without_secrets(each["error"]) for each in answers if "error" in each)
-        error = next(errors, None)
+        errors = [without_secrets(each["error"]) for each in answers if "error" in each]
         with self._changed:
             graded.answers = answers
             self._pending -= 1
             self._changed.notify_all()
-            is_first = error is not None and self.first_error is None
-            if is_first:
-                self.first_error = error
+            is_first = bool(errors) and self.first_error is None
+            self.first_error = self.first_error or next(iter(errors), None)
         if is_first:
             logger.warning(
                 "reward function %s failed on a completion (reported once per run): %s",
-                self._names(),
-                error,
+                *(self._names(), errors[0]),
             )
 
     def _names(self) -> str:

@@ -61,10 +61,8 @@ def open_user_function(function: str) -> tuple["Grader", bool]:
             return failure(value)
         if value is None:
             return {"status": "none", "error": f"{function} returned None"}
-        if not hasattr(value, "__float__"):
-            raise TypeError(f"{function} returned {value!r:.80}, expected a number")
-        if not abs(float(value)) <= LARGEST_SCORE:
-            raise ValueError(f"{function} returned {value}, expected a finite float32 number")
+        if not hasattr(value, "__float__") or not abs(float(value)) <= LARGEST_SCORE:
+            raise TypeError(f"{function} returned {value!r:.80}, expected a finite float32 number")
         return {"status": "scored", "reward": float(value)}
 
     each_alone = _each_alone(answer)
@@ -123,19 +121,12 @@ class Caller:
     """
 
     def __init__(self, score: Any, name: str) -> None:
-        if not callable(score):
-            raise TypeError(f"{name} is a {type(score).__name__}, not a function")
-        try:
-            parameters = inspect.signature(score).parameters
-        except (TypeError, ValueError) as error:
-            text = f"{name} shows no parameters: wrap it in a function, {ALLOWED}"
-            raise TypeError(text) from error
+        parameters = inspect.signature(score).parameters
         self._takes_lists = "completions" in parameters
         required = [each for each in parameters.values() if _is_required(each)]
-        by_place = any(each.kind is each.POSITIONAL_ONLY for each in required)
         unknown = [repr(each.name) for each in required if each.name not in ONE]
         is_one = not {"completion", "solution_str"}.isdisjoint(parameters) and not unknown
-        if by_place or not (self._takes_lists or is_one):
+        if not (self._takes_lists or is_one):
             raise TypeError(
                 f"{name}{inspect.signature(score)} cannot be called: a reward function is "
                 f"{ALLOWED}, recognised by the names of its parameters; unknown: "
@@ -253,7 +244,7 @@ def main() -> None:
         tasks, replies = link.makefile("rb"), link.makefile("wb")
         try:
             graders = [_open_grader(function) for function in names]
-            sources = {name: source_digest(name) for name in names if name not in BUILTINS}
+            sources = {name: source_digest(name) for name in names if ":" in name}
         except BaseException as error:  # a module of the user may even call sys.exit
             _write(replies, {"failed": describe_failure(error)})
             return
@@ -297,44 +288,31 @@ def _graded(grade: Grader, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _open_grader(function: str) -> tuple[Grader, bool]:
-    if function in BUILTINS:
-        return _each_alone(BUILTINS[function]()), False
+    if ":" not in function:  # built in
+        return _each_alone(_builtin(function)), False
     return open_user_function(function)
 
 
-def _boxed() -> Callable[[Any], Any]:
-    from grpo_replay.rewards.boxed import BoxedGrader
+def _builtin(name: str) -> Callable[[Any], dict[str, Any]]:
+    """Grades one completion by one of `recipe.BUILTIN_VERIFIERS`."""
+    if name == "minerva":
+        from grpo_replay.rewards.minerva import grade
 
-    return _symbolic(BoxedGrader())
+        return lambda task: {"status": grade(task["text"], task["answer"])}
+    if name == "boxed":
+        from grpo_replay.rewards.boxed import BoxedGrader
 
+        grader: Any = BoxedGrader()
+    else:
+        from grpo_replay.rewards.math_verify import SymbolicGrader
 
-def _math_verify(boxed: bool) -> Callable[[Any], Any]:
-    from grpo_replay.rewards.math_verify import SymbolicGrader
+        grader = SymbolicGrader(boxed=name == "math_verify_boxed")
 
-    return _symbolic(SymbolicGrader(boxed))
-
-
-def _symbolic(grader: Any) -> Callable[[Any], Any]:
-    def grade(task: dict[str, Any]) -> dict[str, Any]:
+    def symbolic(task: dict[str, Any]) -> dict[str, Any]:
         status, gold_parsed = grader.grade(task["text"], task["answer"])
         return {"status": status, "gold_parsed": gold_parsed}
 
-    return grade
-
-
-def _minerva(task: dict[str, Any]) -> dict[str, Any]:
-    from grpo_replay.rewards.minerva import grade
-
-    return {"status": grade(task["text"], task["answer"])}
-
-
-BUILTINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
-    "boxed": _boxed,
-    "math_verify_boxed": lambda: _math_verify(boxed=True),
-    "math_verify": lambda: _math_verify(boxed=False),
-    "minerva": lambda: _minerva,
-}
-"""Opens the grader of each of `recipe.BUILTIN_VERIFIERS`."""
+    return symbolic
 
 
 if __name__ == "__main__":
