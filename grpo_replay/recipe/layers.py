@@ -68,11 +68,6 @@ def recipe_source(path: Path) -> str:
 def read_recipe_layer(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file. Relative paths of data and reward functions become absolute
     (`anchor_paths`). Raises RecipeError with file and line."""
-    if path.name.endswith(DATA_SUFFIXES) and path.suffix != ".json":  # which is YAML
-        raise RecipeError(
-            f"{path}: this is data: a recipe is YAML with prompts.source: {path.name} "
-            "(docs/guide.md)"
-        )
     layer = read_yaml(path)
     if layer is None:
         return {}
@@ -213,26 +208,21 @@ def _explain(
             has = f"; {where} has: {', '.join(fields)}" if fields else ""
             lines.append(f"{source}: unknown key {shown(place)}{hint}{has}")
         else:
-            if item["type"] == "string_type" and not isinstance(item["input"], Mapping | list):
-                is_code = callable(item["input"])
-                message += f": {'name it module:function' if is_code else 'put it in quotes'}"
             lines.append(f"{source}: {place}: {message}, found {shown(item['input'])}")
     return "\n".join(lines)
 
 
 def _source_of(loc: Sequence[int | str], origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """The source of the last layer that has the key, or the longest part of it."""
-    best, source = -1, "recipe"
-    for layer, origin in origins:
-        node: Any = layer
-        depth = 0
-        for part in loc:
-            if not (isinstance(node, Mapping) and part in node):
-                break
-            node, depth = node[part], depth + 1
-        if depth >= best:
-            best, source = depth, origin
-    return source
+
+    def depth(layer: Any) -> int:
+        for number, part in enumerate(loc):
+            if not (isinstance(layer, Mapping) and part in layer):
+                return number
+            layer = layer[part]
+        return len(loc)
+
+    return max(reversed(origins), key=lambda origin: depth(origin[0]))[1]
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")

@@ -253,7 +253,7 @@ def test_quotes_and_null_mean_in_text_after_set_what_they_mean_in_yaml(word, tex
     "line, place",
     [
         ("answer_field: ####", "prompts.answer_field: .*None"),
-        ("answer_field: true", "prompts.answer_field: .*quotes.*True"),
+        ("answer_field: true", "prompts.answer_field: .*valid string.*True"),
         ("id_field: 1e3", "prompts.id_field: .*1000.0"),
         ("system_prompt: !important do", "mine.yaml:2: "),
     ],
