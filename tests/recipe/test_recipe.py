@@ -319,7 +319,6 @@ def test_what_is_no_recipe_is_named(tmp_path):
         ("broken.yaml", "run:\n  steps: 5\n bad: [\n", r"broken.yaml:\d+: "),
         ("twice.yaml", "run: {steps: 5}\nrun: {seed: 1}\n", r"twice.yaml:2: .*'run'"),
         ("list.yaml", "- 1\n", "list.yaml"),
-        ("additions.csv", "problem,answer\n1+1,2\n", r"prompts\.source: additions\.csv"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(RecipeError, match=place):

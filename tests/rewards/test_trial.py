@@ -37,7 +37,7 @@ def of_file(name: str, **settings) -> RewardSection:
         ("raises", r"KeyError: 'no such field' \(.*judge_rewards_file\.py:15\)"),
         ("returns_nan", "returned nan, expected a finite"),
         ("returns_none", "returns_none returned None"),
-        ("returns_text", "returned '1', expected a number"),
+        ("returns_text", "returned '1', expected a finite"),
         ("exits", r"SystemExit: it called sys.exit \(.*judge_rewards_file\.py:31\)"),
         ("other_names", r"other_names\(text.*is f\(completion, answer, row\).*unknown: 'text', 'g"),
         ("no_such_name", "has no attribute 'no_such_name'"),
