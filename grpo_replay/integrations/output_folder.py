@@ -9,7 +9,7 @@ Loads no torch.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeErro
 from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
-from grpo_replay.storage.rollout_log import first_steps, remove_later, write_step
-from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+from grpo_replay.storage.rollout_log import first_steps, remove_later
 
 METRICS = "metrics.jsonl"
 _UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards are not."
@@ -41,7 +40,9 @@ class OutputFolder:
         self.metrics = folder / METRICS
 
     def open(self, step: int, goes_on: bool) -> None:
-        """Begin a run, or go on with it after `step`: later files go."""
+        """Begin a run, unless another is there, or go on with it after `step`: later files go."""
+        if not goes_on:
+            refuse_another_run(self.folder)
         for name in ("rollouts", "draws"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if goes_on:
@@ -51,17 +52,8 @@ class OutputFolder:
         if step == 0 or not (self.folder / RECIPE_FILE).exists():
             write_recipe(self.folder / RECIPE_FILE, self.recipe, _UNKNOWN)
 
-    def write(
-        self,
-        step: int,
-        rollouts: Sequence[Rollout],
-        batch: ComposedBatch,
-        outcomes: Sequence[RolloutOutcome],
-        metrics: Mapping[str, Any],
-    ) -> None:
-        """The files of one step. `rollouts` are all that were generated, dropped ones included;
-        `outcomes[i]` belongs to `batch.rollouts[i]`."""
-        write_step(self.folder, step, rollouts, batch, outcomes)
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of one step."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 
@@ -115,10 +107,7 @@ def sections_of(args: Any, model: str, is_rounded: bool, max_steps: int) -> dict
             **({"max_completion_length": longest} if longest else {}),
         },
         "reward": {"mask_truncated": args.mask_truncated_completions},
-        "advantage": {
-            "std": "none" if args.scale_rewards == "none" else "sample",
-            "epsilon": 1e-4,
-        },
+        "advantage": {"std": "none" if args.scale_rewards == "none" else "sample", "epsilon": 1e-4},
         "optimizer": {"learning_rate": args.learning_rate},
         "run": {"seed": args.seed, "steps": math.ceil(max_steps / updates)},
     }

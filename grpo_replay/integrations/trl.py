@@ -12,19 +12,17 @@ the correction of vLLM's own is stored with the rollout (`importance_sampling_ra
 
 A step of the buffer is a generation batch (`steps_per_generation` micro-batches). With preset
 `grpo` or ratio 0 this is TRL's own trainer, bit for bit.
-
-What TRL and a subclass compute is heard at the outermost override, wherever it stands in the order
-of classes: rewards, log-probs of birth, the batch. What trains is held against what was heard.
 """
 
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -53,6 +51,7 @@ from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.entry_store import checked_settings
 from grpo_replay.storage.atomic import json_values
+from grpo_replay.storage.rollout_log import write_step
 from grpo_replay.training.metrics import (
     batch_metrics,
     buffer_metrics,
@@ -62,8 +61,6 @@ from grpo_replay.training.metrics import (
 from grpo_replay.types import Rollout, RolloutOutcome
 
 SNAPSHOT = "buffer.parquet"
-_COUNTERS = ("last_step", "next_rollout_id", "next_group_id")
-_Result = TypeVar("_Result")
 _Host: Any = object  # a GRPOTrainer, for the type checker
 
 
@@ -96,7 +93,8 @@ class ReplayMixin(_Host):
         self._micro_batches_left = 0  # of the generation batch that is being trained on
         if not self.replay.replays:
             return
-        _refuse(self)
+        if problems := list(_problems(self, self.args)):
+            raise UsageError("replay in TRL: " + "; ".join(problems))
         self._tag_names = [*self._tag_names, "grpo-replay", "rollout-replay"]
         self._from_main(lambda: refuse_another_run(Path(self.args.output_dir), may_resume=True))
         self.replay_buffer = ReplayBuffer(self.replay, self.num_generations, self.args.seed)
@@ -112,11 +110,6 @@ class ReplayMixin(_Host):
         is_rounded = args.bf16 or args.fp16 or next(model.parameters()).dtype != torch.float32
         sections = sections_of(args, self.model.config._name_or_path, is_rounded, max_steps)
         return OutputFolder(Path(self.args.output_dir), self.replay, sections)
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.replay.replays and self._folder is None and not resume_from_checkpoint:
-            self._from_main(lambda: refuse_another_run(Path(self.args.output_dir)))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # The generation batch
 
@@ -179,10 +172,9 @@ class ReplayMixin(_Host):
     def _replayed(self, output: Tensors) -> Tensors:
         """The generation batch of this process after the step of the buffer: the rows that train,
         and rows of padding where there are fewer than micro-batches, or processes are left over."""
-        weights_F = self.reward_weights.cpu().numpy()
-        rows = gather_object(
-            rows_of(output, self._texts, weights_F, _eos_ids(self), {**EXTRAS, **self.stored_keys})
-        )
+        weights_F, extras = self.reward_weights.cpu().numpy(), {**EXTRAS, **self.stored_keys}
+        ends = getattr(self, "eos_token_ids", [self._tokenizer.eos_token_id])
+        rows = gather_object(rows_of(output, self._texts, weights_F, ends, extras))
         trained, filler = self._from_main(lambda: self._compose(rows))
         processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
         each = max(math.ceil(len(trained) / processes), micro_batches)
@@ -192,9 +184,9 @@ class ReplayMixin(_Host):
             [trained[i] if i >= 0 else filler for i in numbers],
             numbers,
             output,
-            _tokenizer(self).pad_token_id,
+            self._tokenizer.pad_token_id,
             getattr(self, "pad_to_multiple_of", None),
-            {**EXTRAS, **self.stored_keys},
+            extras,
         )
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
@@ -208,7 +200,7 @@ class ReplayMixin(_Host):
         rollout to pad with."""
         buffer = self.replay_buffer
         assert self._folder is not None
-        self._before = buffer.get_state(), {name: getattr(buffer, name) for name in _COUNTERS}
+        self._before = copy(buffer), buffer.get_state()
         rollouts = make_rollouts(
             rows,
             self.num_generations,
@@ -292,7 +284,8 @@ class ReplayMixin(_Host):
         }
         ours = json_values(ours)
         whole = {**generation_metrics(self._generated, self.num_generations), **ours}
-        self._folder.write(buffer.last_step, self._generated, batch, outcomes, whole)
+        write_step(self._folder.folder, buffer.last_step, self._generated, batch, outcomes)
+        self._folder.log(buffer.last_step, whole)
         for name, value in ours.items():
             if value is not None and name.startswith(("fresh/", "replay/", "buffer/", "cost/")):
                 self._metrics["train"][name].append(value)
@@ -317,7 +310,8 @@ class ReplayMixin(_Host):
                 "whole generation batches (steps_per_generation micro-batches)",
                 stacklevel=2,
             )
-            buffer = _restored(buffer, *self._before)
+            buffer, state = self._before
+            buffer.set_state(state)
         folder.mkdir(parents=True, exist_ok=True)
         buffer.save(folder / SNAPSHOT)
 
@@ -350,15 +344,13 @@ class ReplayMixin(_Host):
         refuse_without_history(folder, path.parent.parent, buffer.last_step)
         self.replay_buffer, self._goes_on = buffer, True
 
-    def _from_main(self, make: Callable[[], _Result]) -> _Result:
+    def _from_main(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on the main process, on every process; or raises, on every one."""
         found: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             try:
                 found[0] = make()
             except Exception as error:
-                if self.accelerator.num_processes == 1:
-                    raise
                 found[1] = error
         broadcast_object_list(found)
         if found[1] is not None:
@@ -368,17 +360,6 @@ class ReplayMixin(_Host):
 
 class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
     """TRL's GRPOTrainer with replay; `replay` are the settings of the buffer."""
-
-
-def _restored(
-    buffer: ReplayBuffer, state: Mapping[str, Any], counters: Mapping[str, int]
-) -> ReplayBuffer:
-    """The buffer as it was when `state` and `counters` were taken."""
-    before = ReplayBuffer(buffer.settings, buffer.group_size, buffer.seed)
-    before.set_state(state)
-    for name, value in counters.items():
-        setattr(before, name, value)
-    return before
 
 
 def _deal_all(whole: Tensors, micro_batches: list[Tensors]) -> None:
@@ -393,13 +374,8 @@ def _deal_all(whole: Tensors, micro_batches: list[Tensors]) -> None:
     micro_batches.sort(key=lambda each: each[ROW].tolist() == [-1])
 
 
-def _refuse(trainer: Any) -> None:
-    """Raises UsageError for settings of TRL under which replay would be wrong."""
-    if problems := list(_problems(trainer, trainer.args)):
-        raise UsageError("replay in TRL: " + "; ".join(problems))
-
-
 def _problems(trainer: Any, args: Any) -> Iterator[str]:
+    """Settings of TRL under which replay would be wrong, and what to set."""
     if trainer.num_iterations > 1:
         yield (
             f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "
@@ -424,11 +400,3 @@ def _problems(trainer: Any, args: Any) -> Iterator[str]:
             "sync_ref_model changes the reference, whose log-probs are stored with a rollout: set "
             "False, or beta 0"
         )
-
-
-def _tokenizer(trainer: Any) -> Any:
-    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-
-
-def _eos_ids(trainer: Any) -> list[int]:
-    return list(getattr(trainer, "eos_token_ids", None) or [_tokenizer(trainer).eos_token_id])

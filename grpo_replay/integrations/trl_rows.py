@@ -246,7 +246,9 @@ def to_tensors(
         ROW: torch.tensor(rows),
     }
     if "tool_mask" in like:
-        batch["tool_mask"] = padded([_mask(rollout) for rollout in rollouts], 1, torch.long)
+        given = [(each.completion_mask, each.completion_token_ids) for each in rollouts]
+        masks = [np.ones(len(ids), bool) if mask is None else mask for mask, ids in given]
+        batch["tool_mask"] = padded(masks, 1, torch.long)
     if "sampling_per_token_logps" in like:
         sampler = [rollout.sampler_logprobs for rollout in rollouts]
         batch["sampling_per_token_logps"] = numbers(sampler, 0.0)
@@ -268,11 +270,6 @@ def _padded(
     rows_BT = pad_sequence([torch.tensor(each, dtype=dtype) for each in arrays], True, value, side)
     missing = -rows_BT.size(1) % multiple
     return pad(rows_BT, (missing, 0) if side == "left" else (0, missing), value=value)
-
-
-def _mask(rollout: Rollout) -> np.ndarray:
-    mask_T = rollout.completion_mask
-    return np.ones(len(rollout.completion_token_ids), bool) if mask_T is None else mask_T
 
 
 def outcomes_of(

@@ -247,7 +247,7 @@ def dealt(given, trained, processes, micro_batches):
             _from_main=lambda compose: (trained, rollouts(given)[0]),
             accelerator=SimpleNamespace(num_processes=processes, process_index=index),
             args=SimpleNamespace(steps_per_generation=micro_batches),
-            processing_class=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
+            _tokenizer=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
             reward_weights=torch.ones(1),
             stored_keys={},
         )
