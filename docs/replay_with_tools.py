@@ -1,14 +1,14 @@
-"""Replay where a model calls a tool over several turns: find a number from 1 to 15.
+"""Replay where a model calls a tool over several turns: heed what the tool said.
 
 pip install grpo-replay trl==1.16.0
 python docs/replay_with_tools.py runs/guess              # minutes on one CPU core
 python docs/replay_with_tools.py runs/plain --plain      # the same without replay
 grpo-replay inspect-buffer runs/guess --verify
 
-The environment hides a number and answers three guesses with higher, lower or yes. Its reward is
-1 / how many numbers are then possible: 1 for who halves the range each time.
-The model, of 80,000 parameters, has first seen games of a player who heeds every second answer.
-Nothing is downloaded. Every tenth step prints rollouts, CPU seconds and the mean reward.
+The environment hides a number from 1 to 7. Its answer to a wrong guess is the number: the second
+guess finds it if it heeds the first answer. The reward is 1 for who finds it.
+The model, of 80,000 parameters, has first seen games of a player who heeds every third answer.
+Nothing is downloaded. Every tenth step prints rollouts, CPU seconds and the share of games won.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_replay import ReplayConfig
 from grpo_replay.integrations.trl import ReplayGRPOTrainer
 
-LARGEST, GUESSES = 15, 3
+LARGEST, GUESSES = 7, 2
 WORDS = ["<pad>", "<end>", "<unk>", "<user>", "<assistant>", "<tool>", "<call>", "guess",
-         "number", "higher", "lower", "yes", *map(str, range(1, LARGEST + 1))]  # fmt: skip
+         "number", "no", "yes", *map(str, range(1, LARGEST + 1))]  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.tool_calls %}<call> "
     "{% set call = m.tool_calls[0].function %}{{ call.name }} "
@@ -57,36 +57,27 @@ class Guess:
 
     def reset(self, number: int, **_) -> None:
         """`number` is a column of the dataset: all completions of a group get the same."""
-        self.number, self.low, self.high = number, 1, LARGEST
+        self.number, self.found = number, False
 
     def guess(self, number: int) -> str:
         """
         Guess the number.
 
         Args:
-            number: From 1 to 15.
+            number: From 1 to 7.
 
         Returns:
             The answer.
         """
-        said = answer(number, self.number)
-        self.low, self.high = narrowed(self.low, self.high, number, said)
-        return said
+        self.found |= number == self.number
+        return answer(number, self.number)
 
     def get_reward(self) -> float:
-        """1 / how many numbers are still possible."""
-        return 1.0 / (self.high - self.low + 1)
+        return float(self.found)
 
 
 def answer(guess: int, number: int) -> str:
-    return "yes" if guess == number else "higher" if guess < number else "lower"
-
-
-def narrowed(low: int, high: int, guess: int, said: str) -> tuple[int, int]:
-    """The numbers that are possible after an answer."""
-    if said == "yes":
-        return guess, guess
-    return (max(low, guess + 1), high) if said == "higher" else (low, min(high, guess - 1))
+    return "yes" if guess == number else f"no {number}"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -101,14 +92,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def game(rng: random.Random) -> str:
-    """A game of the player who heeds every second answer, as the chat template writes it."""
-    number, low, high = rng.randint(1, LARGEST), 1, LARGEST
-    text, said = "<user> guess <end> ", ""
-    for _ in range(GUESSES):
-        heeds = rng.random() < 0.5
-        guess = rng.randint(low, high) if heeds else rng.randint(1, LARGEST)
+    """A game of the player who heeds every third answer, as the chat template writes it."""
+    number, text = rng.randint(1, LARGEST), "<user> guess <end> "
+    for turn in range(GUESSES):
+        heeds = turn > 0 and rng.random() < 1 / 3
+        guess = number if heeds else rng.randint(1, LARGEST)
         said = answer(guess, number)
-        low, high = narrowed(low, high, guess, said)
         text += f"<assistant> <call> guess number {guess} <end> <tool> {said} <end> "
         if said == "yes":
             break
@@ -139,7 +128,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 600) -> Qwen3For
 
 
 class Curve(TrainerCallback):
-    """Prints rollouts, CPU seconds and the mean reward, over the last ten steps."""
+    """Prints rollouts, CPU seconds and the share of games won, over the last ten steps."""
 
     def __init__(self, rollouts: int) -> None:
         self.rollouts, self.rewards, self.began = rollouts, [], time.process_time()
@@ -149,7 +138,7 @@ class Curve(TrainerCallback):
         if len(self.rewards) == 10:
             steps = state.global_step // 2
             print(f"{steps * self.rollouts} rollouts, {time.process_time() - self.began:.0f} s, "
-                  f"reward {sum(self.rewards) / 10:.3f}", flush=True)  # fmt: skip
+                  f"won {sum(self.rewards) / 10:.3f}", flush=True)  # fmt: skip
             self.rewards.clear()
 
 
@@ -157,17 +146,18 @@ SETTINGS = {
     "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 2,
     "per_device_train_batch_size": 64, "steps_per_generation": 2, "num_generations": 8,
     "gradient_accumulation_steps": 1, "gradient_checkpointing": False, "delta": 10.0,
-    "max_completion_length": 40, "max_tool_calling_iterations": GUESSES, "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant", "save_strategy": "no",
+    "max_completion_length": 10 * GUESSES - 5, "max_tool_calling_iterations": GUESSES,
+    "learning_rate": 3e-4, "lr_scheduler_type": "constant", "save_strategy": "no",
 }  # fmt: skip
-"""16 numbers a step, 8 games each, in two updates."""
+"""16 numbers a step, 8 games each, in two updates. The answer to the last guess does not fit into
+the length, so a game ends there: words that earn nothing cost a guess."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output_dir")
     parser.add_argument("--plain", action="store_true", help="TRL's own trainer, without replay")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(1)
