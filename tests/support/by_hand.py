@@ -55,15 +55,20 @@ def outcomes(rollouts: list[dict], draws: list[dict]) -> dict[int, dict[str, flo
             total = sums.setdefault(age, Counter())
             total["uses"] += 1
             total["tokens"] += row["tokens"]
-            for name in ("clip_fraction", "log_ratio_mean", "approx_kl"):
+            names = ("clip_fraction", "log_ratio_mean", "approx_kl")
+            for name in (*names, "ratio_mean", "ratio_squared_mean"):
                 total[name] += row["tokens"] * row[name]
             total["log_ratio_square"] += row["tokens"] * (
                 row["log_ratio_var"] + row["log_ratio_mean"] ** 2
             )
-    return {
+    found = {
         age: {
             name: value if name in ("uses", "tokens") else value / total["tokens"]
             for name, value in total.items()
         }
         for age, total in sums.items()
     }
+    for of_age in found.values():
+        mean, squared = (of_age.pop(name) for name in ("ratio_mean", "ratio_squared_mean"))
+        of_age["ratio_ess"] = mean**2 / squared
+    return found

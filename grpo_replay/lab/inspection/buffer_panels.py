@@ -142,16 +142,18 @@ def ages_panel(
 ) -> Panel:
     """For each age: what is stored now, all replays so far, and their outcomes, those of fresh
     rollouts at age 0. `limit` is the age in steps at which rollouts are evicted."""
-    headings = ("age", "stored now", "all replays", "clipped", "ratio", "KL, nats")
+    headings = ("age", "stored now", "all replays", "clipped", "ratio", "ESS", "KL, nats")
     table = _table(*(headings if by_age else headings[:3]))
     places = np.linspace(0, len(staleness) - 1, min(len(staleness), _ROWS)).round().astype(int)
     for row in (staleness[place] for place in places):
         cells = [str(row.age), f"{row.stored:,}", f"{row.replayed:,}"]
         if (outcome := by_age.get(row.age)) is not None:
             cells += [f"{outcome.clip_fraction:.2%}", f"{outcome.ratio:.4f}"]
-            cells.append(f"{outcome.approx_kl:.4f}")
+            cells += [f"{outcome.ratio_ess:.3f}", f"{outcome.approx_kl:.4f}"]
         table.add_row(*cells)
     notes = ["age 0: outcomes of fresh rollouts"] if 0 in by_age else []
+    if by_age:
+        notes.append("ESS: the share of the tokens that counts if their ratio weighs them")
     if len(places) < len(staleness):
         notes.append(f"{len(places)} of {len(staleness)} ages; --json has all")
     if limit is not None and unit == "steps":

@@ -63,10 +63,11 @@ class AgeOutcome:
 
     uses: int
     tokens: int
-    clip_fraction: float  # share of tokens whose gradient was removed by clipping
+    clip_fraction: float  # share of tokens whose gradient a clip or mask removed
     log_ratio_mean: float  # nats, policy minus behaviour
     log_ratio_square: float  # nats², mean square of the log-ratio
     approx_kl: float  # nats per token (k3)
+    ratio_ess: float  # (Σρ)² / (N·Σρ²) of the per-token ratios
 
     @property
     def ratio(self) -> float:

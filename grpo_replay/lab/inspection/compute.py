@@ -29,7 +29,7 @@ from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.snapshot import read_snapshot_facts
 
-_MEANS = ("clip_fraction", "log_ratio_mean", "approx_kl")
+_MEANS = ("clip_fraction", "log_ratio_mean", "approx_kl", "ratio_mean", "ratio_squared_mean")
 
 
 def summarise(source: Source) -> Inspection:
@@ -168,13 +168,15 @@ def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
         with np.errstate(invalid="ignore"):
             return np.bincount(ages, values[valid] * tokens) / totals
 
-    clip, log_ratio, kl = (mean(used[name]) for name in _MEANS)
+    clip, log_ratio, kl, ratio, ratio_squared = (mean(used[name]) for name in _MEANS)
     square = mean(used["log_ratio_var"] + used["log_ratio_mean"] ** 2)
+    with np.errstate(invalid="ignore"):
+        ess = ratio**2 / ratio_squared
     return {
         age: AgeOutcome(
             int(uses[age]),
             int(totals[age]),
-            *(float(each[age]) for each in (clip, log_ratio, square, kl)),
+            *(float(each[age]) for each in (clip, log_ratio, square, kl, ess)),
         )
         for age in np.flatnonzero(uses).tolist()
     }

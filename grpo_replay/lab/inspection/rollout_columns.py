@@ -20,7 +20,10 @@ BATCH_ROWS = 8_192
 NO_ROW = -1
 """Returned by `find_rows` for an unknown id."""
 
-OUTCOMES = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
+OUTCOMES = (
+    *("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl"),
+    *("ratio_mean", "ratio_squared_mean"),
+)
 """Of a use, in rollouts/ and in draws/; null, in records NaN, where it was not trained on."""
 
 ROLLOUT = np.dtype(

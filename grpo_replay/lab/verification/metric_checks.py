@@ -110,18 +110,26 @@ def _by_age(replayed: Columns, ages: np.ndarray) -> Values:
         [str(age) if age <= 2 else f"{h // 2 + 1}-{h}" for age, h in zip(ages, high_N, strict=True)]
     )
     return {
-        f"replay/age_{each}/{name}": _token_mean(chosen(replayed, bin_N == each), name)
+        f"replay/age_{each}/{name}": _of_tokens(chosen(replayed, bin_N == each), name)
         for each in np.unique(bin_N)
-        for name in _OUTCOMES
+        for name in (*_OUTCOMES, "ratio_ess")
     }
 
 
 def _side(side: str, columns: Columns) -> Values:
     highest = np.where(columns["tokens"] > 0, columns["ratio_max"], 0.0)
     return {
-        **{f"{side}/{name}": _token_mean(columns, name) for name in _OUTCOMES},
+        **{f"{side}/{name}": _of_tokens(columns, name) for name in (*_OUTCOMES, "ratio_ess")},
         f"{side}/ratio_max": float(highest.max()) if len(highest) else None,
     }
+
+
+def _of_tokens(columns: Columns, name: str) -> float | None:
+    """A mean, or `ratio_ess`, (Σρ)² / (N·Σρ²)."""
+    if name != "ratio_ess":
+        return _token_mean(columns, name)
+    mean, squared = _token_mean(columns, "ratio_mean"), _token_mean(columns, "ratio_squared_mean")
+    return mean**2 / squared if mean is not None and squared else None
 
 
 def _token_mean(columns: Columns, name: str) -> float | None:

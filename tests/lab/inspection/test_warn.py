@@ -41,7 +41,7 @@ CAUSES = {
     ),
     "clipping at an age": (
         lambda seen: {
-            "by_age": with_outcome(seen, age5=AgeOutcome(30, 600, 0.25, 0.0, 0.02, 0.02))
+            "by_age": with_outcome(seen, age5=AgeOutcome(30, 600, 0.25, 0.0, 0.02, 0.02, 0.9))
         },
         ["age 5", "25.0%"],
     ),
