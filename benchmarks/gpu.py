@@ -9,10 +9,12 @@ Every job is a process of its own with a time limit, and writes FOLDER/jobs/NAME
 crash or a hang loses nothing of the others. FOLDER/report.md has all of it. A second call with the
 same FOLDER goes on: a job that is done, ok or failed, is not done again until its file is removed.
 
---kit is for a GPU machine without network: docs/performance.md ("On a GPU") has the calls. A job
-whose part of the kit has yet to come ends the call. --passed is what the start of the machine,
-transfers and earlier calls have taken of the fifteen minutes; --call is the longest that this one
-may take.
+--kit FOLDER is for a GPU machine without network: a folder with unpack.sh, try_vllm.py, kit.sha256
+and the parts that were transferred so far, called after each transfer. A job whose part is missing
+ends the call. --passed is what the start of the machine, transfers and earlier calls have taken of
+the fifteen minutes; --call is the longest that this one may take.
+
+    python3 benchmarks/gpu.py --kit FOLDER --output /tmp/found --call 570 --passed SECONDS
 """
 
 import argparse

@@ -9,8 +9,7 @@ what this writes.
 
 import csv
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,14 @@ from grpo_replay.lab.planning.theory import (
     objective,
 )
 from grpo_replay.lab.report.costs import OWN_BEST, first_crossing
+from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 from grpo_replay.recipe import load_recipe
+from grpo_replay.shipped_recipes import shipped_sweeps
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "tiny.md", DOCS / "planning.md", DOCS / "evidence.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "planning.md", DOCS / "results.md")
+PAPERS = DOCS.parent / "tests" / "recipe" / "papers.yaml"
+"""What the papers print."""
 _PART = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -43,19 +46,16 @@ def results() -> dict[str, Any]:
 def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
-             "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
-             "tiny-ablations": partial(beside_ours, "tiny-ablations"),
-             "tiny-robustness": tiny_robustness,
-             "smollm2-bold": partial(beside_ours, "smollm2-bold", every_seed=True),
-             "smollm2": partial(real_model, "smollm2"),
-             "smollm2-steps": partial(real_model, "smollm2-steps")}  # fmt: skip
+             "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates, "paper-a": main_table,
+             "ablations": ablations, "tiny-robustness": tiny_robustness,
+             "smollm2": real_model, "smollm2-bold": bold_rate}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
 def difference(each: dict[str, Any]) -> str:
-    """For example `+0.8 [-0.0, +1.5], 7 of 8`."""
+    """For example `+0.8 [-0.0, +1.5], 7/8`: ahead at seven of eight seeds."""
     bounds = f"[{each['low']:+.1f}, {each['high']:+.1f}]"
-    return f"{each['mean']:+.1f} {bounds}, {each['ahead']} of {each['seeds']}"
+    return f"{each['mean']:+.1f} {bounds}, {each['ahead']}/{each['seeds']}"
 
 
 def does_replay_pay() -> str:
@@ -99,7 +99,7 @@ def draw_does_replay_pay() -> None:
 def tiny_long() -> str:
     found = results()["tiny-long"]
     lines = ["| relative to GRPO | ours | fifo |", "|---|---|---|"]
-    rows = {"final accuracy, points, 95 %, seeds ahead": found["difference"]}
+    rows = {"final accuracy, points": found["difference"]}
     lines += [f"| {name} | {difference(row['ours'])} | {difference(row['fifo'])} |"
               for name, row in rows.items()]  # fmt: skip
     costs = {f"steps to {found['reach']} %": found["steps"]}
@@ -129,11 +129,10 @@ def courses(record: str, arm: str, cost: str) -> tuple[np.ndarray, np.ndarray]:
 def tiny_buffers() -> str:
     """Medians over seeds; compute in thousands of rollouts."""
     found = results()["tiny-buffers"]
-    levels = found["reach"]
+    level = found["reach"]
     heads = [
-        "N, rollouts", "learning rate", "after 20 % of the run", "final",
-        "final − none, 95 %, seeds ahead", "spread of final", "peak",
-        *(f"compute to {level} %" for level in levels), "to 98 % of own best", "of the run",
+        "N", "rate", "after 20 % of the run", "final", "− none",
+        "spread", "peak", f"compute to {level} %", "to 98 % of own best",
     ]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, name in BUFFERS.items():
@@ -151,65 +150,105 @@ def tiny_buffers() -> str:
             f"{final.mean():.1f}",
             difference(found["difference"][arm]) if arm in found["difference"] else "",
             f"{spread:.1f}", f"{np.median(accuracies, axis=0).max():.1f}",
-            *(reached([level] * len(final)) for level in levels), reached(own_best),
-            f"{np.median(costs[:, -1]) / 1000:.2f}",
+            reached([level] * len(final)), reached(own_best),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def compared(found: dict[str, Any], arm: str, *kinds: str) -> list[str]:
-    """The differences of an arm, "" where it is not compared."""
-    return [difference(found[kind][arm]) if arm in found[kind] else "" for kind in kinds]
+def compared(found: dict[str, Any], arm: str, kind: str = "difference") -> str:
+    """The difference of an arm, "" where it is not compared."""
+    return difference(found[kind][arm]) if arm in found[kind] else ""
 
 
-def real_model(sweep: str) -> str:
-    found = results()[sweep]
-    heads = ["", "learning rate", "after 4 steps", "after 8", "after 12, mean and every seed",
-             "− `grpo`, 95 %, seeds ahead", "at equal seconds", "seconds of 12 steps"]  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for arm, rate in found["rate"].items():
-        seconds, accuracies = courses(sweep, arm, "seconds")
-        means = [f"{mean:.1f}" for mean in accuracies.mean(axis=0)[-3:]]
-        means[-1] += f" ({', '.join(f'{final:.1f}' for final in accuracies[:, -1])})"
-        spent = f"{seconds[:, -1].mean():.0f}"
-        ahead = compared(found, arm, "difference", "equal_seconds")
-        lines.append(f"| {' | '.join([f'`{arm}`', f'{rate:.0e}', *means, *ahead, spent])} |")
-    return "\n".join(lines) + "\n"
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]]) + "\n"
+
+
+REAL_MODEL = {"smollm2": "additions", "smollm2-steps": "step sums"}
+"""The sweeps of SmolLM2, and what their task is called."""
+
+
+def real_model() -> str:
+    heads = ["task", "arm", "final, mean and every seed", "− `grpo`",
+             "at equal seconds", "seconds"]  # fmt: skip
+    rows = []
+    for sweep, task in REAL_MODEL.items():
+        found = results()[sweep]
+        for arm in found["rate"]:
+            seconds, _ = courses(sweep, arm, "seconds")
+            ahead = [compared(found, arm, kind) for kind in ("difference", "equal_seconds")]
+            name = task if arm == "grpo" else ""
+            rows.append([name, f"`{arm}`", final_of(sweep, arm), *ahead,
+                         f"{seconds[:, -1].mean():.0f}"])  # fmt: skip
+    return table(heads, rows)
+
+
+def final_of(sweep: str, arm: str) -> str:
+    """The mean of the last evaluation, and that of every seed."""
+    _, accuracies = courses(sweep, arm, "step")
+    final = accuracies[:, -1]
+    return f"{final.mean():.1f} ({', '.join(f'{each:.1f}' for each in final)})"
+
+
+def bold_rate() -> str:
+    found = results()["smollm2-bold"]
+    heads = ["arm", "final, mean and every seed", "− `grpo`",
+             "clipped, %"]  # fmt: skip
+    return table(heads, ([f"`{arm}`", final_of("smollm2-bold", arm),
+                          compared(found, arm), clipped_share(found, arm)]
+                         for arm in found["final"]))  # fmt: skip
 
 
 def tiny_updates() -> str:
     found = results()["tiny-updates"]
-    lines = ["| arm | learning rate | updates a step | final | − `grpo`, 95 %, seeds ahead | "
-             "− `grpo-literal` |", "|---|---|---|---|---|---|"]  # fmt: skip
-    for arm, rate in found["rate"].items():
-        updates, final = found["updates"][arm], found["final"][arm]
-        ahead = compared(found, arm, "difference", "to_literal")
-        cells = [f"`{arm}`", f"{rate:.0e}", f"{updates:.2f}", f"{final}", *ahead]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    heads = ["arm", "rate", "updates a step", "final", "− `grpo`",
+             "− `grpo-literal`"]  # fmt: skip
+    return table(heads, ([f"`{arm}`", f"{rate:.0e}", f"{found['updates'][arm]:.2f}",
+                          f"{found['final'][arm]}", compared(found, arm),
+                          compared(found, arm, "to_literal")]
+                         for arm, rate in found["rate"].items()))  # fmt: skip
 
 
-def beside_ours(sweep: str, every_seed: bool = False) -> str:
-    """Arms read against `grpo` and against `ours`; with `every_seed`, the finals of its record."""
-    found = results()[sweep]
-    final_head = "final, mean and every seed" if every_seed else "final"
-    lines = [f"| arm | {final_head} | − `grpo`, 95 %, seeds ahead | − `ours` | "
-             "replayed clipped, % |", "|---|---|---|---|---|"]  # fmt: skip
+def printed(*values: tuple[float, float]) -> list[str]:
+    """Accuracy and pass % as paper A prints them."""
+    return [f"{accuracy:.2f} / {passed:.2f}" for accuracy, passed in values]
+
+
+def main_table() -> str:
+    """Paper A's printed table beside the sweep `tiny-main`."""
+    found, papers = results()["tiny-main"], yaml.safe_load(PAPERS.read_text())["paper_a"]["main"]
+    heads = ["arm", "printed, 0.6B", "1.7B", "4B", "`tiny`: rate", "final",
+             "− `grpo`", "clipped, %"]  # fmt: skip
+    rows = []
+    for arm in (*papers, "fifo"):
+        rate, final = found["rate"].get(arm), found["final"].get(arm, "")
+        of_paper = printed(*papers[arm]) if arm in papers else [""] * 3
+        rows.append([f"`{arm}`", *of_paper, f"{rate:.0e}" if rate else "", f"{final}",
+                     compared(found, arm), clipped_share(found, arm)])  # fmt: skip
+    return table(heads, rows)
+
+
+def ablations() -> str:
+    """The arms of `tiny-ablations` with their overrides, beside paper A's printed rows."""
+    found = results()["tiny-ablations"]
+    papers = yaml.safe_load(PAPERS.read_text())["paper_a"]["ablations"]
+    arms = read_sweep_file(shipped_sweeps()["tiny-ablations"]).arms
+    heads = ["arm", "`--set replay.…`", "final", "− `grpo`",
+             "clipped, %", "printed, 1.7B"]  # fmt: skip
+    rows = []
     for arm, final in found["final"].items():
-        if every_seed:
-            _, accuracies = courses(sweep, arm, "step")
-            final = f"{final} ({', '.join(f'{each:.1f}' for each in accuracies[:, -1])})"
-        ahead = compared(found, arm, "difference", "to_ours")
-        lines.append(
-            f"| {' | '.join([f'`{arm}`', f'{final}', *ahead, clipped_share(found, arm)])} |"
-        )
-    return "\n".join(lines) + "\n"
+        words = ", ".join(f"`{word.removeprefix('replay.')}`" for word in arms[arm])
+        of_paper = printed(papers[arm][1:])[0] if arm in papers else ""
+        rows.append([f"`{arm}`", words, f"{final}", compared(found, arm),
+                     clipped_share(found, arm), of_paper])  # fmt: skip
+    return table(heads, rows)
 
 
 CONDITIONS = {
-    "careful": "2.5e-5 (a quarter)", "bold": "4e-4 (four times)",
-    "small": "4 prompts a step (a quarter)", "starved": "64 groups of 2",
+    "careful": "rate 2.5e-5", "bold": "rate 4e-4",
+    "small": "4 prompts a step", "starved": "64 groups of 2",
     "lag": "weights every 4th step",
 }  # fmt: skip
 """The conditions of `tiny-robustness`, and what they change."""
@@ -217,15 +256,16 @@ CONDITIONS = {
 
 def tiny_robustness() -> str:
     found = results()["tiny-robustness"]
-    lines = ["| condition | arm | final | − `grpo` of the condition, 95 %, seeds ahead | "
-             "replayed clipped, % |", "|---|---|---|---|---|"]  # fmt: skip
-    for arm, final in found["final"].items():
+    heads = ["condition", "`grpo`", "arm", "final", "difference",
+             "clipped, %"]  # fmt: skip
+    rows = []
+    for arm in found["difference"]:
         condition, name = arm.split("-", 1)
-        what = CONDITIONS[condition] if name == "grpo" else ""
-        ahead = compared(found, arm, "difference")
-        cells = [what, f"`{arm}`", f"{final}", *ahead, clipped_share(found, arm)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        grpo = found["final"][f"{condition}-grpo"]
+        what = [CONDITIONS[condition], f"{grpo}"] if name == "ours" else ["", ""]
+        rows.append([*what, f"`{arm}`", f"{found['final'][arm]}", compared(found, arm),
+                     clipped_share(found, arm)])  # fmt: skip
+    return table(heads, rows)
 
 
 def clipped_share(found: dict[str, Any], arm: str) -> str:

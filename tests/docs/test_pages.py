@@ -120,13 +120,13 @@ def commands(page: str) -> list[list[str]]:
 
 def test_every_command_that_reproduces_the_papers_exists_and_its_recipe_loads():
     known = typer.main.get_command(app).commands
-    for name, *words in commands("reproduce.md"):
+    for name, *words in commands("results.md"):
         options = {option for each in known[name].params for option in each.opts}
         assert {word for word in words if re.match(r"--[a-z]", word)} <= options, (name, words)
         if name == "train":
             pairs = itertools.pairwise(words)
             load_recipe(words[0], [after for word, after in pairs if word == "--set"])
-    assert len(commands("reproduce.md")) > 10
+    assert len(commands("results.md")) > 10
 
 
 # --- snippets -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from grpo_replay.shipped_recipes import shipped_sweeps
 
 PAPERS = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text())
 A, B = PAPERS["paper_a"], PAPERS["paper_b"]
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reproduce.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text()
 
 
 def recipes_of(name: str) -> dict[str, Recipe]:
