@@ -1,5 +1,5 @@
 """Asynchronous mode: a collector process samples and scores; the trainer reads its groups.
 
-May import sampling, prompts, rewards, engine and the folders below them. docs/async.md has the
-picture.
+May import sampling, prompts, rewards, engine and the folders below them. docs/sampling.md
+describes its processes.
 """

@@ -63,7 +63,7 @@ class RunSection(Section):
     """Seed of everything random, except evaluation (`eval.seed`)."""
     mode: Literal["sync", "async"] = "sync"
     """`sync` generates, updates and pushes weights in turn. `async`: vLLM servers sample without
-    pause while the trainer works (docs/async.md)."""
+    pause while the trainer works (docs/sampling.md)."""
     sync_every_steps: Positive = 1
     """Training steps between weight pushes to the sampler. With k > 1 the sampler's policy is up to
     k - 1 steps old, on purpose (paper B); this needs `loss.behavior_logprobs: sampler`."""
