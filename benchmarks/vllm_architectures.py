@@ -1,4 +1,4 @@
-"""Which of the types of docs/models.md vLLM samples in process with right log-probs.
+"""Which of the types of docs/scaling.md vLLM samples in process with right log-probs.
 
     python benchmarks/vllm_architectures.py [TYPE ...] [--seconds 90] [--json docs/models_vllm.json]
 
