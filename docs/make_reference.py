@@ -1,9 +1,10 @@
-"""Write docs/recipe.md, docs/cli.md and docs/guide.ipynb from schema, commands and guide.
+"""Write docs/recipe.md and docs/cli.md from schema and commands.
 
     python docs/make_reference.py
     python docs/make_reference.py --run-notebook     # and run docs/guide.ipynb: some minutes
 
-A test fails when the files are not what this writes.
+A test fails when the files are not what this writes, and when the notebook has not the code of
+docs/index.md.
 """
 
 import inspect
@@ -143,48 +144,6 @@ def _usage(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
     return f"`{word}{value}`" + (f" (default {parameter.default})" if telling else "")
 
 
-def guide_notebook() -> str:
-    """docs/guide.md as a notebook: files are written by cells, commands begin with `!`, figures are
-    shown. A cell has the outputs that docs/guide.ipynb has of the same code."""
-    text = (DOCS / "guide.md").read_text(encoding="utf-8")
-    pattern = r"(?:`([\w.-]+)`:\n\n)?```(\w+)\n(.*?)```\n"
-    cells: list[dict[str, Any]] = []
-    end = 0
-    for block in re.finditer(pattern, text, re.DOTALL):
-        _add_cell(cells, "markdown", text[end : block.start()])
-        name, language, code = block.groups()
-        if language == "console":
-            _add_cell(cells, "markdown", block[0])
-        elif name:
-            _add_cell(cells, "code", f"%%writefile {name}\n{code}")
-        else:
-            _add_cell(cells, "code", "\n".join(f"!{line}" for line in code.splitlines()))
-            for figure in re.findall(r"--plot (\S+\.png)", code):
-                _add_cell(cells, "code", f"from IPython.display import Image\n\nImage({figure!r})")
-        end = block.end()
-    _add_cell(cells, "markdown", text[end:])
-    return _notebook_text(cells)
-
-
-def _add_cell(cells: list[dict[str, Any]], kind: str, source: str) -> None:
-    source = source.strip()
-    if not source:
-        return
-    cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}}
-    if kind == "code":
-        known = {each["source"]: each for each in _cells_that_ran()}.get(source, {})
-        for key, default in (("execution_count", None), ("outputs", [])):
-            cell[key] = known.get(key, default)
-    cells.append(cell | {"source": source})
-
-
-def _cells_that_ran() -> list[dict[str, Any]]:
-    if not NOTEBOOK.exists():
-        return []
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    return [cell for cell in cells if cell.get("execution_count")]
-
-
 def _notebook_text(cells: list[dict[str, Any]]) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4}
@@ -234,7 +193,6 @@ def _joined(outputs: list[dict[str, Any]], places: tuple[str, ...]) -> list[dict
 def main() -> None:
     (DOCS / "recipe.md").write_text(recipe_reference(), encoding="utf-8")
     (DOCS / "cli.md").write_text(cli_reference(), encoding="utf-8")
-    NOTEBOOK.write_text(guide_notebook(), encoding="utf-8")
     if "--run-notebook" in sys.argv[1:]:
         run_notebook()
 

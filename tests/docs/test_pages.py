@@ -5,6 +5,7 @@ import asyncio
 import importlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
@@ -48,12 +49,25 @@ def snippets(page: str, language: str = "python") -> list[str]:
     [
         ("recipe.md", "recipe_reference"),
         ("cli.md", "cli_reference"),
-        ("guide.ipynb", "guide_notebook"),
     ],
 )
 def test_a_generated_reference_is_current(page, maker):
     made = getattr(program("make_reference"), maker)()
     assert (DOCS / page).read_text() == made, "run python docs/make_reference.py"
+
+
+def test_the_notebook_has_the_code_of_the_start_page():
+    blocks = re.findall(
+        r"(?:`([\w.-]+)`:\n\n)?```(?!console)\w+\n(.*?)```", TEXTS["index.md"], re.S
+    )
+    expected = [
+        f"%%writefile {name}\n{code}" if name else re.sub(r"^", "!", code, flags=re.MULTILINE)
+        for name, code in ((name, code.strip()) for name, code in blocks)
+    ]
+    cells = json.loads((DOCS / "guide.ipynb").read_text(encoding="utf-8"))["cells"]
+    codes = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    assert [code for code in codes if "import Image" not in code] == expected
+    assert len(expected) > 10
 
 
 def test_pages_quote_the_measured_results():
@@ -219,11 +233,11 @@ def test_the_judge_of_docs_reads_yes_no_and_neither(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
-def test_every_command_of_the_guide_runs_and_the_model_learns(tmp_path):
-    for name, content in re.findall(r"`([\w.-]+)`:\n\n```\w+\n(.*?)```", TEXTS["guide.md"], re.S):
+def test_every_command_of_the_start_page_runs_and_the_model_learns(tmp_path):
+    for name, content in re.findall(r"`([\w.-]+)`:\n\n```\w+\n(.*?)```", TEXTS["index.md"], re.S):
         (tmp_path / name).write_text(content, encoding="utf-8")
     programs, outputs = Path(sys.executable).parent, {}
-    for command in "".join(snippets("guide.md", "bash")).splitlines():
+    for command in "".join(snippets("index.md", "bash")).splitlines():
         if command.startswith("pip install"):
             continue
         done = subprocess.run(
