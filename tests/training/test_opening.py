@@ -1,5 +1,6 @@
 """What a run looks at, says and refuses before its first step."""
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 from small_runs.trained import small_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.failures import PeerFailure
 from grpo_replay.errors import ModelError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
@@ -38,6 +40,7 @@ def test_a_run_says_what_it_leaves_out_and_what_its_sequences_cost(
 
     def warn(model, config, longest: int, on_cuda: bool) -> str:
         asked.append((model.dtype, longest, on_cuda))
+        logging.getLogger("grpo_replay.engine").warning("said by a check")
         return "scores are large"
 
     monkeypatch.setattr(opening, "float32_warning", warn)
@@ -48,10 +51,23 @@ def test_a_run_says_what_it_leaves_out_and_what_its_sequences_cost(
     listener = Listener()
     run_training(recipe, tmp_path / "run", False, listener)
     assert "scores are large" in listener.notices
+    assert "said by a check" in (tmp_path / "run/log/attempt_001.log").read_text()
     assert asked == [("float32", 6 + 16, False)]
     assert len(rooms) == 1 and 3 <= rooms[0] <= 6
     (left_out,) = [each for each in listener.notices if "left out" in each]
     assert "prompts.max_prompt_length 6" in left_out
+
+
+def test_of_several_ranks_the_lowest_that_a_check_refuses_speaks(tmp_path):
+    """This is rank 1, which has no such function; rank 0 has another reason."""
+    opened = opener(tmp_path / "run", replay={"priority": "nowhere.py:f"})
+    opened.comm = SimpleNamespace(
+        rank=1, is_main=False, all_gather_json=lambda mine: [["no such model", 3], mine]
+    )
+    with pytest.raises(PeerFailure, match="rank 0: no such model") as refused:
+        opened.check()
+    assert refused.value.exit_code == 3
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,13 @@ from collected import group
 
 from grpo_replay.collection.journal import Journal
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.errors import GrpoReplayError, NotFetchedError
+from grpo_replay.errors import GrpoReplayError, NotFetchedError, RecipeError
 from grpo_replay.lab.dry_run import dry_run_report
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.server import server_process
+from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.shipped_recipes import shipped_recipes
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import LOCK, RunDirectory
@@ -169,6 +173,15 @@ def test_of_a_broken_recipe(broken, tmp_path, monkeypatch):
     refused = compare(load_recipe("tiny", [*QUICK, *words(tmp_path)]), folder)
     assert refused is not None and expected in refused
     assert not folder.exists()
+
+
+def test_servers_that_a_run_launches_need_gpus_beside_its_ranks(monkeypatch):
+    monkeypatch.setattr(server_process, "_visible_devices", lambda: ["0", "1"])
+    servers = ["sampling.backend=vllm_server", "sampling.servers.launch=2"]
+    recipe = load_recipe("tiny", servers)
+    opening = replace(SamplerOpening.of(recipe, recipe.model.path, Comm()), on_gpu=True)
+    with pytest.raises(RecipeError, match="needs 2 GPUs in addition to the 1"):
+        VllmServerSampler.check(opening, ranks_here=1)
 
 
 def test_of_repeated_prompts_that_are_also_evaluated(tmp_path):
