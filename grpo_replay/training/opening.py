@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively, run_on_main
+from grpo_replay.engine.attention_scores import float32_warning
 from grpo_replay.engine.compiled import refuse_stage_3
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine, notices_of_precision
 from grpo_replay.engine.models import (
@@ -24,7 +25,6 @@ from grpo_replay.engine.models import (
     check_attention,
     check_vocabulary,
     drop_unwritable_settings,
-    float32_warning,
     load_config,
     load_policy,
     load_tokenizer,

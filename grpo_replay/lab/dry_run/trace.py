@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_replay.engine.models import DTYPES, has_whole_scores
+from grpo_replay.engine.attention_scores import has_whole_scores
+from grpo_replay.engine.models import DTYPES
 from grpo_replay.engine.policy_module import PolicyModule, find_body, find_head
 from grpo_replay.engine.weights import adapted_layers
 from grpo_replay.errors import ModelError, first_line
