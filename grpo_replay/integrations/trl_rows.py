@@ -298,6 +298,7 @@ def outcomes_of(
         (mean(log_ratio_BT**2) - mean_B**2).clamp(min=0),
         mean(ratio_BT - 1 - log_ratio_BT),
         mean(ratio_BT),
+        mean(ratio_BT**2),
         torch.where(mask_BT, ratio_BT, 0.0).amax(1),
         mean(entropy_BT),
     )

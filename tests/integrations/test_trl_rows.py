@@ -206,6 +206,7 @@ def test_outcomes_count_the_tokens_that_train():
     assert set(found) == {0, 2, 3}
     assert (found[0].tokens, found[0].clip_fraction, found[0].entropy) == (2, 0.5, 0.25)
     assert found[0].ratio_mean == pytest.approx(1.0) and found[0].ratio_max == pytest.approx(1.5)
+    assert found[0].ratio_squared_mean == pytest.approx(1.25)
     assert found[3].clip_fraction == 0.0
     logratios = np.log([1.5, 0.5])
     assert found[0].log_ratio_mean == pytest.approx(logratios.mean())
