@@ -147,7 +147,7 @@ def test_a_preset_is_applied_to_a_section_as_to_a_recipe(preset, section):
     [
         ("paper", {}, r"replay.preset: .*'grpo'.*'paper'"),
         ("ours", {"ratoi": 1}, r"'replay.ratoi'.*'ratio'"),
-        ("ours", {"priority": len}, "replay.priority: .*module:function"),
+        ("ours", {"priority": len}, "replay.priority: Input should be a valid string"),
         ("fifo", {"unused_first": True}, "replay.with_replacement"),
     ],
 )

@@ -6,6 +6,7 @@ import struct
 import sys
 import time
 import types
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,8 +130,9 @@ def test_trackio_has_every_row_of_a_resumed_run(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
-    log_a_killed_and_a_resumed_run("trackio", tmp_path)
-    rows = SQLiteStorage.get_logs("grpo-replay", tmp_path.name)
+    run = tmp_path / uuid.uuid4().hex  # its rows are elsewhere if another test has loaded trackio
+    log_a_killed_and_a_resumed_run("trackio", run)
+    rows = SQLiteStorage.get_logs("grpo-replay", run.name)
     first = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0), (6, math.nan), (7, 7.0)]
     again = [(6, math.nan), (7, 7.1), (8, 8.1), (9, 9.1)]
     assert str([(row["step"], row["loss"]) for row in rows]) == str(first + again)

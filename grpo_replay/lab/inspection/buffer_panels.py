@@ -142,7 +142,7 @@ def ages_panel(
 ) -> Panel:
     """For each age: what is stored now, all replays so far, and their outcomes, those of fresh
     rollouts at age 0. `limit` is the age in steps at which rollouts are evicted."""
-    headings = ("age", "stored now", "all replays", "clipped", "ratio", "ESS", "KL, nats")
+    headings = ("age", "stored now", "replays", "clipped", "ratio", "ESS", "KL")
     table = _table(*(headings if by_age else headings[:3]))
     places = np.linspace(0, len(staleness) - 1, min(len(staleness), _ROWS)).round().astype(int)
     for row in (staleness[place] for place in places):
@@ -151,9 +151,11 @@ def ages_panel(
             cells += [f"{outcome.clip_fraction:.2%}", f"{outcome.ratio:.4f}"]
             cells += [f"{outcome.ratio_ess:.3f}", f"{outcome.approx_kl:.4f}"]
         table.add_row(*cells)
-    notes = ["age 0: outcomes of fresh rollouts"] if 0 in by_age else []
+    notes = ["replays: all of the run"]
     if by_age:
-        notes.append("ESS: the share of the tokens that counts if their ratio weighs them")
+        notes += ["ESS: share of the tokens that counts if their ratio", "weighs them; KL in nats"]
+    if 0 in by_age:
+        notes.append("age 0: outcomes of fresh rollouts")
     if len(places) < len(staleness):
         notes.append(f"{len(places)} of {len(staleness)} ages; --json has all")
     if limit is not None and unit == "steps":
