@@ -227,6 +227,14 @@ class ReplaySection(Section):
     unused_first: bool = False
     """Draw rollouts that were never drawn before all others (paper B). Needs
     `with_replacement: false`."""
+    age_decay_steps: Annotated[float, Field(gt=0)] | None = None
+    """τ of a soft age: P ∝ p^α · exp(-age/τ), with the age at the draw (FreshPER, arXiv
+    2604.16918). No decay if null."""
+    max_uses: Positive | None = None
+    """Draws after which a rollout is not drawn again. No limit if null; with a limit
+    `with_replacement` must be false."""
+    cooldown_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps after one in which a rollout was drawn, in which it is not drawn again."""
     drop_zero_variance: bool = True
     """Exclude groups whose rewards are all equal from training and from the buffer, with any
     preset. If false, they are trained on and stored with advantage 0 (paper B)."""

@@ -195,6 +195,11 @@ def _draw_contradictions(replay: ReplaySection) -> Iterable[str]:
             "counts as used and cannot be drawn again before the others; set "
             "replay.with_replacement false"
         )
+    if replay.max_uses is not None and replay.with_replacement:
+        yield (
+            f"replay.max_uses {replay.max_uses} with replay.with_replacement: one draw could take "
+            "a rollout more often; set replay.with_replacement false, or replay.max_uses null"
+        )
     if replay.positive_fraction > 0 and replay.unit == "query":
         yield (
             "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "

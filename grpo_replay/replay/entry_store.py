@@ -130,10 +130,26 @@ class EntryStore:
         number. Between steps the buffer then holds entries of at most `max_age_steps` births."""
         return self._evict_born_before(step, step + 1)
 
-    def candidates(self) -> Candidates:
-        """The candidates of a draw from the buffer."""
+    def _drawable(self, step: int) -> np.ndarray:
+        """The places of entries that `replay.max_uses` and `replay.cooldown_steps` let be drawn in
+        `step`, int64 [N]."""
+        columns, settings = self._columns, self.settings
+        drawable_N = np.ones(len(self), dtype=np.bool_)
+        if settings.max_uses is not None:
+            drawable_N &= columns["times_used"] < settings.max_uses
+        if settings.cooldown_steps > 0:
+            unused_N = columns["times_used"] == 0
+            drawable_N &= unused_N | (step - columns["last_used_step"] > settings.cooldown_steps)
+        return np.flatnonzero(drawable_N)
+
+    def _candidates(self, places: np.ndarray | slice, step: int) -> Candidates:
         columns = self._columns
-        return Candidates(columns["priority"], columns["group_id"], columns["times_used"] > 0)
+        return Candidates(
+            columns["priority"][places],
+            columns["group_id"][places],
+            columns["times_used"][places] > 0,
+            step - columns["birth_step"][places],
+        )
 
     def draw(
         self, count: int, step: int, rng: np.random.Generator, fresh: Sequence[Entry] = ()
@@ -143,23 +159,28 @@ class EntryStore:
         No entry is removed. Uses of stored entries are recorded here, uses of fresh ones when
         they are inserted. The draw is empty if there are no candidates.
         """
-        stored = len(self)
+        rests = self.settings.max_uses is not None or self.settings.cooldown_steps > 0
+        places = self._drawable(step) if rests else np.arange(len(self))
+        stored = len(places)
         if count <= 0 or stored + len(fresh) == 0:
             return Draw.empty()
-        candidates = self.candidates()
+        candidates = self._candidates(places if rests else slice(None), step)
         if fresh:
             group_id_N = np.array([entry.group_id for entry in fresh], dtype=np.int64)
             if self.settings.unit == "query":
                 check_groups_adjacent(group_id_N)
             priority_N = entry_priorities(self.settings.priority, fresh)
             never_drawn_N = np.zeros(len(fresh), dtype=np.bool_)
-            candidates = candidates + Candidates(priority_N, group_id_N, never_drawn_N)
+            age_N = step - np.array([entry.birth_step for entry in fresh], dtype=np.int64)
+            candidates = candidates + Candidates(priority_N, group_id_N, never_drawn_N, age_N)
         picks = pick(candidates, count, self.settings, rng)
-        used = picks.indices[picks.indices < stored]
+        used = places[picks.indices[picks.indices < stored]]
         np.add.at(self._columns["times_used"], used, 1)
         self._columns["last_used_step"][used] = step
         entry_N = self._columns["entry"]
-        drawn = tuple(entry_N[i] if i < stored else fresh[i - stored] for i in picks.indices)
+        drawn = tuple(
+            entry_N[places[i]] if i < stored else fresh[i - stored] for i in picks.indices
+        )
         return Draw(
             entries=drawn,
             probabilities=picks.probabilities,

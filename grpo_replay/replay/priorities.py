@@ -1,5 +1,6 @@
-"""Priorities, draw probabilities (paper A, section 4) `P(i) = p_i^α / Σ_j p_j^α`, and draws of
-single rollouts or whole queries.
+"""Priorities, draw probabilities (paper A, section 4) `P(i) = p_i^α / Σ_j p_j^α`, with
+`replay.age_decay_steps` τ `P(i) ∝ p_i^α · exp(-age_i/τ)`, and draws of single rollouts or whole
+queries.
 
 Probabilities are computed in float64 from logarithms, so that no exponent overflows.
 """
@@ -136,8 +137,8 @@ def one_number_each(place: str, found: Any, count: int) -> np.ndarray:
 class DrawLaw:
     """The distribution of the first draw from N candidates.
 
-    `log_weight_N` is `α (ln p_i - max_j ln p_j)`: its maximum is 0, and it is -inf for candidates
-    that are never drawn. `weight_N` is its exponential, `total` the sum of the weights.
+    `log_weight_N` is `α ln p_i - age_i/τ` less its maximum, and -inf for candidates that are never
+    drawn. `weight_N` is its exponential, `total` the sum of the weights.
     """
 
     log_weight_N: np.ndarray
@@ -164,9 +165,11 @@ class DrawLaw:
         return math.log(self.total) - float((self.weight_N * finite).sum()) / self.total
 
 
-def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
-    """The distribution `P ∝ p^α`. With α = 0 it is exactly uniform, zero priorities included. With
-    α > 0 a candidate of priority 0 is never drawn.
+def draw_law(
+    priority_N: np.ndarray, exponent: float, log_factor_N: np.ndarray | None = None
+) -> DrawLaw:
+    """The distribution `P ∝ p^α · exp(log_factor)`. With α = 0 p plays no part, zero priorities
+    included. With α > 0 a candidate of priority 0 is never drawn.
 
     Raises RecipeError if α > 0 and all priorities are 0, as those of a user's function may be.
     """
@@ -174,8 +177,10 @@ def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
     if priority_N.size and not (np.isfinite(priority_N).all() and priority_N.min() >= 0):
         bad = int(np.flatnonzero(~(np.isfinite(priority_N) & (priority_N >= 0)))[0])
         raise ValueError(f"priority {bad} is {priority_N[bad]}: expected a finite number ≥ 0")
-    if exponent == 0 or priority_N.size == 0:
-        return DrawLaw(np.zeros_like(priority_N), np.ones_like(priority_N), float(priority_N.size))
+    if priority_N.size == 0:
+        return DrawLaw(priority_N, priority_N, 0.0)
+    if exponent == 0:
+        return _law_of(np.zeros_like(priority_N), log_factor_N)
     with np.errstate(divide="ignore"):
         log_priority_N = np.log(priority_N)
     largest = log_priority_N.max()
@@ -184,7 +189,13 @@ def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
             f"replay.priority: all {priority_N.size} priorities are 0, so no draw has a "
             "probability; return a number above 0, or leave the function's epsilon True"
         )
-    log_weight_N = exponent * (log_priority_N - largest)
+    return _law_of(exponent * (log_priority_N - largest), log_factor_N)
+
+
+def _law_of(log_weight_N: np.ndarray, log_factor_N: np.ndarray | None) -> DrawLaw:
+    if log_factor_N is not None:
+        log_weight_N = log_weight_N + log_factor_N
+        log_weight_N = log_weight_N - log_weight_N.max()
     weight_N = np.exp(log_weight_N)
     return DrawLaw(log_weight_N, weight_N, float(weight_N.sum()))
 
@@ -221,11 +232,13 @@ def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) ->
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
     """The rollouts that can be drawn: priority p (float64 [N], before the exponent), group id
-    (int64 [N]) and whether it was ever drawn (bool [N]). Rollouts of a group are adjacent."""
+    (int64 [N]), whether it was ever drawn (bool [N]) and age in training steps (int64 [N]).
+    Rollouts of a group are adjacent."""
 
     priority_N: np.ndarray
     group_id_N: np.ndarray
     used_N: np.ndarray
+    age_N: np.ndarray
 
     def __add__(self, other: "Candidates") -> "Candidates":
         return Candidates(
@@ -258,11 +271,15 @@ def pick(
     query is the mean over its rollouts.
     """
     if settings.unit == "rollout":
-        return _pick_units(candidates.priority_N, candidates.used_N, count, settings, rng)
+        return _pick_units(candidates, count, settings, rng)
     starts_Q, sizes_Q = query_spans(candidates.group_id_N)
-    priority_Q = np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q
-    used_Q = np.logical_or.reduceat(candidates.used_N, starts_Q)
-    queries = _pick_units(priority_Q, used_Q, count, settings, rng)
+    of_queries = Candidates(
+        np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q,
+        candidates.group_id_N[starts_Q],
+        np.logical_or.reduceat(candidates.used_N, starts_Q),
+        candidates.age_N[starts_Q],
+    )
+    queries = _pick_units(of_queries, count, settings, rng)
     sizes = sizes_Q[queries.indices]
     return Picks(
         indices=_members(starts_Q[queries.indices], sizes),
@@ -291,24 +308,22 @@ def check_groups_adjacent(group_id_N: np.ndarray) -> None:
 
 
 def _pick_units(
-    priority_U: np.ndarray,
-    used_U: np.ndarray,
-    count: int,
-    settings: ReplaySection,
-    rng: np.random.Generator,
+    units: Candidates, count: int, settings: ReplaySection, rng: np.random.Generator
 ) -> Picks:
     """Draw from all units; with `unused_first` from the units never drawn, then, if those are too
     few, from the others."""
+    priority_U, used_U, age_U = units.priority_N, units.used_N, units.age_N
     if not settings.unused_first:
-        return _pick_by_law(priority_U, count, settings, rng)
+        return _pick_by_law(priority_U, age_U, count, settings, rng)
     drawable_U = (priority_U != 0) | (settings.priority_exponent == 0)
     if not drawable_U.any():
         drawable_U[:] = True  # the law refuses them
     first, second = np.flatnonzero(drawable_U & ~used_U), np.flatnonzero(drawable_U & used_U)
     if first.size == 0:
         first, second = second, first
-    head = _pick_by_law(priority_U[first], count, settings, rng)
-    tail = _pick_by_law(priority_U[second], count - head.indices.size, settings, rng)
+    head = _pick_by_law(priority_U[first], age_U[first], count, settings, rng)
+    rest = count - head.indices.size
+    tail = _pick_by_law(priority_U[second], age_U[second], rest, settings, rng)
     return replace(
         head,
         indices=np.concatenate([first[head.indices], second[tail.indices]]),
@@ -317,9 +332,16 @@ def _pick_units(
 
 
 def _pick_by_law(
-    priority_U: np.ndarray, count: int, settings: ReplaySection, rng: np.random.Generator
+    priority_U: np.ndarray,
+    age_U: np.ndarray,
+    count: int,
+    settings: ReplaySection,
+    rng: np.random.Generator,
 ) -> Picks:
-    law = draw_law(priority_U, settings.priority_exponent)
+    decay = settings.age_decay_steps
+    law = draw_law(
+        priority_U, settings.priority_exponent, None if decay is None else -age_U / decay
+    )
     draw = draw_with_replacement if settings.with_replacement else draw_without_replacement
     indices = draw(law, count, rng)
     return Picks(

@@ -370,10 +370,12 @@ def test_unused_first_leaves_out_what_is_never_drawn():
     settings = replay_settings(unused_first=True, priority_exponent=1.0)
     priority_N, rng = np.array([0.0, 0.0, 1.0, 1.0]), np.random.default_rng(0)
     for used in ([True, False, True, True], [True, True, False, False]):
-        candidates = Candidates(priority_N, np.arange(4), np.array(used))
+        candidates = Candidates(priority_N, np.arange(4), np.array(used), np.zeros(4))
         picks = pick(candidates, 3, settings, rng)
         assert sorted(picks.indices) == [2, 3] and picks.probabilities.tolist() == [0.5, 0.5]
-    candidates = Candidates(np.zeros(4), np.arange(4), np.array([True, False, True, False]))
+    candidates = Candidates(
+        np.zeros(4), np.arange(4), np.array([True, False, True, False]), np.zeros(4)
+    )
     with pytest.raises(RecipeError, match="all 2 priorities are 0"):
         pick(candidates, 3, settings, rng)
 

@@ -14,25 +14,38 @@ _LOGGED_AS = {"completion_tokens": "completion_token_ids"}  # RunFiles has the l
 class _Units:
     """What one draw can take: rollouts, or queries with all their rollouts. C candidates, U units.
 
-    A draw takes by P ∝ p^α, p the mean over a unit's rollouts. With `unused_first` the units never
-    drawn and the others have a distribution each; `drawn_before_U` is False without it."""
+    A draw takes by P ∝ p^α · exp(-age/τ), p the mean over a unit's rollouts. With `unused_first`
+    the units never drawn and the others have a distribution each; `drawn_before_U` is False without
+    it. Rollouts that were drawn too often or too lately are no candidates."""
 
     def __init__(
-        self, run: RunFiles, settings: ReplaySection, candidate_C: np.ndarray, used_N: np.ndarray
+        self,
+        run: RunFiles,
+        step: int,
+        candidate_C: np.ndarray,
+        uses_N: np.ndarray,
+        last_use_N: np.ndarray,
     ) -> None:
+        settings = run.recipes.at(step).replay
+        uses_C, rest_C = uses_N[candidate_C], step - last_use_N[candidate_C]
+        may_C = (uses_C == 0) | (settings.cooldown_steps == 0) | (rest_C > settings.cooldown_steps)
+        candidate_C = candidate_C[may_C & (uses_C < (settings.max_uses or np.inf))]
         self.candidate_C = candidate_C
         name = "group_id" if settings.unit == "query" else "rollout_id"
         _, self.first_U, self.unit_C, self.size_U = np.unique(
             run.rollouts[name][candidate_C],
             return_index=True, return_inverse=True, return_counts=True,
         )  # fmt: skip
-        self.drawn_before_U = used_N[candidate_C][self.first_U] & settings.unused_first
+        self.drawn_before_U = (uses_N[candidate_C] > 0)[self.first_U] & settings.unused_first
         p_C = priorities(run, settings, candidate_C)
         p_U = np.bincount(self.unit_C, p_C, len(self.size_U)) / self.size_U
         self.log_weight_U = np.zeros(len(p_U))
         if settings.priority_exponent > 0:
             with np.errstate(divide="ignore"):
                 self.log_weight_U = settings.priority_exponent * np.log(p_U)
+        if settings.age_decay_steps is not None:
+            age_C = step - run.rollouts["birth_step"][candidate_C]
+            self.log_weight_U = self.log_weight_U - age_C[self.first_U] / settings.age_decay_steps
         self.drawable_U = np.isfinite(self.log_weight_U)
 
     def probability_U(self) -> np.ndarray:
@@ -61,22 +74,29 @@ class DrawChecks:
         self.probabilities = Check("probabilities", "P = p^alpha / sum p^alpha recomputed")
 
     def check(
-        self, step: int, candidate_C: np.ndarray, survivors: int, used_N: np.ndarray
+        self,
+        step: int,
+        candidate_C: np.ndarray,
+        survivors: int,
+        uses_N: np.ndarray,
+        last_use_N: np.ndarray,
     ) -> np.ndarray:
         """Check the draw of one step from the rows `candidate_C`, oldest first. Returns the drawn
-        rows that exist. `survivors` is B'; `used_N[row]` is True for rows drawn before."""
+        rows that exist. `survivors` is B'; `uses_N` and `last_use_N` are those before the step."""
         self.effective_sample_size = self.entropy = None
-        settings, draws = self.run.recipes.at(step).replay, self.run.draws_of(step)
-        rows, used_N = self.run.rows_of(draws["rollout_id"]), used_N.copy()
+        draws = self.run.draws_of(step)
+        rows = self.run.rows_of(draws["rollout_id"])
+        uses_N, last_use_N = uses_N.copy(), last_use_N.copy()
         stored = np.isin(rows, candidate_C)
         self.stored.expect_all(stored, naming(f"step {step}, drawn but not stored", draws, "step"))
         self._check_ages(step, draws, rows)
         if not stored.all():
             return rows[rows >= 0]
         for asked, mine in self._single_draws(step, draws, self._asked(step, survivors)):
-            units = _Units(self.run, settings, candidate_C, used_N)
+            units = _Units(self.run, step, candidate_C, uses_N, last_use_N)
             self._check_draw(step, chosen(draws, mine), rows[mine], units, asked)
-            used_N[rows[mine]] = True
+            np.add.at(uses_N, rows[mine], 1)
+            last_use_N[rows[mine]] = step
         return rows
 
     def _check_ages(self, step: int, draws: Columns, rows: np.ndarray) -> None:
@@ -125,6 +145,12 @@ class DrawChecks:
         """Check one draw of `asked` units."""
         settings = self.run.recipes.at(step).replay
         place_D = find_rows(units.candidate_C, rows_D)
+        rested_D = place_D >= 0
+        self.units.expect_all(
+            rested_D, naming(f"step {step}, drawn too often or too lately", draws, "step")
+        )
+        if not rested_D.all():
+            return
         unit_D = units.unit_C[place_D]
         drawn = unit_D[place_D == units.first_U[unit_D]]  # one for each query
 

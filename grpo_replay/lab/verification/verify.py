@@ -96,7 +96,7 @@ class _Replay:
         candidates = np.append(old, fresh) if settings.pools_fresh else old
         if settings.replays and settings.stores_first:
             candidates = _within_capacity(np.append(old, fresh), columns, settings)
-        drawn = self.draws.check(step, candidates, len(fresh), self.uses > 0)
+        drawn = self.draws.check(step, candidates, len(fresh), self.uses, self.last_use)
         np.add.at(self.uses, drawn, 1)
         self.last_use[drawn] = step
         self.stored = _after(before, fresh, step, columns, settings)
