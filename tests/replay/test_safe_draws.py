@@ -142,6 +142,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(run, tmp_path):
 
 def test_what_if_simulates_them(run):
     once = what_if(open_source(run.path), ["max_uses=1"])
-    assert once.changed["replayed_rollouts"] < once.same["replayed_rollouts"]
+    assert once.changed["never_drawn_share"] < once.same["never_drawn_share"]
     young = what_if(open_source(run.path), ["age_decay_steps=0.2"])
     assert young.changed["age_mean"] < young.same["age_mean"]
