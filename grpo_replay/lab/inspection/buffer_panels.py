@@ -151,9 +151,10 @@ def ages_panel(
             cells += [f"{outcome.clip_fraction:.2%}", f"{outcome.ratio:.4f}"]
             cells += [f"{outcome.ratio_ess:.3f}", f"{outcome.approx_kl:.4f}"]
         table.add_row(*cells)
-    notes = ["replays: all of the run"]
+    notes = ["replays: of the whole run"]
     if by_age:
-        notes += ["ESS: share of the tokens that counts if their ratio", "weighs them; KL in nats"]
+        notes = ["replays: of the whole run; KL in nats"]
+        notes.append("ESS: effective share of tokens weighed by ratio")
     if 0 in by_age:
         notes.append("age 0: outcomes of fresh rollouts")
     if len(places) < len(staleness):
