@@ -168,7 +168,7 @@ def test_the_buffer_works_in_another_trainer_and_loads_no_torch(tmp_path):
 def test_a_program_trains_evaluates_and_inspects_with_rows_and_a_function_of_its_own(tmp_path):
     recipes, own_task, *_ = snippets("api.md")
     trained, accuracy, _, arms = lines_of(recipes, tmp_path)
-    assert trained.split()[0] == "6" and 0 <= float(accuracy) <= 1 and arms == "['api']"
+    assert trained.split()[0] == "6" and 0 <= float(accuracy) <= 1 and arms == "['ours']"
     assert lines_of(own_task, tmp_path) == ["4 4 True"]
     assert train(None, tmp_path / "runs" / "add", resume=True).step == 4
 
