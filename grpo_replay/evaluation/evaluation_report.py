@@ -187,7 +187,7 @@ def temperatures_used(settings: Mapping[str, Any], names: Collection[str]) -> li
 def _temperatures(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """By benchmark: its own, or that of all without one."""
     described, shared = settings["benchmarks"], settings["temperature"]
-    return {name: described[name].get("temperature", shared) for name in names}
+    return {name: described[name].get("temperature", shared) for name in sorted(names)}
 
 
 def differing_settings(
