@@ -361,17 +361,22 @@ class OptimizerSection(Section):
         return self.learning_rate * remaining
 
 
+def outside(log_ratios: Any, low: float, high: float | None) -> Any:
+    """Where the ratio lies outside [low, high], as an array or tensor like `log_ratios`."""
+    least = math.log(low) if low else -math.inf
+    return (log_ratios < least) | (log_ratios > (math.inf if high is None else math.log(high)))
+
+
 class RatioBounds(Section):
-    """Bounds of an importance ratio."""
+    """Bounds of an importance ratio; no upper one if `high` is null."""
 
     level: Literal["token", "sequence"] = "token"
     low: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    high: Annotated[float, Field(gt=1)] = math.inf
+    high: Annotated[float, Field(gt=1)] | None = None
 
     def excludes(self, log_ratios: Any) -> Any:
         """Where the ratio lies outside, as an array or tensor like `log_ratios`."""
-        low = math.log(self.low) if self.low else -math.inf
-        return (log_ratios < low) | (log_ratios > math.log(self.high))
+        return outside(log_ratios, self.low, self.high)
 
 
 class SamplerRatio(RatioBounds):

@@ -5,7 +5,6 @@ numpy only. Rank 0 plans for all ranks. Every rank gets the same number of micro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -158,13 +157,9 @@ def sampler_weights(rollout: Rollout, settings: LossSection) -> np.ndarray:
     assert rollout.behavior_logprobs is not None
     log_ratios_T = rollout.behavior_logprobs.astype(np.float64) - rollout.sampler_logprobs
     if bounds.level == "sequence":
-        log_ratios_T[:] = log_ratios_T.sum(where=_trains(rollout))
+        mask_T = rollout.completion_mask
+        log_ratios_T[:] = log_ratios_T.sum(where=True if mask_T is None else mask_T)
     weights_T = np.exp(np.minimum(log_ratios_T, MOST_LOG_WEIGHT))
     if bounds.action == "truncate":
         return weights_T.clip(bounds.low, bounds.high).astype(np.float32)
     return np.where(bounds.excludes(log_ratios_T), 0.0, weights_T).astype(np.float32)
-
-
-def _trains(rollout: Rollout) -> Any:
-    """bool [T], or True for all."""
-    return True if rollout.completion_mask is None else rollout.completion_mask

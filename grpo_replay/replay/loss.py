@@ -6,14 +6,15 @@ multiplies them by the weights of `batch.token_weights` and sums, so that the no
 of the whole mini-batch, independent of micro-batches and ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from grpo_replay.errors import RecipeError
-from grpo_replay.recipe import LossSection, RatioBounds
+from grpo_replay.recipe import LossSection
+from grpo_replay.recipe.grpo_sections import outside
 from grpo_replay.recipe.open_lists import LOSSES
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip threshold, and finite in fp32
@@ -69,8 +70,15 @@ def sequence_log_ratios(log_ratios_C: torch.Tensor, lengths_R: Sequence[int]) ->
 
     Two rollouts with log-ratios [0.1, 0.3] and [-0.4] give [0.2, 0.2, -0.4].
     """
-    rows = log_ratios_C.split(list(lengths_R))
-    return torch.cat([row_T.mean().expand_as(row_T) for row_T in rows])
+    return _of_rollouts(torch.mean, log_ratios_C, lengths_R)
+
+
+def _of_rollouts(
+    reduce: Callable[[torch.Tensor], torch.Tensor], values_C: torch.Tensor, lengths_R: Sequence[int]
+) -> torch.Tensor:
+    """For each token what `reduce` makes of its rollout's values."""
+    rows = values_C.split(list(lengths_R))
+    return torch.cat([reduce(row_T).expand_as(row_T) for row_T in rows])
 
 
 def asymmetric_reinforce(
@@ -109,16 +117,14 @@ def masked_tokens(
     if settings.ratio_mask is not None:
         logs_C = log_ratios_C
         if settings.ratio_mask.level == "sequence":
-            rows = log_ratios_C.split(list(lengths_R))
-            logs_C = torch.cat([row_T.sum().expand_as(row_T) for row_T in rows])
+            logs_C = _of_rollouts(torch.sum, log_ratios_C, lengths_R)
         masked_C = settings.ratio_mask.excludes(logs_C)
     if settings.max_negative_kl is not None:
         far_C = -sequence_log_ratios(log_ratios_C, lengths_R) > settings.max_negative_kl
         masked_C = masked_C | (negative_C & far_C)
     if settings.negative_veto is not None:
-        low, high = settings.negative_veto
-        outside = RatioBounds(low=low, high=high).excludes(log_ratios_C).split(list(lengths_R))
-        later_C = torch.cat([row_T.cumsum(0) > row_T.long() for row_T in outside])
+        rows = outside(log_ratios_C, *settings.negative_veto).split(list(lengths_R))
+        later_C = torch.cat([row_T.cumsum(0) > row_T.long() for row_T in rows])
         masked_C = masked_C | (negative_C & later_C)
     return masked_C
 

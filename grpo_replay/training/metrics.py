@@ -209,7 +209,7 @@ def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Met
     parts = [sampler_weights(rollout, loss) for rollout in trained]
     weights_C = np.concatenate([np.zeros(0, np.float32), *parts])
     bounds = loss.sampler_ratio
-    reached = [0.0] if bounds.action == "mask" else [bounds.low, bounds.high]
+    reached = [0.0] if bounds.action == "mask" else [bounds.low, bounds.high or math.inf]
     capped_C = np.isin(weights_C, np.array(reached, np.float32))
     return {
         "sampler/weight_mean": float(weights_C.mean(dtype=np.float64)) if len(weights_C) else None,

@@ -440,3 +440,9 @@ def test_reward_functions_that_all_weigh_nothing_are_refused():
     with pytest.raises(RecipeError, match="every weight is 0"):
         resolve_recipe([nothing])
     resolve_recipe([{"reward": {"function": [one, {**other, "name": "m"}]}}])
+
+
+def test_bounds_of_ratios_are_read_again_as_they_were_written():
+    for given in ("{low: 0.5}", "{high: 5}"):
+        recipe = load_recipe("tiny", [f"loss.ratio_mask={given}", f"loss.sampler_ratio={given}"])
+        assert resolve_recipe([recipe.model_dump(mode="json")]) == recipe

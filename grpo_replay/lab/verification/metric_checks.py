@@ -15,7 +15,7 @@ import numpy as np
 from grpo_replay.lab.verification.rollout_checks import is_too_old
 from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, chosen
 
-_OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl")
+_OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl", "ratio_ess")
 
 Values = dict[str, float | int | None]
 
@@ -112,14 +112,14 @@ def _by_age(replayed: Columns, ages: np.ndarray) -> Values:
     return {
         f"replay/age_{each}/{name}": _of_tokens(chosen(replayed, bin_N == each), name)
         for each in np.unique(bin_N)
-        for name in (*_OUTCOMES, "ratio_ess")
+        for name in _OUTCOMES
     }
 
 
 def _side(side: str, columns: Columns) -> Values:
     highest = np.where(columns["tokens"] > 0, columns["ratio_max"], 0.0)
     return {
-        **{f"{side}/{name}": _of_tokens(columns, name) for name in (*_OUTCOMES, "ratio_ess")},
+        **{f"{side}/{name}": _of_tokens(columns, name) for name in _OUTCOMES},
         f"{side}/ratio_max": float(highest.max()) if len(highest) else None,
     }
 
