@@ -224,7 +224,7 @@ def _recipe_of_run(
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 
     given = None if recipe is None else load_recipe(recipe, overrides)
-    if resume and not (given and RunDirectory(path).is_unborn):
+    if resume and not (given and RunDirectory(path).only_opened):
         refuse_missing(path)
         found = recipe_to_resume(path, None, _words(overrides))
         if given is not None:

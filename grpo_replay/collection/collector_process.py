@@ -36,7 +36,7 @@ PARENT_POLL_SECONDS = 0.5
 
 
 def main() -> int:
-    """The exit code: 0 after Stop, 1 after a failure, which rank 0 was told."""
+    """The exit code: 0 after Stop, 1 after a failure, which was reported to rank 0."""
     given = json.loads(Path(sys.argv[1]).read_text())
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -230,7 +230,7 @@ class CheckedWeights:
     """Yields the tensors that fit, and collects everything else in `problems`.
 
     Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
-    leaves a collective gather early; after it `problems` also names what never came. With
+    leaves a collective gather early; after it `problems` also names what never arrived. With
     `any_name`, for a receiver that stores tied tensors once, one of their names is enough.
     """
 
@@ -270,7 +270,7 @@ class CheckedWeights:
         if shape is None:
             return f"unknown tensor {name}"
         if name in self._seen:
-            return f"{name} came twice"
+            return f"{name} arrived twice"
         if tuple(tensor.shape) != shape:
             return f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"
         if tensor.is_floating_point() and tensor.dtype not in (expected.dtype, torch.float32):

@@ -218,7 +218,7 @@ class ReplayMixin(_Host):
         # A dropped rollout has no behaviour log-probs. In a row of padding, any will do.
         return batch.rollouts, replace(rollouts[0], behavior_logprobs=rollouts[0].sampler_logprobs)
 
-    # What came of it
+    # Results
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

@@ -118,8 +118,8 @@ def _row(
     if "tool_mask" in tensors:
         mask_T = tensors["tool_mask"][: len(tokens_T)].bool().numpy()
     prompt_P = tensors["prompt_ids"][tensors["prompt_mask"].bool()].numpy().astype(np.int32)
-    came = not np.isnan(reward)
-    scores = takewhile(np.isfinite, scores_F if came and len(scores_F) > 1 else ())
+    rewarded = not np.isnan(reward)
+    scores = takewhile(np.isfinite, scores_F if rewarded and len(scores_F) > 1 else ())
     return {
         "prompt_id": hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()[:16],
         "prompt_token_ids": prompt_P,
@@ -127,14 +127,14 @@ def _row(
         "completion_text": _text(completion),
         "behavior_logprobs": behavior_T,
         "sampler_logprobs": sampler_T,
-        "reward": float(reward) if came else None,
+        "reward": float(reward) if rewarded else None,
         "reward_scores": tuple(map(float, scores)),
         "advantage": float(tensors["advantages"]),
         "finish_reason": "stop" if token_ids and token_ids[-1] in eos_ids else "length",
-        "verdict": "scored" if came else "none",
+        "verdict": "scored" if rewarded else "none",
         "completion_mask": mask_T,
         "extras": {name: per_token(name) for name in extras if name in tensors},
-        "kept": came and not masked and (mask_T is None or bool(mask_T.any())),
+        "kept": rewarded and not masked and (mask_T is None or bool(mask_T.any())),
     }
 
 
@@ -162,7 +162,7 @@ def make_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a step from the rows of all processes, which are ordered by group. Dropped
     ones have `kept` False: all rewards of the group are equal or all its advantages 0 (unless
-    `keep_zero_variance`), fewer than two of the group came, its own did not come, or no token
+    `keep_zero_variance`), fewer than two of the group have a reward, it has none, or no token
     trains. Of several reward functions the first decides what is correct. Raises UsageError for a
     group that is none."""
     rollouts: list[Rollout] = []

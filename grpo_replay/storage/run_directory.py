@@ -134,7 +134,7 @@ class RunDirectory:
             self._lock = None
 
     @property
-    def is_unborn(self) -> bool:
+    def only_opened(self) -> bool:
         """True for a folder with nothing but what a run that died while it began may leave."""
         return self.path.is_dir() and self._names <= set(_OPENING_FILES)
 
@@ -146,7 +146,7 @@ class RunDirectory:
             return not self.path.exists()
         # Without a lock what is there is somebody's: a run locks its folder first.
         begun = {*STEP_FOLDERS, "checkpoints", CHANGES_FOLDER, self.metrics_path.name}
-        return self.is_unborn or ((self.path / LOCK).exists() and not begun & self._names)
+        return self.only_opened or ((self.path / LOCK).exists() and not begun & self._names)
 
     @property
     def _names(self) -> set[str]:

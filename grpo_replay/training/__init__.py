@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the user is told when a run opens. `key` is the stage that says it
+    """What a run says to its user when it opens. `key` is the stage that says it
     (`opening.RunOpener.stages`), or "disk"."""
 
     key: str

@@ -78,7 +78,7 @@ CHANGE_NO_UPDATE = (
     "tracking.",
 )
 """Keys, and beginnings of keys, that change the updates of recorded steps by rounding at most. What
-`reward.` changes is told by `_reward_changes`."""
+`reward.` changes is reported by `_reward_changes`."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     """Called on rank 0 only."""
     refuse_other_journal(recipe)
     refuse_secrets(recipe)
-    if not resume or run_dir.is_unborn:
+    if not resume or run_dir.only_opened:
         run_dir.refuse_occupied()
         run_dir.refuse_unwritable()
         refuse_recorded_groups(run_dir.path)

@@ -1,4 +1,4 @@
-"""The evaluations of a run, before, during and after training; and what came of it: summary.json,
+"""The evaluations of a run, before, during and after training; and their result: summary.json,
 and the README of a checkpoint's model."""
 
 import logging

@@ -66,7 +66,7 @@ NORM = "model.layers.1.self_attn.k_norm.weight"
 BROKEN = {
     "missing": (lambda named: without(named, NORM), f"missing tensor {NORM}"),
     "unknown": (lambda named: [*named, ("module.x", torch.ones(1))], "unknown tensor module.x"),
-    "twice": (lambda named: [*named, named[3]], "came twice"),
+    "twice": (lambda named: [*named, named[3]], "arrived twice"),
     "shape": (
         lambda named: [*without(named, NORM), (NORM, torch.ones(0))],
         rf"{NORM} has shape \[0\], expected \[16\]",

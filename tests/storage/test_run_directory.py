@@ -129,7 +129,7 @@ def test_sigkill_at_any_moment_of_the_opening_blocks_nothing(tmp_path):
     assert len(unborn) >= 7 and folders[-1] not in unborn
     for folder in unborn:
         directory = RunDirectory(folder)
-        assert directory.is_unborn
+        assert directory.only_opened
         directory.create(load_recipe("tiny"))
         directory.unlock()
 

@@ -34,7 +34,7 @@ ROLLOUT = np.dtype(
         ("logged_step", np.int64),  # took it from the sampler; after its birth if asynchronous
         ("reward", np.float64),  # NaN if it did not come
         ("advantage", np.float64),  # NaN if the rollout was dropped
-        ("group_reward_std", np.float64),  # 0 if all are equal, NaN if fewer than two came
+        ("group_reward_std", np.float64),  # 0 if all are equal, NaN if fewer than two have a reward
         ("group_correct", np.int32),  # correct rollouts of the group
         ("kept", np.bool_),
         ("prompt_id", np.object_),

@@ -86,7 +86,7 @@ def evaluation_at(run: FinishedRun, step: int) -> EvaluationReport:
 
 
 class UnfinishedRun(DataError):
-    """A run without a result. `reason` says how far it came."""
+    """A run without a result. `reason` says how far it got."""
 
     def __init__(self, path: Path, reason: str, remedy: str) -> None:
         super().__init__(f"{path}: {reason}; a report needs finished runs: {remedy}, or omit it")

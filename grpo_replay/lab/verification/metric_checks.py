@@ -48,15 +48,15 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
     if not len(columns["reward"]):
         return {}  # an error of the groups
     _, first, group_N = np.unique(columns["group_id"], return_index=True, return_inverse=True)
-    came = ~np.isnan(columns["reward"])
-    rewarded = np.bincount(group_N, weights=came)
+    has_reward_N = ~np.isnan(columns["reward"])
+    rewarded = np.bincount(group_N, weights=has_reward_N)
     correct, std = columns["group_correct"][first][rewarded > 0], columns["group_reward_std"][first]
     lengths = columns["completion_token_ids"]
     return {
-        "reward": mean_of(columns["reward"][came]),
+        "reward": mean_of(columns["reward"][has_reward_N]),
         "reward_std": mean_of(std[~np.isnan(std)]),
-        "reward/missing_fraction": mean_of(~came),
-        "frac_reward_zero_std": mean_of(columns["group_reward_std"][came] == 0),
+        "reward/missing_fraction": mean_of(~has_reward_N),
+        "frac_reward_zero_std": mean_of(columns["group_reward_std"][has_reward_N] == 0),
         "groups/all_correct_fraction": mean_of(correct == rewarded[rewarded > 0]),
         "groups/all_wrong_fraction": mean_of(correct == 0),
         "completions/mean_length": mean_of(lengths),
