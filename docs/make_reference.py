@@ -13,6 +13,8 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -36,15 +38,16 @@ def recipe_reference() -> str:
         "",
         "A recipe is a YAML file; `--set section.key=value` overrides any key. Precedence:",
         "defaults < file < `--set`. Unknown keys are refused. A run saves the resolved recipe.",
+        "Each key is shown with its default.",
         "",
         "Values are YAML 1.2: `010` is 10, `1e3` a number, `on` and `1:30` are text; a key is",
-        "written once. After `--set`, all that follows `=` is the text of a text key, `#`",
-        "included, unless it is empty, `null`, `~` or in quotes. In a file, put text in quotes",
-        "that YAML reads as something else: `revision: '1e3'`, `answer_field: '####'`.",
+        "written once. After `--set`, all that follows `=` is the text of a text key, unless it is",
+        "empty, `null`, `~` or in quotes. In a file, quote text that YAML reads as something else:",
+        "`revision: '1e3'`, `answer_field: '####'`.",
         "",
-        "A replay preset sets these keys. It overrides values from lower layers; the same or a",
-        "higher layer can override it. A preset first resets the keys that presets of lower layers",
-        "set. `grpo` does not: it only switches replay off, as the baseline of that recipe.",
+        "A replay preset sets these keys. The same or a higher layer can override it, and it first",
+        "resets what presets of lower layers set. `grpo` resets nothing: it only switches replay",
+        "off, as the baseline of that recipe.",
         "",
         "| preset | sets |",
         "|---|---|",
@@ -65,17 +68,25 @@ def _section(path: str, section: type[Section]) -> list[str]:
         defaults = section().model_dump().items()
         known = ", ".join(f"`{k}: {json.dumps(v)}`" for k, v in defaults)
         return [*lines, " ".join((section.__doc__ or "").split()), f"Defaults: {known}."]
-    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    lines += ["| key | meaning |", "|---|---|"]
     nested = []
     for key, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             nested += ["", *_section(f"{path}.{key}", field.annotation)]
             continue
         default = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
-        meaning = " ".join((field.description or "").split())
-        allowed = _allowed(properties[key])
-        lines.append(f"| `{key}` | {_cell(f'`{default}`')} | {_cell(allowed)} | {_cell(meaning)} |")
+        meaning = _meaning(_allowed(properties[key]), " ".join((field.description or "").split()))
+        lines.append(f"| {_cell(f'`{key}: {default}`')} | {_cell(meaning)} |")
     return lines + nested
+
+
+def _meaning(allowed: str, text: str) -> str:
+    """The description, after the allowed values if they are more than a type and not all in it."""
+    allowed = allowed.removesuffix(" or null")
+    bare = {"true, false", "text", "mapping", "integer", "number"}
+    if bare.issuperset(allowed.split(" or ")) or all(each in text for each in allowed.split(", ")):
+        return text
+    return f"{allowed[0].upper()}{allowed[1:]}. {text}"
 
 
 def _allowed(schema: dict[str, Any]) -> str:
@@ -108,7 +119,7 @@ def cli_reference() -> str:
         "",
         "Generated from `grpo_replay/cli/options.py` by `docs/make_reference.py`.",
         "",
-        "Results go to stdout, progress and notices to stderr; `--json` prints one JSON document.",
+        "Results go to stdout, progress and notices to stderr.",
         "",
         "| exit code | meaning |",
         "|---|---|",
@@ -120,15 +131,29 @@ def cli_reference() -> str:
         "a failing reward function |",
         "| 130 | interrupted: after a checkpoint, or at a second Ctrl-C at once |",
     ]
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__
-        meaning = " ".join((command.callback.__doc__ or "").split())
+    commands = {each.name or each.callback.__name__: each.callback
+                for each in app.registered_commands}  # fmt: skip
+    options = {name: _options(command) for name, command in commands.items()}
+    counts = Counter(each for rows in options.values() for each in rows)
+    shared = [each for each, count in counts.items() if count > 1]
+    lines += ["", "| option of several commands | |", "|---|---|", *shared]
+    for name, command in commands.items():
+        meaning = " ".join((command.__doc__ or "").split())
         lines += ["", f"## grpo-replay {name}", "", meaning, "", "| | |", "|---|---|"]
-        hints = get_type_hints(command.callback, include_extras=True)
-        for parameter in inspect.signature(command.callback).parameters.values():
-            kind, info = get_args(hints[parameter.name])
-            lines.append(f"| {_cell(_usage(parameter, kind, info))} | {_cell(info.help or '')} |")
+        lines += [each for each in options[name] if each not in shared]
+        also = [f"`{each.split('`')[1].split()[0]}`" for each in options[name] if each in shared]
+        lines += ["", f"Also {', '.join(also)}."] if also else []
     return "\n".join(lines) + "\n"
+
+
+def _options(command: Callable[..., Any]) -> list[str]:
+    """A row of a table for each argument and option of a command."""
+    hints = get_type_hints(command, include_extras=True)
+    rows = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind, info = get_args(hints[parameter.name])
+        rows.append(f"| {_cell(_usage(parameter, kind, info))} | {_cell(info.help or '')} |")
+    return rows
 
 
 def _usage(parameter: inspect.Parameter, kind: Any, info: Any) -> str:

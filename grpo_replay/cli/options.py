@@ -118,8 +118,8 @@ class TrainOptions:
         "--dry-run",
     )
     sample: int | None = option(
-        "With --dry-run: a first look at this many groups of the first step: success, signal, "
-        "lengths, seconds a step. Loads the model.",
+        "With --dry-run: sample this many groups of the first step: success, signal, lengths, "
+        "seconds a step. Loads the model.",
         min=1,
     )
     gpu_memory_gib: float | None = option("With --dry-run: memory of each GPU, in GiB.", min=1)

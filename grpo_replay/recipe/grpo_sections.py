@@ -73,31 +73,27 @@ class WeightedReward(Section):
 
 class RewardSection(Section):
     function: str | Annotated[list[WeightedReward], Field(min_length=1)] = "boxed"
-    """Reward function: `boxed` grades the last box; `math_verify` the whole completion; `minerva`
-    and `math_verify_boxed` are what paper A trained and evaluated with; or your own as
-    `module:function` or `file.py:function`: `f(completion, answer, row) -> float`, for a batch, or
-    in verl's or TRL's form (docs/rewards.md). Several: a list of names or of `{function: …, weight:
-    1.0, name: null}`; the reward is the weighted sum of their scores, and the first alone decides
-    which rollouts count as correct."""
+    """`boxed` grades the last box, `math_verify` the whole completion; paper A trained with
+    `minerva` and evaluated with `math_verify_boxed`; or your own (docs/rewards.md). Several: a list
+    of names or of `{function: …, weight: 1.0, name: null}`; the reward is their weighted sum, and
+    the first alone decides which rollouts count as correct."""
     correct: Score = 1.0
-    """Score of a correct answer. A score of your own function counts as correct from here on."""
+    """Score of a correct answer; your own function's score counts as correct from here on."""
     incorrect: Score = -1.0
     """Score of any other answer."""
     overlong_buffer_tokens: Positive | None = None
-    """L_cache of DAPO's soft overlong punishment: within so many tokens of
-    `sampling.max_completion_length`, a score `overlong` falls linearly from 0 to -1, and is added
-    to the reward. No penalty if null."""
+    """L_cache of DAPO's soft overlong punishment: a score `overlong` that falls from 0 to -1 over
+    the last tokens before `sampling.max_completion_length`, added to the reward. Null: none."""
     mask_truncated: bool = False
-    """Neither train on nor store completions that were cut off at the length limit (DAPO's overlong
-    filtering). Their rewards still count in the mean and standard
-    deviation of their group."""
+    """Neither train on nor store truncated completions (DAPO). Their rewards count in their
+    group."""
     max_failed_share: Fraction = 0.5
-    """The run stops if a reward function crashes, runs out of time or memory, or returns None on a
-    larger share of a step's completions. 1 never stops."""
+    """The run stops if rewards are missing on a larger share of a step's completions. 1 never
+    stops."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Verifier processes per rank."""
     time_limit_seconds: Seconds = 10.0
-    """Maximum time to grade one completion. A worker that takes longer is killed."""
+    """Maximum time to grade one completion; then its worker is killed."""
 
     @field_validator("function", mode="before")
     @classmethod
@@ -155,14 +151,12 @@ class RewardSection(Section):
 
 class AdvantageSection(Section):
     estimator: one_of(ADVANTAGES) = "group_relative"  # type: ignore[valid-type]
-    """Advantages of a group's rollouts from their rewards: (r - μ_g) / (σ_g + ε_σ), or your own
-    function `f(rewards, settings) -> np.ndarray` (docs/extend.md)."""
+    """(r - μ_g)/(σ_g + ε_σ), or your own `f(rewards, settings) -> np.ndarray` (docs/api.md)."""
     std: Literal["population", "sample", "none"] = "population"
-    """Standard deviation of a group, σ_g: `population` divides by G, `sample` by G - 1. The paper's
-    closed forms need `population`; verl and TRL use `sample`. `none`: A = r - μ_g is not divided,
-    as in Dr. GRPO (arXiv 2503.20783), which also has `loss.aggregation: constant`."""
+    """σ_g divides by G (`population`, which the paper's closed forms need) or G - 1 (`sample`, as
+    verl and TRL). `none`: A = r - μ_g (Dr. GRPO, with `loss.aggregation: constant`)."""
     epsilon: Annotated[float, Field(ge=0)] = 1e-6
-    """ε_σ, added to σ_g in the denominator of the advantage."""
+    """ε_σ, added to σ_g."""
 
     @property
     def divide_by_std(self) -> bool:
@@ -195,52 +189,46 @@ class Machines(Section):
 
 class ReplaySection(Section):
     preset: Literal["grpo", "uniform", "group_std", "ours", "fifo"] = "ours"
-    """Sets `unit`, `priority`, `composition`, `with_replacement` and `drop_zero_variance`; `fifo`
-    also `max_age_steps` and `warmup_steps`. `grpo` sets nothing, and neither stores nor draws."""
+    """Sets the keys of the table above. `grpo` neither stores nor draws."""
     unit: Literal["rollout", "query"] = "rollout"
-    """What one draw takes: a single rollout, or all stored rollouts of one prompt's group."""
+    """What one draw takes: a rollout, or all stored rollouts of a group."""
     priority: one_of(PRIORITIES) = "abs_advantage"  # type: ignore[valid-type]
-    """Priority p of a rollout: |A| + ε, 1, σ_g + ε with ε = 1e-6, or your own function
-    `f(columns) -> np.ndarray` of logged columns, row by row (docs/extend.md). `abs_advantage` needs
-    the rollout unit."""
+    """p of a rollout: |A| + ε, 1, σ_g + ε with ε = 1e-6, or your own `f(columns) -> np.ndarray`
+    (docs/api.md). `abs_advantage` needs unit rollout."""
     priority_exponent: Annotated[float, Field(ge=0, le=1000)] = 0.5
     """α of P ∝ p^α. 0 draws uniformly."""
     composition: Literal["fresh_anchored", "pool", "buffer_only"] = "fresh_anchored"
-    """`fresh_anchored`: all fresh survivors plus a draw from the buffer. `pool`: one draw from
-    fresh and stored rollouts together. `buffer_only`: fresh rollouts enter the buffer, then the
-    whole batch is drawn from it (paper B)."""
+    """`fresh_anchored`: all fresh survivors plus a draw. `pool`: one draw from fresh and stored
+    together. `buffer_only`: fresh rollouts enter the buffer, then the whole batch is drawn from it
+    (paper B)."""
     ratio: Annotated[float, Field(ge=0, le=1000)] = 0.5
-    """r, replayed rollouts per fresh survivor. For `buffer_only`, drawn rollouts per generated
-    rollout, B/R; null: y = μ·T/W of `machines`."""
+    """r, replayed rollouts per fresh survivor; for `buffer_only` drawn per generated rollout, B/R.
+    Null: μ·T/W of `machines`."""
     machines: Machines | None = None
-    """(W, T) of paper B's asynchronous system, for which a synchronous FIFO recipe stands in, as
-    `{workers: 5, trainers: 3, mu: 6.84}`: compute is charged by them, not by the uses that happen
-    (`cost/gamma`, and the axis of `report`)."""
+    """(W, T) of paper B's asynchronous system that a synchronous FIFO recipe stands for, as
+    `{workers: 5, trainers: 3, mu: 6.84}`: `cost/gamma` and `report` charge compute by them."""
     max_age_steps: Positive | None = 10
-    """τ_max, maximum age of a stored rollout in training steps. No limit if null."""
+    """τ_max, maximum age of a stored rollout in training steps. Null: no limit."""
     warmup_steps: Annotated[int, Field(ge=0)] = 20
-    """Number of first training steps that fill the buffer without drawing from it."""
+    """First training steps that fill the buffer without drawing."""
     capacity_rollouts: Positive = 30_000
-    """Maximum number of stored rollouts. The oldest are evicted first."""
+    """Maximum stored rollouts; the oldest are evicted."""
     with_replacement: bool = False
-    """Draw with replacement within a draw: one a step, for `buffer_only` one an update."""
+    """Draw with replacement within a draw (one a step; `buffer_only`: one an update)."""
     unused_first: bool = False
-    """Draw rollouts that were never drawn before all others (paper B). Needs
-    `with_replacement: false`."""
+    """Draw rollouts never drawn before all others (paper B). Needs `with_replacement: false`."""
     age_decay_steps: Annotated[float, Field(gt=0)] | None = None
-    """τ of a soft age: P ∝ p^α · exp(-age/τ), with the age at the draw (FreshPER, arXiv
-    2604.16918). No decay if null."""
+    """τ of P ∝ p^α · exp(-age/τ), age at the draw (FreshPER). Null: no decay."""
     max_uses: Positive | None = None
-    """Draws after which a rollout is not drawn again. No limit if null; with a limit
-    `with_replacement` must be false."""
+    """Maximum draws of a rollout; needs `with_replacement: false`. Null: no limit."""
     cooldown_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps after one in which a rollout was drawn, in which it is not drawn again."""
+    """Steps after a draw in which the rollout is not drawn again."""
     drop_zero_variance: bool = True
-    """Exclude groups whose rewards are all equal from training and from the buffer, with any
-    preset. If false, they are trained on and stored with advantage 0 (paper B)."""
+    """Neither train on nor store groups whose rewards are all equal. If false, they have advantage
+    0 (paper B)."""
     positive_fraction: Fraction = 0.0
-    """δ of the positive-bias buffer (paper B): of a capacity of N, keep the newest (1-δ)·N rollouts
-    and the newest δ·N correct ones among the older."""
+    """δ of the positive bias (paper B): of N, keep the newest (1-δ)·N rollouts and the newest δ·N
+    correct older ones."""
 
     @model_validator(mode="before")
     @classmethod
@@ -298,18 +286,16 @@ class ReplaySection(Section):
 
 class BatchSection(Section):
     updates_per_step: Positive = 2
-    """Optimizer updates per training step. The batch is split evenly between them."""
+    """Optimizer updates per step, on even parts of the batch."""
     mini_batch_rollouts: Positive | None = None
-    """Maximum rollouts per mini-batch: a batch of n is split into ceil(n / size) even parts, one
-    per update. Replaces `updates_per_step` if set."""
+    """Replaces `updates_per_step`: a batch of n is split into ceil(n / this) even parts, one per
+    update."""
     max_tokens_per_microbatch: Positive = 16_384
-    """Maximum number of tokens in one forward pass: prompts plus completions, padding included
-    (with `packing` there is none)."""
+    """Tokens in one forward pass: prompts, completions and padding."""
     packing: bool | None = None
-    """Pack the rows of a forward pass end to end instead of padding them to the longest one. If
-    null, on a GPU with an attention of flash_attention_2, flash_attention_3 or flex_attention, for
-    models that keep the rows apart. With other attentions true is right but costs the square of all
-    tokens in the pass."""
+    """Pack rows end to end instead of padding them. If null, on a GPU with flash or flex attention,
+    for models that keep the rows apart. With other attentions it costs the square of all tokens in
+    the pass."""
 
     def updates_of(self, rollouts: float) -> int:
         """Optimizer updates of a step that trains on so many rollouts."""
@@ -332,15 +318,13 @@ class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """AdamW learning rate: the highest of the schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, from step to step, down to 0 one step after
-    `run.steps`."""
+    """After the warm-up the rate falls per step to 0 one step after `run.steps`, or stays."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Training steps in which the learning rate rises linearly: in step s it is s / `warmup_steps`
-    of `learning_rate`."""
+    """Step s of these has s / `warmup_steps` of `learning_rate`."""
     adamw: AdamwOptions = Field(default_factory=AdamwOptions)
     """Arguments of torch's AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum global L2 norm of the gradient; larger gradients are scaled down."""
+    """Maximum global L2 norm of the gradient."""
 
     def rate_of(self, step: int, steps: int) -> float:
         """The learning rate of all updates of training step `step` of `steps`, counted from 1.
@@ -387,42 +371,36 @@ class SamplerRatio(RatioBounds):
 
 class LossSection(Section):
     kind: one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
-    """`clipped`: GRPO's clipped surrogate, a ratio per token. `gspo`: with one per rollout, the
-    geometric mean of its tokens' ratios (arXiv 2507.18071); it
-    needs `aggregation: sequence_mean`, and the paper clips at `epsilon: 3e-4`,
-    `epsilon_high: 4e-4`. `asymre`: asymmetric REINFORCE (paper B); or your own function of tensors
-    (docs/extend.md)."""
+    """`clipped`: GRPO's surrogate, a ratio per token. `gspo`: one per rollout (arXiv 2507.18071);
+    needs `aggregation: sequence_mean`; the paper clips at `epsilon: 3e-4`, `epsilon_high: 4e-4`.
+    `asymre`: asymmetric REINFORCE (paper B); or your own (docs/api.md)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """ε_low: the ratio is clipped below at 1 - ε_low."""
+    """The ratio is clipped below at 1 - ε."""
     epsilon_high: Annotated[float, Field(gt=0)] = 0.28
-    """ε_high: the ratio is clipped above at 1 + ε_high."""
+    """The ratio is clipped above at 1 + ε_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 10.0
-    """c of the dual clip: for A < 0 the surrogate is bounded below by c·A. No bound if null."""
+    """c: for A < 0 the surrogate is bounded below by c·A. Null: no bound."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term to the frozen initial policy."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses of a mini-batch are combined. `token_mean`: mean over all trained tokens.
-    `sequence_mean`: mean over rollouts of each rollout's mean. `constant`: sum, divided by rollouts
-    times `max_completion_length` (Dr. GRPO)."""
+    """`token_mean`: over all trained tokens of a mini-batch. `sequence_mean`: over rollouts of each
+    one's mean. `constant`: sum over rollouts times `max_completion_length` (Dr. GRPO)."""
     behavior_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Source of the behaviour log-probs π_b cached with a rollout: `trainer` recomputes them once
-    after sampling; `sampler` uses those of the sampler."""
+    """π_b: recomputed by the trainer once, after sampling, or the sampler's."""
     sampler_ratio: SamplerRatio | None = None
-    """Importance weights π_b / π_sampler, where π_b is the trainer's at birth, as `{high: 2}`: the
-    loss of each token is multiplied by its weight, at most 2 (Ionides 2008; Yao et al. 2025). Also
-    `low`, `level` (`token`, or `sequence` for the product over the rollout) and `action`:
-    `truncate`, or `mask` for weight 0 outside. TRL's `vllm_importance_sampling_mode`, verl's
-    `rollout_is`. Off if null. Refused with `behavior_logprobs: sampler`, whose ratio is that to the
-    sampler already."""
+    """Importance weights π_b / π_sampler on the loss of a token, as `{high: 2}`: at most 2. Also
+    `low`, `level` (`token`; `sequence`: the product over a rollout) and `action` (`truncate`;
+    `mask`: weight 0 outside). TRL's `vllm_importance_sampling_mode`, verl's `rollout_is`. Not with
+    `behavior_logprobs: sampler`. Null: off."""
     ratio_mask: RatioBounds | None = None
-    """Tokens whose ratio π_θ / π_b lies outside `{low: 0.5, high: 5}` give no gradient; with
-    `level: sequence` rollouts whose product of ratios does. Off if null."""
+    """Tokens with π_θ / π_b outside `{low: 0.5, high: 5}` give no gradient; with `level: sequence`,
+    rollouts by the product. Null: off."""
     max_negative_kl: Annotated[float, Field(gt=0)] | None = None
-    """Rollouts with A < 0 whose mean of log(π_b / π_θ) exceeds this give no gradient
-    (DeepSeek-V3.2; TRL's `off_policy_mask_threshold`). Off if null."""
+    """Rollouts with A < 0 and a larger mean of log(π_b / π_θ) give no gradient (DeepSeek-V3.2;
+    TRL's `off_policy_mask_threshold`). Null: off."""
     negative_veto: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """`[low, high]`: in a rollout with A < 0, the tokens after the first whose ratio π_θ / π_b lies
-    outside give no gradient (μ-GRPO, arXiv 2605.17570). Off if null."""
+    """`[low, high]`: in a rollout with A < 0, tokens after the first with π_θ / π_b outside give no
+    gradient (μ-GRPO). Null: off."""
 
     @field_validator("negative_veto")
     @classmethod

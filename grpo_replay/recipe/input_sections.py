@@ -37,7 +37,9 @@ ANSWER_MARKER = "####"
 
 
 class LoraSection(Passthrough):
-    """Arguments of `peft.LoraConfig`."""
+    """Arguments of `peft.LoraConfig` (docs/scaling.md). With `r` null all parameters train. LoRA
+    needs about ten times the learning rate of full training. With `target_modules` null every
+    linear layer but the output head gets an adapter."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset({"task_type", "inference_mode", "modules_to_save"})
 
@@ -48,7 +50,8 @@ class LoraSection(Passthrough):
 
 
 class DatasetOptions(Passthrough):
-    """Arguments of `datasets.load_dataset` for a hub dataset."""
+    """Arguments of `datasets.load_dataset`. `split` may be a slice, `train[:-500]`, also of a file;
+    `sep` and `encoding` are for CSV."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset({"path", "streaming", "trust_remote_code"})
 
@@ -59,30 +62,28 @@ class DatasetOptions(Passthrough):
 
 class ModelSection(Section):
     path: str = "builtin:tiny"
-    """Hugging Face model id, local folder, `builtin:tiny` or `builtin:tiny-long`. With
-    `random_init` also a published configuration that ships with the package:
-    `builtin:qwen3-0.6b`, `builtin:qwen3-1.7b`, `builtin:qwen3-4b` or `builtin:qwen2.5-7b`."""
+    """Hugging Face id, local folder, `builtin:tiny` or `builtin:tiny-long`. With `random_init` also
+    a configuration that ships: `builtin:qwen3-0.6b`, `builtin:qwen3-1.7b`, `builtin:qwen3-4b`,
+    `builtin:qwen2.5-7b`."""
     revision: str | None = None
-    """Git revision of the model on the hub. The default branch if null."""
+    """Git revision on the hub; null: the default branch."""
     tokenizer: str | None = None
-    """Tokenizer id, local folder, or `builtin:bytes`. The model's own tokenizer if null."""
+    """Tokenizer id, local folder or `builtin:bytes`; null: the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision of the policy. With bfloat16 the optimizer keeps fp32 master weights."""
+    """Compute precision. With bfloat16 the optimizer keeps fp32 master weights."""
     attn_implementation: Literal[
         "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "sdpa"
-    """Attention implementation of the trainer, by its name in transformers. The last three need a
-    GPU."""
+    """The trainer's attention, by its name in transformers. The last three need a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """Compile each decoder layer and the output head's log-probs with `torch.compile`, which fuses
-    norms, rotary embeddings and activations, at ZeRO 0 to 2. The first steps wait for the compiler.
-    What it gains on a GPU is unmeasured. A model that breaks, or has other log-probs, is refused
-    when the run opens."""
+    """Compile decoder layers and the output head with `torch.compile`, at ZeRO 0 to 2; the first
+    steps wait for the compiler. A model that breaks, or has other log-probs, is refused at the
+    start. Unmeasured on a GPU."""
     random_init: bool | dict[str, Any] = False
-    """Initialise the weights at random from the configuration, seeded by `run.seed`. No weights are
-    read. A mapping replaces values of the configuration, for example `{num_hidden_layers: 2}`."""
+    """Random weights, seeded by `run.seed`; none are read. A mapping replaces values of the
+    configuration: `{num_hidden_layers: 2}`."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run."""
     lora: LoraSection = Field(default_factory=LoraSection)
@@ -118,39 +119,36 @@ class PromptSource(Section):
 
 class PromptsSection(Section):
     source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
-    """Hugging Face dataset id; a local file: JSON lines, JSON array, CSV, TSV or Parquet; a folder
-    of `save_to_disk`; one of `builtin:tiny`,
-    `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` and `builtin:word-problems`.
-    Several: a list of them or of `{source: …, weight: 1.0}`, which may have `dataset_options`,
-    `problem_field`, `answer_field` and `id_field` of their own. `weight` is how often an epoch
-    visits each problem of the source: 0.5 visits half of them, the others next time."""
+    """Hugging Face dataset id; a JSON, JSON lines, CSV, TSV or Parquet file; a `save_to_disk`
+    folder; `builtin:tiny`, `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` or
+    `builtin:word-problems`. Several: a list of these or of `{source: …, weight: 1.0}`, each with
+    its own `dataset_options` and fields if given. `weight`: how often an epoch visits each problem;
+    0.5 visits half of them, the others next time."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
     slice of one: `train[:-500]` is all but the last 500 rows, of a CSV or Parquet file too. Others
     are arguments of `datasets.load_dataset`, for a CSV file `sep` (found in its header if it is a
     comma, a semicolon or a tab) and `encoding`."""
     problem_field: str = "problem"
-    """Column with the problem: text, or a list of chat messages `{role, content}` (TRL, verl:
-    `prompt`), which are rendered as they are, without `system_prompt` and `user_template`. For all
-    fields, dots lead into a nested value: `reward_model.ground_truth`, and capitals do not count.
-    If there is no column `problem`: `prompt`, `question` or `messages`."""
+    """Column with the problem: text, or chat messages `{role, content}`, rendered without
+    `system_prompt` and `user_template`. In all fields, dots lead into a nested value and capitals
+    do not count. If there is no column `problem`: `prompt`, `question` or `messages`."""
     answer_field: str = "answer"
-    """Column with the reference answer: text or a number. Where it contains `####`, only the text
-    after the last one is the answer (GSM8K: `… #### 18`). If there is no column `answer`:
-    `reward_model.ground_truth` (verl), `ground_truth` (open-instruct) or `solution` (TRL)."""
+    """Column with the reference answer: text or a number; where it contains `####`, the text after
+    the last one. If there is no column `answer`: `reward_model.ground_truth`, `ground_truth` or
+    `solution`."""
     id_field: str | None = None
-    """Column with a unique id. The row number is the id if null."""
+    """Column with a unique id; null: the row number."""
     template: Literal["chat", "plain"] | dict[str, Any] = "chat"
-    """`chat` renders the tokenizer's chat template, and so does a mapping of variables for it, such
-    as `{enable_thinking: false}`; `plain` formats only `user_template`."""
+    """`chat`, or a mapping of variables such as `{enable_thinking: false}`, renders the tokenizer's
+    chat template; `plain` formats only `user_template`."""
     system_prompt: str | None = PAPER_SYSTEM_PROMPT
-    """System message of the chat template. No system message if null, unless the template inserts
-    one of its own (that of SmolLM2: "You are a helpful AI assistant named SmolLM…"). Ignored by
-    `plain`."""
+    """System message of the chat template. If null, none, unless the template inserts its own
+    (SmolLM2's does). Ignored by `plain`."""
     user_template: str = PAPER_USER_TEMPLATE
     """Python format string with the placeholder `{problem}`."""
     max_prompt_length: Positive = 1024
-    """Maximum prompt length in tokens. Longer prompts are skipped and counted."""
+    """In tokens. Longer prompts are skipped and counted."""
 
     @field_validator("template")
     @classmethod
@@ -223,14 +221,11 @@ class PromptsSection(Section):
 
 
 class VllmSection(Passthrough):
-    """Engine arguments of vLLM by its own names, in process and for servers launched by the run.
-    `gpu_memory_utilization` (0.6) is ignored on CPU; `tensor_parallel_size` (1) must divide the
-    ranks on a node; `max_model_len` (null) is derived from the prompt and completion limits;
-    `dtype` auto is that of the policy; `enable_prefix_caching` (true): the cache is reset at every
-    weight sync; `async_scheduling` (null): vLLM decides; `enforce_eager` (false);
-    `enable_sleep_mode` (true) frees the sampler's GPU memory during training. With
-    `hf_overrides: {head_dtype: float32}` the output head's logits are fp32 for a model in bfloat16,
-    in vLLM, in the `hf` sampler and in the trainer: their log-probs then differ less."""
+    """vLLM's engine arguments, in process and for launched servers. `gpu_memory_utilization` is
+    ignored on a CPU; `tensor_parallel_size` must divide the ranks on a node; `max_model_len` null:
+    from the length limits; `dtype` auto: the policy's; the prefix cache is reset at every weight
+    sync; `enable_sleep_mode` frees GPU memory during training. `hf_overrides: {head_dtype:
+    float32}` computes logits in fp32, in samplers and trainer: their log-probs then differ less."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset(
         (
@@ -263,21 +258,21 @@ class VllmSection(Passthrough):
 
 class ServersSection(Section):
     urls: list[str] = Field(default_factory=list)
-    """URLs of running vLLM servers, for example `http://10.0.0.5:8000`."""
+    """Running vLLM servers, as `http://10.0.0.5:8000`."""
     launch: Annotated[int, Field(ge=0)] = 0
     """Number of servers to start on this machine. They stop with the run."""
     address: str = "127.0.0.1:8300"
-    """Where launched servers listen: the first at this port, each further one at the next. Their
-    control routes are unauthenticated."""
+    """Where launched servers listen, on consecutive ports. Their control routes are
+    unauthenticated."""
     request_timeout_seconds: Seconds = 600.0
-    """A server is lost if it has outstanding requests and generates no token for this long, or
-    takes longer than this to load new weights. The time of a whole completion is not limited. A
-    launched server has half an hour to start."""
+    """A server is lost if it has requests and generates no token for this long, or takes longer to
+    load weights. Whole completions may take any time; a launched server has half an hour to
+    start."""
     max_in_flight: Positive = 256
-    """Maximum number of outstanding requests per server."""
+    """Maximum outstanding requests per server."""
     weight_transfer: str = "folder"
-    """How weights reach the servers, as safetensors: `folder`, in shared memory of this machine;
-    `/path`, in a folder that trainer and servers share."""
+    """`folder`: safetensors in this machine's shared memory; `/path`: in a folder that trainer and
+    servers share."""
 
     @field_validator("weight_transfer")
     @classmethod
@@ -335,49 +330,43 @@ def _is_url(text: str) -> bool:
 
 class CollectionSection(Section):
     max_ahead_steps: Annotated[int, Field(ge=0)] = 1
-    """Steps of prompts that may be sampled ahead of the trainer. 0
-    samples a step's prompts only when the step before is done. Not used with `buffer_only`, which
-    is never gated."""
+    """Steps of prompts that may be sampled ahead of the trainer; 0: only when the step before is
+    done. Not for `buffer_only`."""
     order: Literal["oldest_first", "newest_first"] = "oldest_first"
-    """Which finished groups a step takes first. `newest_first` is paper B's queue without a buffer;
-    it needs `replay.preset: grpo`."""
+    """Which finished groups a step takes first. `newest_first` (paper B's queue) needs
+    `replay.preset: grpo`."""
     straddlers: Literal["keep", "drop"] = "keep"
-    """Rollouts during which the weights changed: train on them, with the log-probs of the versions
-    that sampled their tokens, or drop them."""
+    """Train on rollouts during which the weights changed, with the log-probs of the versions that
+    sampled them, or drop them."""
     replay_journal: str | None = None
-    """Run directory of an asynchronous run whose journal is replayed instead of sampling. The same
-    recipe then gives the same weights."""
+    """Asynchronous run whose journal is repeated instead of sampling; the same recipe gives the
+    same weights."""
 
 
 class SamplingSection(Section):
     backend: one_of(SAMPLERS) = "hf"  # type: ignore[valid-type]
-    """`hf`: transformers; `vllm`: vLLM in the process of every rank; `vllm_server`: vLLM over
-    HTTP; or a class of your own (docs/extend.md)."""
+    """`hf`: transformers; `vllm`: vLLM in every rank; `vllm_server`: vLLM over HTTP; or your own
+    class (docs/api.md)."""
     prompts_per_step: Positive = 32
-    """Prompts sampled per training step, over all ranks."""
+    """Prompts per training step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt, G."""
     max_refills: Annotated[int, Field(ge=0)] = 0
-    """Dynamic sampling (DAPO, arXiv 2503.14476): while a step has fewer than `prompts_per_step`
-    groups that are not dropped, it samples as many further prompts as are missing, at most this
-    many times. 0 trains on what one sampling leaves."""
+    """Dynamic sampling (DAPO): while groups are dropped, sample as many further prompts, at most
+    this many times a step."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = 1.0
-    """Sampling temperature, applied to both log-probs of the importance ratio. Training samples
-    from the full distribution, without top-p or top-k."""
+    """Applied to both log-probs of the ratio too. Training uses neither top-p nor top-k."""
     max_completion_length: Positive = 8192
-    """Maximum completion length in tokens."""
+    """In tokens."""
     stop_tokens: Annotated[list[str], Field(min_length=1)] | None = None
-    """Tokens that end a completion, written as text, in training and evaluation: for example
-    `[<|endoftext|>]`, or `["\\n"]` where a newline is one token. If null: the tokenizer's EOS, the
-    EOS tokens of generation_config.json and config.json, and `<|endoftext|>` and `<|im_end|>` if
-    the tokenizer has them."""
+    """Tokens that end a completion, as text, in training and evaluation: `[<|endoftext|>]`, or
+    `["\\n"]` where a newline is one token. If null: the tokenizer's EOS, those of the model's
+    configuration files, and Qwen's two (docs/sampling.md)."""
     max_batch_rollouts: Positive = 1024
-    """Maximum number of completions that the `hf` backend decodes at once, in evaluations too. A
-    smaller one needs less memory for their keys and values."""
+    """Completions that `hf` decodes at once. Fewer need less memory."""
     logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None
-    """Maximum tolerated mean |sampler - trainer| log-prob after a weight sync, in nats. A larger
-    gap stops the run. If null, 0.01 when both sides compute in fp32 and 0.1 otherwise. Measured:
-    1e-6 in fp32, 1e-2 in bf16, 0.2 with a stale output head."""
+    """The run stops if the mean |sampler - trainer| log-prob is larger after a weight sync, in
+    nats. If null, 0.01 when both compute in fp32, else 0.1."""
     vllm: VllmSection = Field(default_factory=VllmSection)
     """vLLM's engine arguments, in process and for servers launched by the run."""
     servers: ServersSection = Field(default_factory=ServersSection)
