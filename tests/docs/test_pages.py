@@ -178,15 +178,6 @@ def test_several_ranks_need_the_command(tmp_path):
         train(load_recipe("tiny", ["engine.num_processes=2"]), tmp_path / "run")
 
 
-@pytest.mark.parametrize("block", snippets("buffer.md"))
-def test_the_files_load_as_the_page_says(runs, block, tmp_path, monkeypatch):
-    pytest.importorskip(re.search(r"import (\w+)", block).group(1))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    latest = runs["ours"] / "checkpoints" / "step_000024"
-    code = block.replace("RUN/checkpoints/latest", str(latest)).replace("RUN", str(runs["ours"]))
-    exec(compile(code, "buffer.md", "exec"), {})
-
-
 def test_the_first_tests_of_a_contributor_pass_as_printed(tmp_path, processes):
     (code,) = snippets("CONTRIBUTING.md")
     names: dict[str, object] = {}
