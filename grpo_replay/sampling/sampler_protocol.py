@@ -1,7 +1,7 @@
 """What a sampler is, how one is opened, what bounds a completion (the tokens that end it, the room
 that a sampler has), and what all samplers check.
 
-A sampler of your own is a class with these methods and attributes (docs/extend.md). The built-in
+A sampler of your own is a class with these methods and attributes (docs/api.md). The built-in
 ones are chosen in the same way (`recipe.open_lists.SAMPLERS`).
 """
 

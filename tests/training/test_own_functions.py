@@ -1,6 +1,6 @@
 """A priority, an advantage estimator, a loss, a sampler and a verifier of the user, each one file
 outside the package and one line of recipe, in one run with every tool. The examples are those of
-docs/extend.md."""
+docs/api.md."""
 
 import json
 import re
@@ -17,9 +17,9 @@ from grpo_replay.cli.app import app
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import resolve_recipe
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 PRIORITY, ESTIMATOR, LOSS, SAMPLER, VERIFIER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[
-    :5
+    5:10
 ]
 STEPS = 8
 
