@@ -74,7 +74,6 @@ def _section(path: str, section: type[Section]) -> list[str]:
         defaults = section().model_dump().items()
         known = ", ".join(f"`{k}: {json.dumps(v)}`" for k, v in defaults)
         return [*lines, " ".join((section.__doc__ or "").split()), f"Defaults: {known}."]
-    lines += ["| key | meaning |", "|---|---|"]
     nested = []
     for key, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -82,14 +81,14 @@ def _section(path: str, section: type[Section]) -> list[str]:
             continue
         default = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
         meaning = _meaning(_allowed(properties[key]), " ".join((field.description or "").split()))
-        lines.append(f"| {_cell(f'`{key}: {default}`')} | {_cell(meaning)} |")
+        lines.append(f"- `{key}: {default}`: {meaning}")
     return lines + nested
 
 
 def _meaning(allowed: str, text: str) -> str:
     """The description, after the allowed values if they are more than a type and not all in it."""
     allowed = allowed.removesuffix(" or null")
-    bare = {"true, false", "text", "mapping", "integer", "number"}
+    bare = {"true, false", "text", "mapping", "list of mapping", "integer", "number"}
     if bare.issuperset(allowed.split(" or ")) or all(each in text for each in allowed.split(", ")):
         return text
     return f"{allowed[0].upper()}{allowed[1:]}. {text}"
@@ -114,10 +113,6 @@ def _allowed(schema: dict[str, Any]) -> str:
     return " ".join([names.get(schema.get("type", ""), "any"), ", ".join(bounds)]).strip()
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def cli_reference() -> str:
     """Markdown: every command with its arguments and options, and the exit codes."""
     lines = [
@@ -140,23 +135,23 @@ def cli_reference() -> str:
     options = {name: _options(command) for name, command in commands.items()}
     counts = Counter(each for rows in options.values() for each in rows)
     shared = [each for each, count in counts.items() if count > 1]
-    lines += ["", "| option of several commands | |", "|---|---|", *shared]
+    lines += ["", "Options of several commands:", "", *shared]
     for name, command in commands.items():
         meaning = " ".join((command.__doc__ or "").split())
-        lines += ["", f"### grpo-replay {name}", "", meaning, "", "| | |", "|---|---|"]
-        lines += [each for each in options[name] if each not in shared]
         also = [f"`{each.split('`')[1].split()[0]}`" for each in options[name] if each in shared]
-        lines += ["", f"Also {', '.join(also)}."] if also else []
+        meaning += f" Also {', '.join(also)}." if also else ""
+        lines += ["", f"### grpo-replay {name}", "", meaning, ""]
+        lines += [each for each in options[name] if each not in shared]
     return "\n".join(lines) + "\n"
 
 
 def _options(command: Callable[..., Any]) -> list[str]:
-    """A row of a table for each argument and option of a command."""
+    """A line for each argument and option of a command."""
     hints = get_type_hints(command, include_extras=True)
     rows = []
     for parameter in inspect.signature(command).parameters.values():
         kind, info = get_args(hints[parameter.name])
-        rows.append(f"| {_cell(_usage(parameter, kind, info))} | {_cell(info.help or '')} |")
+        rows.append(f"- {_usage(parameter, kind, info)}: {info.help or ''}")
     return rows
 
 
