@@ -33,7 +33,7 @@ from grpo_replay.recipe import load_recipe
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "planning.md", DOCS / "results.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "report.md", DOCS / "results.md")
 PAPERS = DOCS.parent / "tests" / "recipe" / "papers.yaml"
 """What the papers print."""
 _PART = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)

@@ -34,7 +34,7 @@ _TINY = {
         "survival": 0.70, "mu": 4.8, "completion_tokens": 215.0, "prompt_tokens": 10.0,
     },
 }  # fmt: skip
-"""Measured in runs of the tiny recipes (docs/planning.md, docs/results.md), by `model.path`."""
+"""Measured in runs of the tiny recipes (docs/report.md, docs/results.md), by `model.path`."""
 _UNKNOWN_MODEL_USES = "Qwen3-1.7B"
 
 
