@@ -86,9 +86,12 @@ def _section(path: str, section: type[Section]) -> list[str]:
 
 
 def _meaning(allowed: str, text: str) -> str:
-    """The description, after the allowed values if they are more than a type and not all in it."""
-    allowed = allowed.removesuffix(" or null")
-    bare = {"true, false", "text", "mapping", "list of mapping", "integer", "number"}
+    """The description, after the allowed values if they are not what anybody expects, nor in it."""
+    allowed = re.sub(
+        r"^(integer ≥ [01]|number [>≥] 0)$", "number", allowed.removesuffix(" or null")
+    )
+    bare = {"true, false", "text", "mapping", "list of mapping", "list of text", "list of number",
+            "integer", "number"}  # fmt: skip
     if bare.issuperset(allowed.split(" or ")) or all(each in text for each in allowed.split(", ")):
         return text
     return f"{allowed[0].upper()}{allowed[1:]}. {text}"
