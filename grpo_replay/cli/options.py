@@ -139,8 +139,7 @@ class EvalOptions:
     )
     benchmarks: tuple[str, ...] = many(
         "math500, aime25, aime26, hmmt_feb25 or hmmt_feb26; a group: paper, paper_b, tiny or "
-        "tiny_long; or a file or folder as for prompts.source, with the fields of prompts. May be "
-        "repeated.",
+        "tiny_long; or a file or folder as for prompts.source. May be repeated.",
         "--benchmark",
         metavar="NAME",
     )
@@ -172,8 +171,7 @@ class InspectOptions:
     show: int | None = option("Show one rollout and its history.", metavar="ROLLOUT_ID")
     verify: bool = flag("Read every file of the run, and recompute what can be.", "--verify")
     with_model: bool = flag(
-        "With --verify: also recompute behaviour log-probs of a sample of rows from the weights of "
-        "each checkpoint.",
+        "With --verify: also recompute behaviour log-probs from the weights of each checkpoint.",
         "--with-model",
     )
     what_if: tuple[str, ...] = many(
@@ -237,13 +235,13 @@ class ReportOptions:
         max=1e9,
     )
     benchmark: str = option(
-        "Benchmark that the table and curves are about, or mean. Default: the mean, or the first "
-        "benchmark if they differ in samples or temperature (paper_b).",
+        "Benchmark of the table and curves. Default: the mean, or the first benchmark if they differ "
+        "in samples or temperature (paper_b).",
         default="",
         metavar="NAME",
     )
     metric: Literal["avg@k", "pass@k"] = option(
-        "Metric that the table and curves are about.", default="avg@k", metavar="avg@k|pass@k"
+        "Metric of the table and curves.", default="avg@k", metavar="avg@k|pass@k"
     )
     as_json: bool = json_wanted()
 

@@ -73,17 +73,16 @@ class WeightedReward(Section):
 
 class RewardSection(Section):
     function: str | Annotated[list[WeightedReward], Field(min_length=1)] = "boxed"
-    """`boxed` grades the last box, `math_verify` the whole completion; paper A trained with
-    `minerva` and evaluated with `math_verify_boxed`; or your own (docs/rewards.md). Several: a list
-    of names or of `{function: …, weight: 1.0, name: null}`; the reward is their weighted sum, and
-    the first alone decides which rollouts count as correct."""
+    """A verifier or a function of your own (docs/rewards.md). Several: a list of names or of
+    `{function: …, weight: 1.0, name: null}`; the reward is their weighted sum, and the first alone
+    decides which rollouts count as correct."""
     correct: Score = 1.0
     """Score of a correct answer; your own function's score counts as correct from here on."""
     incorrect: Score = -1.0
     """Score of any other answer."""
     overlong_buffer_tokens: Positive | None = None
-    """L_cache of DAPO's soft overlong punishment: a score `overlong` that falls from 0 to -1 over
-    the last tokens before `sampling.max_completion_length`, added to the reward. Null: none."""
+    """L_cache of DAPO's soft overlong punishment: a score that falls from 0 to -1 over the last
+    tokens before `sampling.max_completion_length`. Null: none."""
     mask_truncated: bool = False
     """Neither train on nor store truncated completions (DAPO). Their rewards count in their
     group."""
@@ -390,8 +389,7 @@ class LossSection(Section):
     sampler_ratio: SamplerRatio | None = None
     """Importance weights π_b / π_sampler on the loss of a token, as `{high: 2}`: at most 2. Also
     `low`, `level` (`token`; `sequence`: the product over a rollout) and `action` (`truncate`;
-    `mask`: weight 0 outside). TRL's `vllm_importance_sampling_mode`, verl's `rollout_is`. Not with
-    `behavior_logprobs: sampler`. Null: off."""
+    `mask`: weight 0 outside). Not with `behavior_logprobs: sampler`. Null: off."""
     ratio_mask: RatioBounds | None = None
     """Tokens with π_θ / π_b outside `{low: 0.5, high: 5}` give no gradient; with `level: sequence`,
     rollouts by the product. Null: off."""

@@ -121,22 +121,20 @@ class PromptsSection(Section):
     source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
     """Hugging Face dataset id; a JSON, JSON lines, CSV, TSV or Parquet file; a `save_to_disk`
     folder; `builtin:tiny`, `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` or
-    `builtin:word-problems`. Several: a list of these or of `{source: …, weight: 1.0}`, each with
-    its own `dataset_options` and fields if given. `weight`: how often an epoch visits each problem;
-    0.5 visits half of them, the others next time."""
+    `builtin:word-problems`. Several: a list of these or of `{source: …, weight: 1.0}`, which may
+    have fields of their own. `weight`: how often an epoch visits each problem."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
     slice of one: `train[:-500]` is all but the last 500 rows, of a CSV or Parquet file too. Others
     are arguments of `datasets.load_dataset`, for a CSV file `sep` (found in its header if it is a
     comma, a semicolon or a tab) and `encoding`."""
     problem_field: str = "problem"
-    """Column with the problem: text, or chat messages `{role, content}`, rendered without
-    `system_prompt` and `user_template`. In all fields, dots lead into a nested value and capitals
-    do not count. If there is no column `problem`: `prompt`, `question` or `messages`."""
+    """Column with the problem: text, or chat messages. In all fields, dots lead into a nested value
+    and capitals do not count. If there is no column `problem`: `prompt`, `question` or
+    `messages`."""
     answer_field: str = "answer"
-    """Column with the reference answer: text or a number; where it contains `####`, the text after
-    the last one. If there is no column `answer`: `reward_model.ground_truth`, `ground_truth` or
-    `solution`."""
+    """Column with the reference answer; where it contains `####`, the text after the last one. If
+    there is no column `answer`: `reward_model.ground_truth`, `ground_truth` or `solution`."""
     id_field: str | None = None
     """Column with a unique id; null: the row number."""
     template: Literal["chat", "plain"] | dict[str, Any] = "chat"
@@ -223,9 +221,9 @@ class PromptsSection(Section):
 class VllmSection(Passthrough):
     """vLLM's engine arguments, in process and for launched servers. `gpu_memory_utilization` is
     ignored on a CPU; `tensor_parallel_size` must divide the ranks on a node; `max_model_len` null:
-    from the length limits; `dtype` auto: the policy's; the prefix cache is reset at every weight
-    sync; `enable_sleep_mode` frees GPU memory during training. `hf_overrides: {head_dtype:
-    float32}` computes logits in fp32, in samplers and trainer: their log-probs then differ less."""
+    from the length limits; `dtype` auto: the policy's; `enable_sleep_mode` frees GPU memory during
+    training. `hf_overrides: {head_dtype: float32}` computes logits in fp32, in samplers and
+    trainer: their log-probs then differ less."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset(
         (
@@ -266,8 +264,7 @@ class ServersSection(Section):
     unauthenticated."""
     request_timeout_seconds: Seconds = 600.0
     """A server is lost if it has requests and generates no token for this long, or takes longer to
-    load weights. Whole completions may take any time; a launched server has half an hour to
-    start."""
+    load weights."""
     max_in_flight: Positive = 256
     """Maximum outstanding requests per server."""
     weight_transfer: str = "folder"
@@ -360,8 +357,7 @@ class SamplingSection(Section):
     """In tokens."""
     stop_tokens: Annotated[list[str], Field(min_length=1)] | None = None
     """Tokens that end a completion, as text, in training and evaluation: `[<|endoftext|>]`, or
-    `["\\n"]` where a newline is one token. If null: the tokenizer's EOS, those of the model's
-    configuration files, and Qwen's two (docs/sampling.md)."""
+    `["\\n"]` where a newline is one token. Null: docs/sampling.md."""
     max_batch_rollouts: Positive = 1024
     """Completions that `hf` decodes at once. Fewer need less memory."""
     logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None

@@ -124,6 +124,5 @@ class EvalSection(Section):
 
 class TrackingSection(Section):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
-    """Trackers beside metrics.jsonl. At W&B and trackio the project is grpo-replay and the run its
-    directory's name, unless WANDB_PROJECT, WANDB_NAME, TRACKIO_PROJECT or TRACKIO_NAME say
-    otherwise."""
+    """Trackers beside metrics.jsonl. W&B's and trackio's project is grpo-replay and the run its
+    directory's name, unless their variables (WANDB_PROJECT, WANDB_NAME, …) say otherwise."""
