@@ -235,8 +235,8 @@ class ReportOptions:
         max=1e9,
     )
     benchmark: str = option(
-        "Benchmark of the table and curves. Default: the mean, or the first benchmark if they differ "
-        "in samples or temperature (paper_b).",
+        "Benchmark of the table and curves. Default: the mean, or the first benchmark if they "
+        "differ in samples or temperature (paper_b).",
         default="",
         metavar="NAME",
     )
