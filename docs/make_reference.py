@@ -55,12 +55,10 @@ def recipe_reference() -> str:
         "resets what presets of lower layers set. `grpo` resets nothing: it only switches replay",
         "off, as the baseline of that recipe.",
         "",
-        "| preset | sets |",
-        "|---|---|",
     ]
     for name, values in REPLAY_PRESETS.items():
         decided = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in values.items())
-        lines.append(f"| `{name}` | {decided} |")
+        lines.append(f"- `{name}`: {decided or 'nothing'}")
     for name, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             lines += ["", *_section(name, field.annotation)]

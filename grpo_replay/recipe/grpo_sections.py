@@ -188,7 +188,7 @@ class Machines(Section):
 
 class ReplaySection(Section):
     preset: Literal["grpo", "uniform", "group_std", "ours", "fifo"] = "ours"
-    """Sets the keys of the table above. `grpo` neither stores nor draws."""
+    """Sets the keys of the list above. `grpo` neither stores nor draws."""
     unit: Literal["rollout", "query"] = "rollout"
     """What one draw takes: a rollout, or all stored rollouts of a group."""
     priority: one_of(PRIORITIES) = "abs_advantage"  # type: ignore[valid-type]

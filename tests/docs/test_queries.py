@@ -28,7 +28,7 @@ def session(one_update_run, tmp_path, monkeypatch) -> dict:
     return variables
 
 
-def test_the_lines_of_the_page_answer_what_they_say(session, one_update_run, tmp_path):
+def test_the_lines_of_the_page_answer_what_they_say(session, one_update_run):
     rows, draws = one_update_run.all_rollouts, one_update_run.all_draws
     steps = len(one_update_run.metrics)
     assert set(session["wrong"].reward) == {-1.0} and len(session["wrong"]) > 5
@@ -51,9 +51,6 @@ def test_the_lines_of_the_page_answer_what_they_say(session, one_update_run, tmp
     )
     prompts = Counter(rows[row["rollout_id"]]["prompt_id"] for row in draws)
     assert session["prompts"].uses.max() == max(prompts.values())
-    assert len(session["lengths"]) == steps
     joined = session["with_answer"]
     assert len(joined) == len(rows)
     assert all(joined.prompt == joined.problem + "=")
-    best = pq.read_table(tmp_path / "best.parquet")
-    assert best.num_rows == sum((row["advantage"] or 0) > 1 for row in rows.values()) > 0
