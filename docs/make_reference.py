@@ -90,7 +90,9 @@ def _meaning(allowed: str, text: str) -> str:
     )
     bare = {"true, false", "text", "mapping", "list of mapping", "list of text", "list of number",
             "integer", "number"}  # fmt: skip
-    if bare.issuperset(allowed.split(" or ")) or all(each in text for each in allowed.split(", ")):
+    if bare.issuperset(allowed.split(" or ")) or all(
+        each in text for each in re.split(", | or ", allowed)
+    ):
         return text
     return f"{allowed[0].upper()}{allowed[1:]}. {text}"
 
