@@ -339,7 +339,7 @@ def break_even(target: float, pairs: list) -> dict | None:
         squares = mean**2 - t_quantile(seeds - 1) ** 2 * dearer.var(axis=0, ddof=1) / seeds
         parabola = np.polyfit([0, 1, 2], squares, 2)
         if parabola[0] <= 0:
-            interval = [0.0, None]
+            interval = [max(np.roots(parabola).real) if squares[0] > 0 else 0.0, None]
         else:
             low, high = sorted(np.roots(parabola).real)
             interval = None if high < 0 else [max(0.0, low), high]

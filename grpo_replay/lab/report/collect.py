@@ -39,6 +39,10 @@ class Arm:
     missing: dict[int, str] = field(default_factory=dict)
     tuned: str = ""
 
+    def paired_with(self, other: "Arm") -> list[tuple[FinishedRun, FinishedRun]]:
+        """(its run, that of the other arm) of every seed that both have."""
+        return [(run, other.runs[s]) for s, run in self.runs.items() if s in other.runs]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experiment:

@@ -132,7 +132,8 @@ def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
 
     `pays` says where the arm costs less: `above` or `below` μ*, `always` or `never`. The interval
     has every μ ≥ 0 at which the 95 % t interval of the paired difference in cost holds 0 (Fieller
-    1954): it is unbounded if the seeds do not tell whether the arm generates less.
+    1954): it has no upper end if the seeds do not tell whether the arm generates less, and is None
+    if they tell that the costs differ at every μ.
     """
     if not len(spent_S22):
         return None
@@ -153,9 +154,16 @@ def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     }
 
 
+def cost_ratio(spent_S22: np.ndarray, mu: float) -> tuple[float, tuple[float, float] | None]:
+    """T + μG of an arm over that of the baseline, both means over the seeds of `rollouts_to_reach`,
+    and its 95 % interval (Fieller 1954): it holds 1 at the μ of the interval of `break_even`."""
+    arm_S, base_S = (spent_S22 @ [1.0, mu]).T
+    return float(arm_S.mean() / base_S.mean()), _fieller(arm_S, base_S)
+
+
 def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | None:
-    """The μ ≥ 0 at which the t interval of the mean of extra - μ·saved holds 0; None if there is no
-    such μ, or for fewer than `FEWEST_SEEDS`."""
+    """The x ≥ 0 at which the t interval of the mean of extra - x·saved holds 0; None if there is no
+    such x, or for fewer than `FEWEST_SEEDS`."""
     seeds = len(extra_S)
     if seeds < FEWEST_SEEDS:
         return None
@@ -164,9 +172,9 @@ def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | 
     a = saved_S.mean() ** 2 - squared * of_saved
     half_b = extra_S.mean() * saved_S.mean() - squared * both
     c = extra_S.mean() ** 2 - squared * of_extra
-    if a <= 0:
-        return (0.0, math.inf)
     root = math.sqrt(max(half_b**2 - a * c, 0.0))
+    if a <= 0:  # every x but those between two roots, of which one is below 0 if c > 0
+        return (float((half_b - root) / a) if a < 0 < c else 0.0, math.inf)
     low, high = (half_b - root) / a, (half_b + root) / a
     return None if high < 0 else (max(0.0, float(low)), float(high))
 

@@ -115,6 +115,11 @@ def shown_title(found: Document) -> str:
     return f"{shown['metric'].replace('_at_', '@')}, {what}"
 
 
+def shown_target(found: Document) -> float | None:
+    """The accuracy to which tables and figures give a cost; None without a target."""
+    return next((arm["reach"][-1]["accuracy"] for arm in found["arms"] if arm["reach"]), None)
+
+
 def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
     """Accuracies on the way from the base to the baseline; none if nothing was learnt."""
     runs = list(baseline.runs.values())
@@ -130,7 +135,7 @@ def _arm(
     arm: Arm, baseline: Arm, costs: Sequence[Axis], targets: Sequence[float], outcome: Outcome
 ) -> Document:
     runs = list(arm.runs.values())
-    shared = [(run, baseline.runs[s]) for s, run in arm.runs.items() if s in baseline.runs]
+    shared = arm.paired_with(baseline)
     pairs = [] if arm is baseline else shared
     metric = outcome.metric
     final = [Accuracies.of(run.final, metric) for run in runs]

@@ -1,7 +1,7 @@
 """Figures of a report: one colour per arm; medians over seeds, with quartile bands, or with every
 seed as a thin line if there are fewer than five."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.lab.report.collect import Arm, Experiment
-from grpo_replay.lab.report.costs import Axis
+from grpo_replay.lab.report.costs import Axis, break_even, cost_ratio, rollouts_to_reach
 from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
-from grpo_replay.lab.report.measure import Document, shown_title
+from grpo_replay.lab.report.measure import Document, shown_target, shown_title
+from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
@@ -54,7 +55,8 @@ Look = tuple[str, str]
 
 
 def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]) -> list[Figure]:
-    """The figures that have data: accuracy over steps, compute and seconds, and entropy."""
+    """The figures that have data: accuracy over steps, compute and seconds, the cost of an accuracy
+    over μ, and entropy."""
     looks = _looks(experiment)
     trained = [arm for arm in experiment.arms if arm.runs]
     figures: list[Figure] = []
@@ -64,6 +66,7 @@ def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]
             for axis in axes
             if axis.key != "generated_tokens"
         ]
+    figures += _cost_ratio_figure(experiment, looks, found)
     shown = [arm for arm in trained if all(map(_logged_entropy, arm.runs.values()))]
     return [*figures, *([_entropy_figure(shown, looks)] if shown else [])]
 
@@ -125,6 +128,60 @@ def _draw_seeds(
     elif len(values_ST) > 1:
         axes.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(places, middle, line, marker=marker, color=colour, label=label)
+
+
+def _cost_ratio_figure(
+    experiment: Experiment, looks: dict[str, Look], found: Document
+) -> list[Figure]:
+    """Where a line is below 1, the arm reaches the accuracy of the table for less than the
+    baseline. None if no arm reaches it."""
+    base, target, outcome = experiment.baseline, shown_target(found), Outcome(**found["shown"])
+    spent = {
+        arm.name: rollouts_to_reach(arm.paired_with(base), target, outcome)
+        for arm in experiment.arms
+        if arm is not base and target is not None
+    }
+    spent = {name: each_S22 for name, each_S22 in spent.items() if each_S22[:, 1].any()}
+    if target is None or not spent:
+        return []
+    known = [mu for mu in (found["mu"]["measured"], *found["mu"]["given"]) if mu]
+
+    def draw(axes: Any) -> None:
+        draw_cost_ratios(axes, spent, looks, known)
+        axes.axhline(1.0, color=looks[base.name][0], linewidth=0.8)
+        axes.set_ylabel(f"compute, relative to {base.name}")
+        _legend(axes)
+
+    caption = (
+        f"Compute to {100 * target:.1f} % relative to {base.name}, if generating a rollout costs μ "
+        "times what training on it does: the ratio of the means over the seeds in which both "
+        f"reached it, with its 95 % interval from {FEWEST_SEEDS} seeds on. A dot is where an arm "
+        "begins or ceases to pay. Dotted: μ measured or given."
+    )
+    return [Figure("cost_by_mu", "Cost of an accuracy over μ", caption, draw)]
+
+
+def draw_cost_ratios(
+    axes: Any, spent: Mapping[str, np.ndarray], looks: Mapping[str, Look], known: Sequence[float]
+) -> None:
+    """`cost_ratio` over μ of each arm's [S, 2, 2] of `rollouts_to_reach`; `known` are marked."""
+    mu_M = np.geomspace(min([0.1, *known]), max([100.0, *known]), 121)
+    highest = 1.0
+    for name, spent_S22 in spent.items():
+        colour, line = looks[name]
+        ratio_M, bounds = zip(*(cost_ratio(spent_S22, mu) for mu in mu_M))
+        axes.plot(mu_M, ratio_M, line, color=colour, label=name)
+        if bounds[0] is not None:
+            axes.fill_between(mu_M, *zip(*bounds), color=colour, alpha=0.18, linewidth=0)
+        even = break_even(spent_S22)
+        if even is not None and even["mu"] is not None and mu_M[0] <= even["mu"] <= mu_M[-1]:
+            axes.plot(even["mu"], 1.0, "o", color=colour, markersize=4)
+        highest = max(highest, *ratio_M)
+    for mu in known:
+        axes.axvline(mu, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", xlabel="μ, generating a rollout over training on it")
+    axes.set(xlim=(mu_M[0], mu_M[-1]), ylim=(0.0, 1.15 * highest))
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _entropy_figure(arms: Sequence[Arm], looks: dict[str, Look]) -> Figure:

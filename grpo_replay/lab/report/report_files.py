@@ -12,7 +12,7 @@ from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.evaluation.evaluation_tables import markdown_table, percent, percent_interval
 from grpo_replay.lab.report.collect import Experiment
 from grpo_replay.lab.report.costs import usable_axes
-from grpo_replay.lab.report.measure import Document, shown_title
+from grpo_replay.lab.report.measure import Document, shown_target, shown_title
 from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
@@ -115,13 +115,12 @@ def _cost_difference(arm: Document, found: Document) -> Any:
 
 def report_table(found: Document) -> TextTable:
     """One row for each arm. A column without a value is left out."""
-    target = next((arm["reach"][-1] for arm in found["arms"] if arm["reach"]), {"accuracy": 0.0})
     columns: dict[str, Callable[[Document], str]] = {
         "seeds": seeds_of,
         "final, %": lambda arm: _final_cell(arm, found),
         f"- {found['baseline']}": lambda arm: _points_cell(_final_difference(arm, found)),
         _equal_cost(found): lambda arm: _points_cell(_cost_difference(arm, found)),
-        f"{_main_cost(found)} to\n{percent(target['accuracy'])} %": (
+        f"{_main_cost(found)} to\n{percent(shown_target(found) or 0.0)} %": (
             lambda arm: _reach_cell(arm, found)
         ),
         "pays at μ": _break_even_cell,
@@ -185,13 +184,15 @@ def amount(value: float) -> str:
 
 
 def _break_even_cell(arm: Document) -> str:
-    """`above 3.1`, `below 3.1`, `always` or `never`, and the interval on a line of its own."""
     each = arm["reach"][-1]["break_even"] if arm["reach"] else None
-    if each is None:
-        return MISSING
-    mu = "" if each["mu"] is None else f" {each['mu']:.2g}"
-    bounds = "[{:.2g}, {:.2g}]".format(*each["interval"]) if each["interval"] else ""
-    return f"{each['pays']}{mu}{_of(each['seeds'], arm)}\n{bounds}".strip().replace("inf", "∞")
+    return MISSING if each is None else pays_at(each, _of(each["seeds"], arm))
+
+
+def pays_at(even: Document, mark: str = "") -> str:
+    """`above 3.1`, `below 3.1`, `always` or `never`, and the interval on a line of its own."""
+    mu = "" if even["mu"] is None else f" {even['mu']:.2g}"
+    bounds = "[{:.2g}, {:.2g}]".format(*even["interval"]) if even["interval"] else ""
+    return f"{even['pays']}{mu}{mark}\n{bounds}".strip().replace("inf", "∞")
 
 
 def facts_of(found: Document) -> list[str]:

@@ -256,17 +256,38 @@ def test_arms_of_one_name_in_two_folders_are_compared_under_names(copy, sweep, c
     assert arms_of(report(capsys, "a=b"))["grpo"]["seeds"] == [9]
 
 
-def test_the_break_even_is_where_the_costs_of_the_two_arms_are_equal(sweep, capsys):
-    """Every seed of `age-1` needs fewer rollouts of both kinds; the axis at a μ between 0 and that
-    of the test has the same costs on both sides."""
-    document = report(capsys, sweep, reach=[34.0], mu=[0.5, 50.0], baseline="ours")
-    target = arms_of(document)["grpo"]["reach"][0]
-    even, costs = target["break_even"], target["costs"]
-    own = arms_of(document)["ours"]["reach"][0]["costs"]
-    assert even["seeds"] == costs["compute_0.5"]["ratio_seeds"] > 0
-    assert even["pays"] in ("above", "below", "always", "never")
-    assert arms_of(document)["ours"]["reach"][0]["break_even"] is None
-    assert own["steps"]["ratio"] == 1.0
+def rollouts_to(cell: Path, target: float) -> list[float]:
+    """Rollouts trained on and generated until the accuracy, by hand from the files of a run."""
+    lines = [json.loads(line) for line in (cell / "metrics.jsonl").read_text().splitlines()]
+    values, found = accuracies(cell), []
+    after = next(index for index, value in enumerate(values) if value >= target)
+    share = (target - values[after - 1]) / (values[after] - values[after - 1])
+    assert after > 0
+    for metric in ("cost/trained_rollouts", "cost/generated_rollouts"):
+        low, high = (sum(line[metric] for line in lines[: 4 * i]) for i in (after - 1, after))
+        found.append(low + share * (high - low))
+    return found
+
+
+def test_the_break_even_is_where_the_costs_of_the_two_arms_are_equal(copy, capsys, tmp_path):
+    for seed in SEEDS:
+        relog(copy / f"ours/seed-{seed}", **{"cost/trained_rollouts": 32})
+    options = {"reach": [42.0], "baseline": "age-1", "output": str(tmp_path / "tables")}
+    found = arms_of(report(capsys, copy, **options))
+    assert found["age-1"]["reach"][0]["break_even"] is None
+    even = found["ours"]["reach"][0]["break_even"]
+    spent = [
+        [rollouts_to(copy / arm / f"seed-{s}", 0.42) for s in SEEDS] for arm in ("ours", "age-1")
+    ]
+    (trained, generated), (base_trained, base_generated) = np.mean(spent, axis=1)
+    mu = (trained - base_trained) / (base_generated - generated)
+    assert (even["pays"], even["seeds"]) == ("above", 3) and even["mu"] == pytest.approx(mu)
+    figure = (tmp_path / "tables/figures/cost_by_mu.svg").read_text()
+    assert "compute, relative to age-1" in figure and "ours" in figure
+    for page in ("report.html", "report.md"):
+        assert "Compute to 42.0 % relative to age-1" in (tmp_path / "tables" / page).read_text()
+    run([str(copy)], "age-1", reach=[42.0])
+    assert f"above {mu:.2g}" in capsys.readouterr().out
 
 
 def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):

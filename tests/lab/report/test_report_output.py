@@ -9,6 +9,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import run_report as run
 from rich.console import Console
@@ -52,7 +53,7 @@ def written(sweep, tmp_path_factory) -> Path:
 def test_every_figure_is_written_as_pdf_and_svg(written):
     names = {file.stem for file in (written / "figures").iterdir()}
     assert names >= {
-        "accuracy_by_steps", "accuracy_by_compute_5.28", "accuracy_by_seconds",
+        "accuracy_by_steps", "accuracy_by_compute_5.28", "accuracy_by_seconds", "cost_by_mu",
     }  # fmt: skip
     for name in names:
         pdf = (written / "figures" / f"{name}.pdf").read_bytes()
@@ -74,6 +75,25 @@ def test_every_arm_has_a_line_of_its_own_look_and_a_legend_entry(sweep, findings
         looks = {(line.get_color(), line.get_linestyle()) for line in lines}
         assert len(looks) == len(lines) == len(many)
         assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+
+
+def test_a_line_over_mu_for_every_arm_that_reached_the_accuracy(sweep, findings):
+    experiment = collect([str(sweep)], "ours")
+    figures = report_figures(experiment, findings, usable_axes(experiment.runs, ()))
+    with drawn(next(each for each in figures if each.name == "cost_by_mu")) as canvas:
+        axes = canvas.axes[0]
+        lines = {line.get_label(): line for line in axes.lines}
+        marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert marks == [findings["mu"]["measured"], 5.28]
+    for arm in findings["arms"]:
+        even = arm["reach"][-1]["break_even"]
+        assert (even is not None) == (arm["name"] in lines)
+        if even and even["mu"] is not None:
+            ratio = np.interp(even["mu"], *lines[arm["name"]].get_data())
+            assert ratio == pytest.approx(1, abs=0.01)
+    assert measure(experiment, [0.99])["arms"][0]["reach"][0]["break_even"] is None
+    none = report_figures(experiment, measure(experiment, [0.99]), usable_axes(experiment.runs, ()))
+    assert "cost_by_mu" not in [figure.name for figure in none]
 
 
 def test_the_entropy_of_a_step_that_trained_on_nothing_is_between_its_neighbours(tmp_path):

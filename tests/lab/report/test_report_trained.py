@@ -36,8 +36,13 @@ def test_the_report_of_trained_runs_is_recomputed_from_their_files(tmp_path):
         words = [f"--set={word}" for word in (*SMALL, *overrides, "run.seed=1")]
         command("train", "tiny", *words, "--output-dir", str(sweep / arm / "seed-1"))
     file = tmp_path / "report.json"
-    file.write_text(command("report", str(sweep), "--json").stdout)
+    output = tmp_path / "tables"
+    words = ["report", str(sweep), "--reach", "38", "--output", str(output), "--json"]
+    file.write_text(command(*words).stdout)
     arms = {arm["name"]: arm for arm in json.loads(file.read_text())["arms"]}
+    reached = [name for name, arm in arms.items() if arm["reach"][0]["break_even"]]
+    assert (output / "figures" / "cost_by_mu.svg").exists() == bool(reached)
+    assert not reached or arms["grpo"]["reach"][0]["reached"] == 1
     assert {name: arm["seeds"] for name, arm in arms.items()} == {name: [1] for name in ARMS}
     assert set(arms["ours"]["equal_cost"]) == {"compute_measured", "generated_tokens", "seconds"}
     script = str(ROOT / "benchmarks" / "recompute_report.py")

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from grpo_replay.evaluation.statistics import Component, t_interval
-from grpo_replay.lab.report.costs import break_even, first_crossing
+from grpo_replay.lab.report.costs import break_even, cost_ratio, first_crossing
 from grpo_replay.lab.report.two_level import (
     of_accuracy,
     of_difference,
@@ -156,9 +156,24 @@ def test_the_interval_of_the_break_even_has_every_mu_whose_difference_in_cost_ma
 
     assert holds_zero(low + 1e-6) and holds_zero(high - 1e-6)
     assert not holds_zero(low - 1e-6) and not holds_zero(high + 1e-6)
-    unsure = [((30, 10), (20, 15)), ((30, 15), (20, 10)), ((30, 10), (20, 12))]
-    assert break_even(spent(*unsure))["interval"] == (0.0, math.inf)
+    rows = [((30, 10), (20, 15)), ((31, 15), (20, 10)), ((32, 10), (20, 12))]  # may save none
+    low, high = break_even(spent(*rows))["interval"]
+    assert high == math.inf and low > 0.1
+    assert all(holds_zero(mu) for mu in (low + 1e-6, 10, 1e6)) and not holds_zero(low - 1e-6)
+    rows[0] = ((10, 10), (30, 15))  # nor is it sure that it trains on more
+    assert break_even(spent(*rows))["interval"] == (0.0, math.inf) and holds_zero(0)
     assert break_even(spent()[:0].reshape(0, 2, 2)) is None
+
+
+def test_the_cost_ratio_is_one_at_the_break_even_and_its_interval_holds_one_at_those_of_the_other():
+    rows = [((30, 10), (20, 15)), ((33, 10), (20, 14)), ((29, 9), (20, 15)), ((31, 10), (19, 16))]
+    assert cost_ratio(spent(rows[0]), 2.0) == (1.0, None)  # (30 + 20) / (20 + 30)
+    assert cost_ratio(spent(*rows[:2]), 1.0) == (pytest.approx(83 / 69), None)
+    even = break_even(spent(*rows))
+    assert cost_ratio(spent(*rows), even["mu"])[0] == pytest.approx(1)
+    for end, inside in zip(even["interval"], (1e-6, -1e-6), strict=True):
+        ends = [cost_ratio(spent(*rows), end + sign * inside)[1] for sign in (1, -1)]
+        assert [low <= 1 <= high for low, high in ends] == [True, False]
 
 
 def test_the_cost_of_an_accuracy_is_interpolated():
