@@ -277,12 +277,11 @@ class ReplayMixin(_Host):
         assert self._folder is not None
         outcomes = [gathered[row] for row in range(len(batch.rollouts))]
         survivors = sum(rollout.kept for rollout in self._generated)
-        ours = {
-            **batch_metrics(batch, outcomes, survivors),
-            **buffer_metrics(buffer.stats(buffer.last_step)),
-            **cost_metrics(seconds, seconds["generation"], self._generated, batch.rollouts),
-        }
-        ours = json_values(ours)
+        ours = json_values(
+            batch_metrics(batch, outcomes, survivors)
+            | buffer_metrics(buffer.stats(buffer.last_step))
+            | cost_metrics(seconds, seconds["generation"], self._generated, batch.rollouts)
+        )
         whole = {**generation_metrics(self._generated, self.num_generations), **ours}
         write_step(self._folder.folder, buffer.last_step, self._generated, batch, outcomes)
         self._folder.log(buffer.last_step, whole)
