@@ -21,7 +21,7 @@ from grpo_replay.recipe import (
     RewardSection,
     SamplingSection,
 )
-from grpo_replay.recipe.input_sections import DatasetOptions
+from grpo_replay.recipe.input_sections import GYM, DatasetOptions
 from grpo_replay.recipe.layers import DATA_SUFFIXES
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
@@ -55,6 +55,11 @@ class Benchmark:
     temperature: float | None = None
     file_stem: str | None = None
     own: PromptsSection | None = None
+
+    @property
+    def is_made_here(self) -> bool:
+        """True if its problems come neither from a file nor from the hub."""
+        return self.source == "builtin" or self.source.startswith(GYM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,7 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
         rows: Sequence[Row] = benchmark_problems(benchmark.name)
         problems = [Problem(r["problem_id"], r["problem"], r["answer"], r) for r in rows]
     else:
-        read = read_source(_as_prompts(benchmark, settings), any_columns=True)
+        read = read_source(_as_prompts(benchmark, settings), seed=None, any_columns=True)
         of_rows = map(read.rows.row, range(len(read.rows)))
         problems = list(map(Problem, read.ids, read.problems, read.answers, of_rows))
     if settings.max_problems is None and benchmark.problems not in (None, len(problems)):
@@ -186,6 +191,11 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
         return [BENCHMARKS[name] for name in GROUPS[word]]
     if word in BENCHMARKS:
         return [BENCHMARKS[word]]
+    if word.startswith(GYM):
+        same = [e.dataset_options for e in prompts.sources if e.source == word]
+        options = same[0] if same else DatasetOptions()
+        own = prompts.model_copy(update={"source": word, "dataset_options": options})
+        return [Benchmark(word.removeprefix(GYM), word, word, WAVE_SAMPLES, own=own)]
     path = Path(word).expanduser()
     is_folder = "/" in word and path.is_dir()
     if is_folder or word.endswith(DATA_SUFFIXES):
@@ -197,8 +207,8 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     known = dict.fromkeys([*GROUPS, *BENCHMARKS])
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
-        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …), or a folder of save_to_disk "
-        "(./NAME)"
+        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …), a folder of save_to_disk "
+        "(./NAME), or reasoning_gym:NAME"
     )
 
 
@@ -216,7 +226,7 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
 
     Raises DatasetError if the data folder does not contain it.
     """
-    if benchmark.source == "builtin":
+    if benchmark.is_made_here:
         return None
     if benchmark.own is not None:
         return Path(benchmark.source)
@@ -237,7 +247,7 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
 def read_from_hub(settings: EvalSection, prompts: PromptsSection) -> list[str]:
     """The benchmarks that are read from the hub. Raises as `find_benchmarks` and `local_file`."""
     found = find_benchmarks(settings, prompts)
-    return [e.name for e in found if e.source != "builtin" and local_file(e, settings) is None]
+    return [e.name for e in found if not e.is_made_here and local_file(e, settings) is None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ class _Grading:
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._on_progress = on_progress
+        self._is_builtin = plan.settings.reward in BUILTIN_VERIFIERS
         self._decoded: dict[int, dict[str, Any]] = {}  # columns of rows, without token ids
         self._last_report = 0.0
         self._sizes = Counter(map(_group_of, plan.samples))
@@ -124,7 +125,7 @@ class _Grading:
         }
         planned = self.plan.samples[index]
         problem, prompt, messages = planned.problem, "", list[ChatMessage]()
-        if self.plan.settings.reward not in BUILTIN_VERIFIERS:
+        if not self._is_builtin:
             prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
             messages = prompt_messages(self.plan.prompts, problem.problem)
         group = _group_of(planned)
@@ -160,6 +161,7 @@ class _Grading:
             "answer": planned.problem.answer,
             "verdict": verdict.status,
             "correct": verdict.status == "correct",
+            "score": None if self._is_builtin else verdict.reward,
         }
 
     def _report_progress(self, last: bool = False) -> None:

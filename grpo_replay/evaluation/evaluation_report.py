@@ -253,6 +253,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("verdict", pa.string()),
         ("correct", pa.bool_()),
+        ("score", pa.float64()),  # of a function of the user, null where there is none
     ],
     metadata={"grpo_replay_evaluation_samples": "2"},
 )

@@ -13,7 +13,7 @@ Row = Sequence[str]
 LEGEND = (
     "avg@k, pass@k and rates in %; 95 %: intervals over problems; tokens: mean completion length; "
     "right, wrong: the same of correct and of incorrect completions; cut: reached the length "
-    "limit; none: no answer could be parsed."
+    "limit; none: no answer could be parsed; score: the mean that a function of the user gave."
 )
 
 
@@ -104,6 +104,7 @@ def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
 def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
     header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "95 %")
     greedy = report.greedy_accuracies()
+    has_score = report.sampled.mean.mean_score is not None
     rows: list[Row] = [
         (
             title,
@@ -111,10 +112,12 @@ def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
             *(percent(r.avg_at_k), percent_interval(r.avg_at_k_interval)),
             *(percent(r.pass_at_k), percent_interval(r.pass_at_k_interval)),
             *((percent(greedy[name]),) if greedy else ()),
+            *(("–" if r.mean_score is None else f"{r.mean_score:.3f}",) if has_score else ()),
         )
         for name, title, r in _titled(report)
     ]
-    return (*header, *(("greedy",) if greedy else ())), rows
+    beside = (*(("greedy",) if greedy else ()), *(("score",) if has_score else ()))
+    return (*header, *beside), rows
 
 
 def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:

@@ -28,6 +28,7 @@ class Numbers:
 
     Intervals and the standard error are over problems: None if a benchmark has one problem. The
     lengths of correct and of incorrect completions are pooled over samples: None if there are none.
+    The mean score is that of a function of the user, which may give part of the points.
     """
 
     avg_at_k: float
@@ -42,6 +43,7 @@ class Numbers:
     mean_tokens_incorrect: float | None
     truncation_rate: float
     unparsed_rate: float
+    mean_score: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,7 @@ def _benchmark_result(
         mean_tokens=float(problems.tokens_N.mean()),
         **_intervals([problems]),
         **_lengths(rows),
+        mean_score=_mean_score(rows),
         truncation_rate=_share(rows["finish_reason"], "length"),
         unparsed_rate=_share(rows["verdict"], "unparsable"),
         verdicts=dict(sorted(Counter(rows["verdict"].to_pylist()).items())),
@@ -318,6 +321,7 @@ def _mean_result(
         },
         **_intervals(tables),
         **_lengths(samples),
+        mean_score=_mean_of_all([result.mean_score for result in each]),
         benchmarks=tuple(results),
     )
 
@@ -340,6 +344,15 @@ def _lengths(samples: pa.Table) -> dict[str, Any]:
         "mean_tokens_correct": float(tokens[correct].mean()) if correct.any() else None,
         "mean_tokens_incorrect": float(tokens[~correct].mean()) if not correct.all() else None,
     }
+
+
+def _mean_score(samples: pa.Table) -> float | None:
+    return pc.mean(samples["score"]).as_py()
+
+
+def _mean_of_all(scores: Sequence[float | None]) -> float | None:
+    known = [score for score in scores if score is not None]
+    return _mean(known) if len(known) == len(scores) else None
 
 
 def _share(values: pa.ChunkedArray, wanted: str) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.prompts.gym import gym_rows, nonsense_notice
 from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     PROBLEM_FIELDS,
@@ -35,6 +36,7 @@ from grpo_replay.prompts.sources import (
     unique_ids,
 )
 from grpo_replay.recipe import PromptsSection
+from grpo_replay.recipe.input_sections import GYM
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import TASKS
 from grpo_replay.types import Prompt, stream
@@ -282,8 +284,11 @@ class ReadSource(NamedTuple):
         return json.dumps([prefix, self.ids, self.problems, self.answers]).encode()
 
 
-def read_source(section: PromptsSection, seed: int = 0, any_columns: bool = False) -> ReadSource:
-    """The rows of one source. `seed` is that of a builtin one.
+def read_source(
+    section: PromptsSection, seed: int | None = 0, any_columns: bool = False
+) -> ReadSource:
+    """The rows of one source. `seed` is that of a builtin one and of `reasoning_gym:NAME`; None for
+    the problems that such a family holds out.
 
     Problem and answer are also found in the columns of other trainers, where the section has the
     default fields; with `any_columns` always, and ids only where there is their column. Raises
@@ -308,6 +313,8 @@ def read_source(section: PromptsSection, seed: int = 0, any_columns: bool = Fals
     if fields != [section.problem_field, section.answer_field]:
         columns = f"problems from {fields[0]!r}, answers from {fields[1]!r}"
         notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
+    if str(section.source).startswith(GYM):
+        notices += nonsense_notice(str(section.source), rows)
     return ReadSource(rows, problems, answers, unique_ids(rows, id_field), notices)
 
 
@@ -325,12 +332,14 @@ def render_prompt(
     return next(_rendered(section, tokenizer, [problem]))
 
 
-def _open_source(section: PromptsSection, seed: int) -> tuple[ProblemRows, str | None]:
+def _open_source(section: PromptsSection, seed: int | None) -> tuple[ProblemRows, str | None]:
     """The rows, and the field with their ids. None: the row number is the id."""
     source = str(section.source)
     if source in BUILTIN_SOURCES:
-        problems = TASKS[source.removeprefix("builtin:")].train_problems(seed)
+        problems = TASKS[source.removeprefix("builtin:")].train_problems(seed or 0)
         return ProblemRows(problems, source), "problem_id"
+    if source.startswith(GYM):
+        return gym_rows(source, section.dataset_options, seed), "problem_id"
     if source.startswith("builtin:"):
         raise DatasetError(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"

@@ -32,6 +32,9 @@ RENDERING_ARGUMENTS = frozenset(
 )
 """Arguments of transformers' `apply_chat_template` that are not variables of the template."""
 
+GYM = "reasoning_gym:"
+"""What a source of problems begins with that reasoning-gym makes."""
+
 ANSWER_MARKER = "####"
 """Where an answer contains it, only the text after the last one is the reference answer."""
 
@@ -121,13 +124,15 @@ class PromptsSection(Section):
     source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
     """Hugging Face dataset id; a JSON, JSON lines, CSV, TSV or Parquet file; a `save_to_disk`
     folder; `builtin:tiny`, `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` or
-    `builtin:word-problems`. Several: a list of these or of `{source: …, weight: 1.0}`, which may
-    have fields of their own. `weight`: how often an epoch visits each problem."""
+    `builtin:word-problems`; `reasoning_gym:NAME`. Several: a list of these or of `{source: …,
+    weight: 1.0}`, which may have fields of their own. `weight`: how often an epoch visits each
+    problem."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
     slice of one: `train[:-500]` is all but the last 500 rows, of a CSV or Parquet file too. Others
     are arguments of `datasets.load_dataset`, for a CSV file `sep` (found in its header if it is a
-    comma, a semicolon or a tab) and `encoding`."""
+    comma, a semicolon or a tab) and `encoding`, for `reasoning_gym:NAME` the family's settings and
+    `size` (1000)."""
     problem_field: str = "problem"
     """Column with the problem: text, or chat messages. In all fields, dots lead into a nested value
     and capitals do not count. If there is no column `problem`: `prompt`, `question` or

@@ -23,6 +23,7 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS, ReplaySection
+from grpo_replay.recipe.input_sections import GYM
 from grpo_replay.recipe.recipe import Recipe, replay_contradictions
 from grpo_replay.recipe.yaml_text import parse_yaml, problem_of, to_yaml
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
@@ -296,7 +297,7 @@ def short_path(path: str) -> str:
 
 def is_on_hub(source: str) -> bool:
     """True if a model or data source is a hub id, not a builtin or a local path."""
-    return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
+    return not source.startswith(("builtin:", GYM, "/", ".", "~")) and not Path(source).exists()
 
 
 _SHORT = reprlib.Repr()

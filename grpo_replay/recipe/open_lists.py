@@ -81,3 +81,5 @@ BUILTIN_VERIFIERS = ("boxed", "math_verify_boxed", "math_verify", "minerva")
 """The verifiers that ship with the package, for training rewards and evaluation."""
 for _name in BUILTIN_VERIFIERS:
     VERIFIERS.register(_name, f"grpo_replay.rewards.verifier_worker:{_name}")
+GYM_VERIFIER = "reasoning_gym"
+VERIFIERS.register(GYM_VERIFIER, "grpo_replay.rewards.gym:score")

@@ -5,7 +5,8 @@ The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,10 +20,12 @@ from grpo_replay.recipe.grpo_sections import (
     RewardSection,
 )
 from grpo_replay.recipe.input_sections import (
+    GYM,
     ModelSection,
     PromptsSection,
     SamplingSection,
 )
+from grpo_replay.recipe.open_lists import GYM_VERIFIER
 from grpo_replay.recipe.run_sections import (
     CheckpointSection,
     EngineSection,
@@ -73,6 +76,16 @@ class Recipe(Section):
                 "and control characters"
             )
         return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scores_by_the_family(cls, given: Any) -> Any:
+        """Problems of reasoning-gym are scored by their families, unless another verifier is
+        named."""
+        if not isinstance(given, Mapping):
+            return given
+        given = _with_gym_verifier(given, "prompts", "source", "reward", "function")
+        return _with_gym_verifier(given, "eval", "benchmarks", "eval", "reward")
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":
@@ -149,6 +162,22 @@ class Recipe(Section):
         if self.sampling.backend != "hf" and self.sampling.vllm.dtype != "auto":
             return self.sampling.vllm.dtype
         return self.model.dtype
+
+
+def _with_gym_verifier(
+    given: Mapping[str, Any], place: str, problems: str, section: str, key: str
+) -> Mapping[str, Any]:
+    """With the verifier of reasoning-gym as `section.key`, which is not given, if all sources of
+    `place.problems` are its families."""
+    own, of_place = given.get(section, {}), given.get(place, {})
+    if not (isinstance(own, Mapping) and isinstance(of_place, Mapping)) or key in own:
+        return given
+    named = of_place.get(problems)
+    each = named if isinstance(named, list) else [named]
+    sources = [one.get("source") if isinstance(one, Mapping) else one for one in each]
+    if not sources or not all(str(source).startswith(GYM) for source in sources):
+        return given
+    return {**given, section: {**own, key: GYM_VERIFIER}}
 
 
 def find_contradictions(recipe: Recipe) -> list[str]:

@@ -360,7 +360,7 @@ def environment_facts(world_size: int) -> dict[str, Any]:
     import torch
 
     packages = ("torch", "transformers", "deepspeed", *VLLM_PACKAGES, "datasets",
-                "math-verify", "numpy", "pyarrow")  # fmt: skip
+                "math-verify", "reasoning-gym", "numpy", "pyarrow")  # fmt: skip
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "grpo_replay": __version__,

@@ -39,6 +39,7 @@ from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, re
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.prompts.sources import is_local_source
 from grpo_replay.recipe import BUILTIN_VERIFIERS, ModelSection, Recipe
+from grpo_replay.recipe.input_sections import GYM
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
@@ -489,5 +490,5 @@ def _on_hub(recipe: Recipe) -> list[str]:
     return [
         name
         for name in recipe.prompts.source_names
-        if not name.startswith("builtin:") and not is_local_source(name)
+        if not name.startswith(("builtin:", GYM)) and not is_local_source(name)
     ]
