@@ -130,7 +130,7 @@ def test_every_number_of_the_first_benchmark(a):
         pass_at_j=approx({"1": 1 / 4, "2": 5 / 12, "3": 1 / 2, "4": 1 / 2}),
         mean_tokens=40.0, mean_tokens_interval=by_t([[30, 50]], np.inf, least=0),
         mean_tokens_correct=15.0, mean_tokens_incorrect=(30 + 60 + 20 + 60 + 60 + 60) / 6,
-        truncation_rate=4 / 8, unparsed_rate=3 / 8,
+        truncation_rate=4 / 8, unparsed_rate=3 / 8, mean_score=None,
         verdicts={"correct": 2, "incorrect": 2, "timeout": 1, "unparsable": 3},
         unparsable_answers=(),
     )  # fmt: skip
@@ -147,7 +147,7 @@ def test_every_number_of_the_second_benchmark(a):
         pass_at_j=approx({"1": 1 / 3, "2": 5 / 9, "3": 2 / 3}),
         mean_tokens=35.0, mean_tokens_interval=by_t([[30, 20, 55]], np.inf, least=0),
         mean_tokens_correct=100 / 3, mean_tokens_incorrect=(10 + 10 + 30 + 60 + 60 + 45) / 6,
-        truncation_rate=2 / 9, unparsed_rate=1 / 9,
+        truncation_rate=2 / 9, unparsed_rate=1 / 9, mean_score=None,
         verdicts={"correct": 3, "incorrect": 4, "timeout": 1, "unparsable": 1},
         unparsable_answers=("1", "2"),
     )  # fmt: skip
@@ -165,9 +165,20 @@ def test_every_number_of_the_mean(a):
         mean_tokens_interval=by_t([[30, 50], [30, 20, 55]], np.inf, least=0),
         mean_tokens_correct=(10 + 20 + 30 + 50 + 20) / 5,
         mean_tokens_incorrect=(290 + 215) / 12,
-        truncation_rate=(1 / 2 + 2 / 9) / 2, unparsed_rate=(3 / 8 + 1 / 9) / 2,
+        truncation_rate=(1 / 2 + 2 / 9) / 2, unparsed_rate=(3 / 8 + 1 / 9) / 2, mean_score=None,
     )  # fmt: skip
     assert a.greedy_accuracies() == approx({"alpha": 1, "beta": 1 / 3, "mean": 2 / 3})
+
+
+def test_the_mean_score_of_a_function_of_the_user(a):
+    scores = pa.array([1, 1, 0.5, 0, 0, 0, 0, 0.5] + [1] * 9, pa.float64())
+    rows = table(A).set_column(SAMPLE_SCHEMA.names.index("score"), "score", scores)
+    found, _ = summarise_both(rows, [])
+    assert found.benchmarks["alpha"].mean_score == 3 / 8
+    assert found.mean.mean_score == (3 / 8 + 1) / 2
+    accuracy, _ = terminal_tables(replace(a, sampled=found))
+    (mean,) = (line for line in printed(accuracy) if line.startswith("mean "))
+    assert mean.endswith(" 0.688")
 
 
 def test_every_number_of_a_comparison(a, b):

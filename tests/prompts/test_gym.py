@@ -119,10 +119,11 @@ def test_a_run_is_rewarded_by_points_and_evaluated_by_them(tmp_path):
     run = train_small_run(
         tmp_path / "run",
         prompts={
+            "max_prompt_length": 120,
             "source": [
                 {"source": CHAIN, "dataset_options": {**SMALL, "size": 40}},
                 {"source": "reasoning_gym:gcd", "dataset_options": {"size": 20}},
-            ]
+            ],
         },
         reward={"function": "reasoning_gym"},
         eval={"benchmarks": [CHAIN], "max_problems": 10, "reward": "reasoning_gym", "samples": 2},
