@@ -164,6 +164,14 @@ class Rollout:
         mask_T = self.completion_mask
         return len(self.completion_token_ids) if mask_T is None else int(mask_T.sum())
 
+    @property
+    def behavior_logprob_mean(self) -> float | None:
+        """Mean behaviour log-prob of the tokens that train; None without any."""
+        if self.behavior_logprobs is None or not self.trained_tokens:
+            return None
+        mask_T = slice(None) if self.completion_mask is None else self.completion_mask
+        return float(self.behavior_logprobs[mask_T].mean(dtype=np.float64))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
@@ -172,7 +180,7 @@ class Entry:
     A whole `Rollout` is one kind of payload (`replay.insertion.entries_of`). A trainer that keeps
     its tensors itself stores a handle to them. `columns` are what the priority reads, by the names
     of the rollout log: advantage, group_reward_std, reward, group_correct, completion_tokens,
-    truncated. The age of an entry is `step - birth_step`, in training steps.
+    truncated, behavior_logprob_mean. The age of an entry is `step - birth_step`, in training steps.
     """
 
     rollout_id: int

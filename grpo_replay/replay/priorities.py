@@ -29,6 +29,7 @@ ENTRY_FIELDS = ("rollout_id", "group_id", "birth_step")
 COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
     **{n: (np.int64, attrgetter(n)) for n in ENTRY_FIELDS},
     **{n: (np.float64, attrgetter(n)) for n in ("reward", "advantage", "group_reward_std")},
+    "behavior_logprob_mean": (np.float64, attrgetter("behavior_logprob_mean")),
     "group_correct": (np.int64, attrgetter("group_correct")),
     "completion_tokens": (np.int64, lambda rollout: len(rollout.completion_token_ids)),
     "truncated": (np.bool_, lambda rollout: rollout.finish_reason == "length"),

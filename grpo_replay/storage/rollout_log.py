@@ -93,7 +93,10 @@ UPDATE_COLUMNS = pa.schema([("update", pa.int64()), ("age_updates", pa.int64())]
 """Further columns of a run that makes several draws a step, one for each optimizer update: the
 update, counted over the run from 1, and the updates since the first that could draw the rollout."""
 
-ROLLOUT_FILE_SCHEMA = pa.schema([*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA])
+ROLLOUT_FILE_SCHEMA = pa.schema(
+    [*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA, ("behavior_logprob_mean", pa.float64())]
+)
+"""The last is a mean over `behavior_logprobs` of the tokens that train, for priorities."""
 
 
 def optional_fields(found: pa.Schema) -> list[pa.Field]:
@@ -213,7 +216,8 @@ def write_rollouts(
     seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
     fields = [*ROLLOUT_FILE_SCHEMA, *optional_fields(table.schema)]
     known = len(ROLLOUT_SCHEMA)
-    columns = [*table.columns[:known], *seen, *table.columns[known:]]
+    means = pa.array([rollout.behavior_logprob_mean for rollout in rollouts], pa.float64())
+    columns = [*table.columns[:known], *seen, means, *table.columns[known:]]
     whole = pa.table(columns, schema=pa.schema(fields))
     _write(path, "rollouts", whole)
 

@@ -52,6 +52,7 @@ def test_columns_are_the_documented_ones():
     ]
     outcome = ["tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl"]
     assert ROLLOUT_FILE_SCHEMA.names[:26] == documented + outcome
+    assert ROLLOUT_FILE_SCHEMA.names[-1] == "behavior_logprob_mean"
     assert DRAW_SCHEMA.names[:9] == ["step", "rollout_id", "age_steps", "probability", *outcome]
     for name in ("completion_text", "reward_scores"):
         documented.remove(name)

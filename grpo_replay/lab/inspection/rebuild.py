@@ -31,7 +31,10 @@ from grpo_replay.replay.compose import buffer_step
 from grpo_replay.terminal.console import tracked
 from grpo_replay.types import Entry
 
-_READ = ("advantage", "group_reward_std", "reward", "group_correct", "truncated")
+_READ = (
+    *("advantage", "group_reward_std", "reward", "group_correct", "truncated"),
+    "behavior_logprob_mean",
+)
 
 
 def entries_of_log(rows: Rollouts) -> list[Entry]:

@@ -40,6 +40,7 @@ ROLLOUT = np.dtype(
         ("prompt_id", np.object_),
         ("length", np.int32),  # tokens of the completion
         ("truncated", np.bool_),
+        ("behavior_logprob_mean", np.float64),  # NaN in a snapshot
         *((name, np.float64) for name in OUTCOMES),
     ]
 )
@@ -69,7 +70,8 @@ def _joined(dtype: np.dtype, parts: Iterable[np.recarray]) -> np.recarray:
 
 def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) -> np.recarray:
     rows = np.recarray(len(columns["rollout_id"]), dtype)
-    rows["tokens"] = np.nan
+    for name in {"tokens", "behavior_logprob_mean"} & set(rows.dtype.names or ()):
+        rows[name] = np.nan
     for name, column in columns.items():
         rows[name] = column.to_numpy(zero_copy_only=False)
     return rows
@@ -86,7 +88,8 @@ def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
     """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
     parts = []
     for step, path in tracked(files, "reading rollouts"):
-        parts.append(_rollouts(read_rollout_table(path, (*_READ, *OUTCOMES))))
+        names = (*_READ, "behavior_logprob_mean", *OUTCOMES)
+        parts.append(_rollouts(read_rollout_table(path, names)))
         parts[-1].logged_step = step
     return _joined(ROLLOUT, parts)
 
