@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from grpo_replay.engine.finite_weights import refuse_not_finite
 from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import (
     ModelError,
@@ -161,7 +162,7 @@ def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreT
     """The causal language model on the CPU, in the section's dtype and in evaluation mode.
 
     With `random_init` the weights are a function of configuration and `seed`, and the global
-    random state is left as it was. Raises ModelError if weights are missing or do not fit.
+    random state is left as it was. Raises ModelError if weights are missing, broken or do not fit.
     """
     config = load_config(model)
     tokenizer = load_tokenizer(model)
@@ -327,6 +328,7 @@ def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedMode
             f"{place}: the weights lack {len(report['missing_keys'])} tensors of the "
             f"configuration: {names}; the download is incomplete or config.json is another model's"
         )
+    refuse_not_finite(policy.named_parameters(), place)
     return policy
 
 

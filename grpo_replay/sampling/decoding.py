@@ -132,7 +132,9 @@ def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.T
     before_R1 = pad(ends_RB, (1, 0)).gather(1, block_R1)
     chosen_R1K = block_R1.unsqueeze(2).expand(rows, 1, BLOCK_TOKENS)
     inside_RK = blocks_RBK.gather(1, chosen_R1K).squeeze(1).cumsum(-1, dtype=torch.float64)
-    return block_R1 * BLOCK_TOKENS + _first_above(inside_RK, target_R1 - before_R1)
+    tokens_R1 = block_R1 * BLOCK_TOKENS + _first_above(inside_RK, target_R1 - before_R1)
+    # A row of NaN has no such token: its log-prob, which is NaN, is refused by the caller.
+    return tokens_R1.clamp_(max=vocabulary - 1) if padding else tokens_R1
 
 
 def _first_above(cumulative: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:

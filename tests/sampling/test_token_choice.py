@@ -99,3 +99,13 @@ def test_random_numbers_of_neighbouring_seeds_are_uniform_together():
     numbers = UniformRows(range(2000)).next_block(np.arange(2000), 2)
     assert kstest(numbers[:, 0], "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(numbers.T)[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("vocabulary", [24, 260])
+def test_a_row_without_numbers_has_a_token_and_no_log_prob(vocabulary):
+    """Its caller refuses it."""
+    logits_RV = np.zeros((2, vocabulary), np.float32)
+    logits_RV[1, 3] = np.nan
+    tokens, logprobs = chosen(logits_RV, [0.5, 0.5], parameters_of((1.0, 1.0), (1.0, 1.0)))
+    assert max(tokens) < vocabulary
+    assert np.isfinite(logprobs).tolist() == [True, False]
