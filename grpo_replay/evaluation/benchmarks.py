@@ -74,7 +74,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The problem, or the content of its last message."""
+        """The problem, or the content of its messages."""
         return statement_text(self.problem)
 
 

@@ -89,13 +89,15 @@ class PromptSet:
     ) -> list[str]:
         """Notices about too few prompts, and about those that are also `held_out`, which are the
         problems of the evaluations: (benchmark, text)."""
-        notices, trained = [], set(self._prompts.fingerprints)
+        notices = []
         if (count := len(self._prompts.ids)) < prompts_per_step:
             notices.append(
                 f"{count} prompts are fewer than sampling.prompts_per_step {prompts_per_step}: a "
                 "step samples the same prompt in several groups"
             )
         problems = set(held_out)
+        statements = (statement_text(each) for _, each in self._prompts.problems if problems)
+        trained = set(map(fingerprint, statements))
         totals = Counter(name for name, _ in problems)
         shared = Counter(name for name, text in problems if fingerprint(text) in trained)
         notices += [
@@ -206,7 +208,7 @@ class _TokenisedPrompts:
             self.token_ids.append(tokens_P)
             self.answers.append(read.answers[number])
             self.problems.append((section, read.problems[number]))
-            self.fingerprints.append(fingerprint(statement_text(read.problems[number])))
+            self.fingerprints.append(fingerprint(read.problems[number]))
         size = len(self.ids) - first
         self.sources.append(_Source(first, len(self.ids), max(round(weight * size), size > 0)))
 

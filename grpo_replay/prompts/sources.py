@@ -15,6 +15,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
 from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
@@ -48,7 +50,9 @@ class ProblemRows:
         column, rows = column_of(field, self.names), self._rows
         inside = [] if _plain(column) == _plain(field) else field.split(".")[1:]
         if not isinstance(rows, Sequence) and column in self.names:
-            rows = ({column: value} for value in rows[column][:])  # the other columns are not read
+            short = getattr(rows.features[column], "dtype", "") in ("float16", "float32")
+            values = map(_as_written, rows[column][:]) if short else rows[column][:]
+            rows = ({column: value} for value in values)  # the other columns are not read
         return [self._value(index, row, field, inside) for index, row in enumerate(rows)]
 
     def _value(self, index: int, row: Any, field: str, inside: Sequence[str]) -> Any:
@@ -85,6 +89,11 @@ def column_of(field: str, columns: Collection[str]) -> str:
 
 def _plain(name: str) -> str:
     return name.strip().casefold()
+
+
+def _as_written(value: float | None) -> float | None:
+    """A float32 as its shortest decimal: 0.1, not 0.10000000149011612."""
+    return None if value is None else float(str(np.float32(value)))
 
 
 def is_local_source(source: str) -> bool:
@@ -338,13 +347,19 @@ def text(value: Any) -> str:
 
 
 def statement_text(problem: ProblemStatement) -> str:
-    """The problem, or the content of its last message."""
-    return problem if isinstance(problem, str) else problem[-1]["content"]
+    """The problem, or the content of its messages, but for those of the system."""
+    if isinstance(problem, str):
+        return problem
+    return "\n".join(each["content"] for each in problem if each["role"] != "system")
 
 
-def fingerprint(text: str) -> int:
-    """Equal for problems that differ only in spaces and capitals; valid within this process."""
-    return hash("".join(text.casefold().split()))
+def fingerprint(problem: ProblemStatement) -> int:
+    """Equal for problems that differ only in spaces and capitals, for chats if all of their
+    messages do; valid within this process."""
+    chat = () if isinstance(problem, str) else problem
+    of_system = "".join(each["content"] for each in chat if each["role"] == "system")
+    plain = ["".join(text.casefold().split()) for text in (of_system, statement_text(problem))]
+    return hash(tuple(plain))
 
 
 def notices_of_reading(problems: Sequence[ProblemStatement], answers: Sequence[Any]) -> list[str]:

@@ -4,6 +4,8 @@ import json
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -198,6 +200,35 @@ def test_duplicates_and_characters_without_a_token_are_counted(jsonl, tokenizer)
     path = jsonl({"problem": "1+1", "answer": "2"}, {"problem": "1×1 ÷", "answer": "½"})
     (notice,) = load_prompts(section(path, user_template="{problem}="), digits, 0).notices
     assert notice.startswith("1 of 2")
+
+
+def test_chats_repeat_each_other_only_if_all_their_messages_do(jsonl, tokenizer):
+    def chat(system: str, *turns: str) -> dict:
+        roles = ["user", "assistant"] * len(turns)
+        said = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+        return {"problem": [{"role": "system", "content": system}, *said], "answer": "1"}
+
+    chosen = {"template": "chat"}
+    path = jsonl(chat("Count to 3.", "Go on."), chat("Count to 4.", "Go on."),
+                 chat("S", "1+1?", "2", "Go on."), chat("S", "2+2?", "4", "Go on."))  # fmt: skip
+    prompts = load_prompts(section(path, **chosen), tokenizer, 0)
+    assert not any("repeat" in each for each in prompts.notices)
+    path = jsonl(chat("S", "1+1?", "2", "Go on."), chat("s", "1+1?", "2", "go on."))
+    prompts = load_prompts(section(path, **chosen), tokenizer, 0)
+    assert any(each.startswith("1 of 2 prompts repeat") for each in prompts.notices)
+    path = jsonl(chat("S", "What is 1+1?"), chat("S", "1+1?", "2", "Go on."))
+    prompts = load_prompts(section(path, **chosen), tokenizer, 0)
+    (notice,) = prompts.notices_of_use(2, {("a", "what is 1+1?"), ("b", "Go on.")})
+    assert "'a'" in notice, "the statement of a problem, whatever the system says"
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_numbers_of_parquet_are_as_they_were_written(tmp_path, tokenizer, kind):
+    answers = [0.1, 0.25, 2.0, 33.3, -1e-3]
+    table = {"problem": list("abcde"), "answer": pa.array(np.array(answers, kind))}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    prompts = load_prompts(section(str(tmp_path / "rows.parquet")), tokenizer, 0)
+    assert [each.answer for each in prompts.sample(5)] == ["0.1", "0.25", "2", "33.3", "-0.001"]
 
 
 def test_too_few_prompts_and_held_out_ones_among_them_are_said(jsonl, tokenizer):
