@@ -302,6 +302,7 @@ class Collector:
             sent=time.monotonic(),
         )
 
+            first_error=self._scorer.first_error,
 
 def _name_of(place: Place) -> str:
     """What reward functions are given as the group."""

@@ -130,7 +130,7 @@ class Report(msgspec.Struct, frozen=True):
     `held_*`: finished completions that are in no message yet. `running` are requests,
     `grading` completions without a verdict. `idle_seconds` is the time without a request running,
     summed over the servers in use, and `server_seconds` the time that they were in use. `sent` is
-    `time.monotonic()`.
+    `time.monotonic()`, `first_error` that of the scorer.
     """
 
     generated_rollouts: int = 0
@@ -144,6 +144,7 @@ class Report(msgspec.Struct, frozen=True):
     server_seconds: float = 0.0
     drained: bool = False
     sent: float = 0.0
+    first_error: str | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):

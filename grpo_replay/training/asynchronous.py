@@ -157,7 +157,9 @@ class MainSource(FollowerSource):
         self._waited_seconds = waited_seconds
         version, sampler = self.state.policy_version, self._server_sampler()
         taken = self.intake.cut(step, version, sampler.policy_version)
-        share = self._times.step(self.intake.newest_report, sampler.paused_seconds)
+        report, scorer = self.intake.newest_report, self.parts.scorer
+        scorer.first_error = scorer.first_error or report.first_error
+        share = self._times.step(report, sampler.paused_seconds)
         return self._step_rollouts(taken, share)
 
     def _server_sampler(self) -> VllmServerSampler:

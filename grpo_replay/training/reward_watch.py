@@ -130,10 +130,10 @@ def refuse_failed_verdicts(
 
 
 def _described(first_error: str | None, failed: Sequence[str]) -> str:
-    """The first error of this rank's reward function, or why there is none."""
+    """The first error of the reward function on any rank, or why there is none."""
     if first_error is None and set(failed) <= {"timeout", "memory"}:
         return "none was raised, the function exceeded its limits (reward.time_limit_seconds)"
-    return first_error or "none was raised on rank 0; see the logs of the others in log/"
+    return first_error or "none was raised; see log/"
 
 
 class MissingWatch:

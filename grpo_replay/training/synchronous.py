@@ -116,6 +116,8 @@ class SynchronousSource:
             verdicts = parts.scorer.results()
             mine = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
             graded = gather_graded(comm, mine)
+            errors = comm.all_gather_json(parts.scorer.first_error)  # rank 0 tells the user
+            parts.scorer.first_error = next(filter(None, errors), None)
             if not comm.is_main:
                 return []
             return assemble_rollouts(

@@ -3,6 +3,8 @@ functions that fail, and rows on which nothing can be learnt."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +156,24 @@ def test_rewards_that_cannot_come_end_the_run_before_it_loads_a_model(tmp_path, 
     with error:
         train_small_run(tmp_path / "run", **sections)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_an_error_on_another_rank_than_0_reaches_the_screen(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import os\n\n"
+        "def score(completion, step):\n"
+        "    if step is not None and os.environ['RANK'] == '1':\n"
+        "        raise ValueError('only there')\n"
+        "    return float(len(completion))\n"
+    )
+    keys = ["run.steps=1", "eval.benchmarks=[]", "engine.device=cpu", "reward.workers=1",
+            f"reward.function={tmp_path}/own.py:score", "reward.max_failed_share=0.4"]  # fmt: skip
+    words = [word for key in keys for word in ("--set", key)]
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_replay", "train", "tiny", "--num-processes", "2",
+         "--output-dir", str(tmp_path / "run"), *words],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert "First error: ValueError: only there" in done.stderr
