@@ -16,7 +16,10 @@ def is_finite(tensor: torch.Tensor) -> torch.Tensor:
     not wait."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return torch.tensor(True)
-    return torch.stack(torch.aminmax(tensor.detach())).isfinite().all()  # NaN is both
+    numbers = tensor.detach()
+    if numbers.element_size() == 1:  # float8, which has no comparisons
+        numbers = numbers.float()
+    return torch.stack(torch.aminmax(numbers)).isfinite().all()  # NaN is both
 
 
 def not_finite(finite: Mapping[str, torch.Tensor]) -> str:

@@ -66,6 +66,7 @@ def test_at_a_push_of_which_nothing_is_sampled(value):
 def test_numbers_that_are_large_or_whole_or_none_at_all_are_finite():
     for tensor in (
         torch.tensor([3e38, -3e38]), torch.tensor([3e38], dtype=torch.bfloat16),
+        torch.tensor([1.0]).to(torch.float8_e4m3fn),
         torch.tensor([1, 2]), torch.tensor([True]), torch.zeros(0),
     ):  # fmt: skip
         assert is_finite(tensor)
