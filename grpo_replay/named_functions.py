@@ -30,6 +30,16 @@ def refuse_missing_file(place: str) -> None:
         )
 
 
+def source_text(place: str) -> str:
+    """The text of the file of `module:function` or `file.py:function`, which is not imported; empty
+    if there is none."""
+    source = place.rpartition(":")[0]
+    name = source if source.endswith(".py") else f"{source.replace('.', '/')}.py"
+    found = (Path(folder, name) for folder in (os.getcwd(), *sys.path))
+    file = next((path for path in found if path.is_file()), None)
+    return "" if file is None else file.read_text(encoding="utf-8", errors="replace")
+
+
 def load_function(place: str) -> Any:
     """What `module:function` or `file.py:function` names. Raises whatever the import raises."""
     found = load_source(place)

@@ -222,7 +222,8 @@ class Collector:
         return place, prompts.take(place[0] * len(prompts) + place[1], 1)[0]
 
     def _on_sampled(self, member: Member, completion: Completion, spans: tuple[Span, ...]) -> None:
-        text = self._decode(completion.token_ids.tolist())
+        token_ids = completion.token_ids.tolist()
+        text = self._decode(token_ids)
         member.completion, member.spans, member.text = completion, spans, text
         self._generated_rollouts += 1
         self._generated_tokens += len(completion.token_ids)
@@ -232,6 +233,7 @@ class Collector:
             key, text, prompt.answer, prompt.row, prompt=prompt.text, messages=prompt.messages,
             step=spans[0][0] + 1, truncated=completion.finish_reason == "length",
             group=_name_of(member.group.place), of=len(member.group.members),
+            completion_ids=token_ids,
         )  # fmt: skip
 
     def _on_lost(self, member: Member, reason: str) -> None:
@@ -300,9 +302,9 @@ class Collector:
             server_seconds=used,
             drained=self._drained,
             sent=time.monotonic(),
+            first_error=self._scorer.first_error,
         )
 
-            first_error=self._scorer.first_error,
 
 def _name_of(place: Place) -> str:
     """What reward functions are given as the group."""

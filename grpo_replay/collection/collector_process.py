@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from grpo_replay.errors import first_line
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.terminal.quiet import RedactingFormatter
 
 PARENT_POLL_SECONDS = 0.5
@@ -74,9 +74,7 @@ async def _collect(given: dict[str, Any], commands: zmq.asyncio.Socket, send: An
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows)
 
-    def decode(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True)
-
+    decode = CompletionText.of(recipe, tokenizer).decode
     settings = CollectorSettings(**given["settings"] | {"recipe": recipe})
     with RewardScorer.open(recipe.reward) as scorer:
         collector = Collector(settings, prompts, decode, scorer, send)

@@ -25,6 +25,7 @@ from grpo_replay.recipe.input_sections import GYM, DatasetOptions
 from grpo_replay.recipe.layers import DATA_SUFFIXES
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
+from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.tiny import TASKS, benchmark_problems
 from grpo_replay.types import GenerationRequest, Prompt, RequestKey, Row, completion_seed
 
@@ -271,6 +272,7 @@ class EvaluationPlan:
     settings: EvalSection
     document: dict[str, Any]  # the report's `settings`
     with_vllm: bool
+    text: CompletionText
     prompts: PromptsSection = field(default_factory=PromptsSection)
 
     @property
@@ -290,9 +292,11 @@ def plan_evaluation(
     prompts: PromptsSection,
     sampling: SamplingSection,
     correct_score: float = 1.0,
+    text: CompletionText | None = None,
 ) -> EvaluationPlan:
     """The plan of an evaluation; the default completion length is that of training, and
-    `correct_score` is the reward that a function of the user gives to a correct completion.
+    `correct_score` is the reward that a function of the user gives to a correct completion. `text`
+    decodes completions, if not without special tokens.
 
     Raises RecipeError for unknown benchmarks, and DatasetError for problems that cannot be read or
     whose prompt is too long.
@@ -328,8 +332,11 @@ def plan_evaluation(
     document |= {"backend": sampling.backend, "max_completion_length": longest}
     if settings.reward not in BUILTIN_VERIFIERS:
         document["correct_score"] = correct_score
+    text = text or CompletionText(tokenizer)
+    if text.kept:
+        document["special_tokens"] = "keep"
     with_vllm = sampling.vllm_in_ranks or sampling.over_http
-    return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm, prompts)
+    return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm, text, prompts)
 
 
 def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
@@ -338,8 +345,9 @@ def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     from grpo_replay.sampling.sampler_protocol import check_room
 
     plan = plan_evaluation(
-        tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct
-    )
+        tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct,
+        CompletionText.of(recipe, tokenizer),
+    )  # fmt: skip
     check_room(recipe, plan.longest_prompt, evaluates=True)
     return plan
 
@@ -363,7 +371,7 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
         )
         for each in list(planned.values())[:TRIED_ROWS]
     ]
-    sample = Sample(tried, len(planned), "eval.benchmarks")
+    sample = Sample(tried, len(planned), "eval.benchmarks", plan.text.encode)
     section = limits.alone(verifier).model_copy(update={"workers": 1})
     with RewardScorer.open(section, as_verdicts=True) as scorer:
         return try_rewards(section, scorer, sample, step=None)

@@ -116,7 +116,7 @@ class _Grading:
 
     def submit(self, index: int, token_ids: np.ndarray, finish_reason: str) -> None:
         """Grade the completion of `plan.samples[index]`; returns at once."""
-        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        text = self.plan.text.decode(token_ids.tolist())
         self._decoded[index] = {
             # A byte-level decoder may emit lone surrogates, which are not valid UTF-8 for Arrow.
             "completion_text": text.encode("utf-8", "replace").decode("utf-8"),
@@ -131,7 +131,7 @@ class _Grading:
         group = _group_of(planned)
         self._scorer.submit(
             index, text, problem.answer, problem.row, prompt=prompt, messages=messages,
-            truncated=finish_reason == "length",
+            truncated=finish_reason == "length", completion_ids=token_ids.tolist(),
             group=group, of=self._sizes[group],
         )  # fmt: skip
         self._report_progress()

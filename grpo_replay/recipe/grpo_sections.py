@@ -86,6 +86,9 @@ class RewardSection(Section):
     mask_truncated: bool = False
     """Neither train on nor store truncated completions (DAPO). Their rewards count in their
     group."""
+    special_tokens: Literal["drop", "keep"] = "drop"
+    """Whether rewards and evaluations see tokens that the tokenizer calls special, such as
+    `</think>` or `<answer>`. `keep` shows all but the end token of the model (docs/rewards.md)."""
     max_failed_share: Fraction = 0.5
     """The run stops if rewards are missing on a larger share of a step's completions. 1 never
     stops."""

@@ -97,6 +97,7 @@ class RewardScorer:
         row: Mapping[str, Any] | None = None,
         *,
         truncated: bool = False,
+        completion_ids: Sequence[int] = (),
         prompt: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         step: int | None = None,
@@ -106,10 +107,10 @@ class RewardScorer:
         """Queue one completion for grading and return at once.
 
         Only functions of the user receive `row`, whether the completion was `truncated` at the
-        length limit, the rendered `prompt`, its `messages`, the training `step` (None in
-        evaluations), and the `group`, which is that of the other completions of the prompt. If a
-        function takes these together, they wait until `of` of them are submitted, and come in the
-        order of their keys. Raises DatasetError if the row holds a value that JSON cannot.
+        length limit, its `completion_ids`, the rendered `prompt`, its `messages`, the training
+        `step` (None in evaluations), and the `group`, which is that of the other completions of the
+        prompt. If a function takes these together, they wait until `of` of them are submitted, and
+        come in the order of their keys. Raises DatasetError if the row holds what JSON cannot.
         """
         together = of > 1 and not self._builtin and self._takes_many()
         digest = _digest(completion, answer) if self._builtin else None
@@ -118,7 +119,7 @@ class RewardScorer:
             if graded is None:
                 graded = _Graded(answer)
                 given = {"truncated": truncated, "prompt": prompt, "messages": list(messages)}
-                given |= {"step": step, "group": group}
+                given |= {"step": step, "group": group, "completion_ids": completion_ids}
                 member = (key, graded, self._body(completion, answer, row, given))
                 self._pending += 1
                 if together:

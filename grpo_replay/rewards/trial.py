@@ -4,7 +4,7 @@ A function that fails on every row, or a verifier that accepts no reference answ
 itself, would let a run train on nothing until its last step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_replay.distributed.environment import available_cores
@@ -21,11 +21,13 @@ USUAL_WORKERS_PER_CORE = 4
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some problems of a set of `total`, and the key of the recipe that names the set."""
+    """Some problems of a set of `total`, the key of the recipe that names the set, and what gives
+    the token ids of a text."""
 
     problems: Sequence[Prompt]
     total: int
     place: str
+    encode: Callable[[str], Sequence[int]]
 
 
 def notices_of_workers(workers: int, ranks: int) -> list[str]:
@@ -58,8 +60,7 @@ def try_rewards(
     notices, functions = [], [each.function for each in section.functions]
     own = [function for function in functions if function not in BUILTIN_VERIFIERS]
     if own:
-        tried = sample.problems[:TRIED_ROWS]
-        notices += _try_calls(", ".join(own), section, scorer, tried, step)
+        notices += _try_calls(", ".join(own), section, scorer, sample, step)
     if own == functions:
         return notices
     if not own:
@@ -75,14 +76,14 @@ def _try_calls(
     function: str,
     section: RewardSection,
     scorer: RewardScorer,
-    problems: Sequence[Prompt],
+    sample: Sample,
     step: int | None,
 ) -> list[str]:
-    for place, each in enumerate(problems):
+    for place, each in enumerate(sample.problems[:TRIED_ROWS]):
         completion = right_completion(each.answer)
         scorer.submit(
             place, completion, each.answer, each.row, prompt=each.text, messages=each.messages,
-            step=step, group=f"trial {place}",
+            step=step, group=f"trial {place}", completion_ids=sample.encode(completion),
         )  # fmt: skip
     verdicts = list(scorer.results().values())
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]

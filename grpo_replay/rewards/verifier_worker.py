@@ -100,7 +100,7 @@ def describe_failure(error: BaseException) -> str:
 Task = Mapping[str, Any]
 """What a worker gets for a completion: `text`, `answer`, `row` and `EXTRAS`."""
 
-EXTRAS = ("truncated", "prompt", "messages", "step", "group")
+EXTRAS = ("truncated", "completion_ids", "prompt", "messages", "step", "group")
 ONE = (
     *("completion", "answer", "row", "data_source", "solution_str", "ground_truth", "extra_info"),
     *EXTRAS,

@@ -47,6 +47,7 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import notices_of_workers
+from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.sampling.sampler_protocol import (
     NoSampler,
     Sampler,
@@ -77,6 +78,7 @@ from grpo_replay.training.reward_watch import (
     reward_facts,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource
+from grpo_replay.training.silent_settings import notices_of_tags
 from grpo_replay.training.sources import open_source
 
 ATTENTION_PACKAGES = {
@@ -329,7 +331,9 @@ class RunOpener:
         if not self.place.elsewhere:
             notices += notices_of_workers(recipe.reward.workers, recipe.engine.num_processes)
         if self.prompts is not None:
-            notices += notices_of_rewards(recipe.reward, scorer, self.prompts)
+            text = CompletionText.of(recipe, self.tokenizer)
+            notices += notices_of_rewards(recipe.reward, scorer, self.prompts, text)
+            notices += notices_of_tags(recipe, self.tokenizer)
         if self.evaluation is not None:
             notices += notices_of_verifier(recipe.eval.reward, recipe.reward, self.evaluation)
         return notices

@@ -14,9 +14,10 @@ from grpo_replay.recipe.input_sections import SamplingSection
 from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
+from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.types import FAILED, Rollout
 
-SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens")
+SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens", "special_tokens")
 """Keys of the reward section that decide rewards, besides the functions and their weights."""
 
 
@@ -26,11 +27,11 @@ long."""
 
 
 def notices_of_rewards(
-    reward: RewardSection, scorer: RewardScorer, prompts: PromptSet
+    reward: RewardSection, scorer: RewardScorer, prompts: PromptSet, text: CompletionText
 ) -> list[str]:
     """Notices about the reward functions, which are tried on a few problems. Raises RecipeError or
     DatasetError if no completion could earn a reward."""
-    sample = Sample(prompts.sample(CHECKED_ANSWERS), len(prompts), "prompts.source")
+    sample = Sample(prompts.sample(CHECKED_ANSWERS), len(prompts), "prompts.source", text.encode)
     return try_rewards(reward, scorer, sample)
 
 

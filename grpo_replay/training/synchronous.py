@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import ServersLost
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
+from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.sampling.sampler_protocol import completions_of
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.rollout_source import Metrics, Parts, StepRecord, StepRollouts
@@ -38,6 +39,7 @@ class SynchronousSource:
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
+        self._text = CompletionText.of(parts.recipe, parts.tokenizer)
         lags = parts.recipe.run.sync_every_steps > 1
         self._pushed = PushedWeights() if lags and parts.comm.is_main else None
 
@@ -114,10 +116,10 @@ class SynchronousSource:
                 self._sleep()
         with parts.clock.stage("reward"):
             verdicts = parts.scorer.results()
-            mine = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
-            graded = gather_graded(comm, mine)
             errors = comm.all_gather_json(parts.scorer.first_error)  # rank 0 tells the user
             parts.scorer.first_error = next(filter(None, errors), None)
+            mine = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
+            graded = gather_graded(comm, mine)
             if not comm.is_main:
                 return []
             return assemble_rollouts(
@@ -139,11 +141,13 @@ class SynchronousSource:
         for completion in finished:
             step, number = completion.key.step, completion.key.prompt_index
             prompt = prompts[number]
-            text = parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            token_ids = completion.token_ids.tolist()
+            text = self._text.decode(token_ids)
             parts.scorer.submit(
                 completion.key, text, prompt.answer, prompt.row, prompt=prompt.text,
                 messages=prompt.messages, step=step, group=f"{step}.{number}", of=sizes[number],
                 truncated=completion.finish_reason == "length",
+                completion_ids=token_ids,
             )  # fmt: skip
             yield completion, text
 

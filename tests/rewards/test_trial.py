@@ -22,7 +22,8 @@ def problem(answer: str) -> Prompt:
 
 
 def tried(section: RewardSection, *answers: str) -> list[str]:
-    sample = Sample([problem(answer) for answer in answers], 1000, "prompts.source")
+    problems = [problem(answer) for answer in answers]
+    sample = Sample(problems, 1000, "prompts.source", lambda text: list(text.encode()))
     with RewardScorer.open(section) as scorer:
         return try_rewards(section, scorer, sample)
 
@@ -112,3 +113,28 @@ def test_a_file_may_import_its_neighbours_and_share_the_name_of_a_module(tmp_pat
     with RewardScorer.open(section) as scorer:
         (verdict,) = scorer.score([("a", "b", {})])
     assert (verdict.reward, verdict.scores) == (1.0, (0.5, 0.5))
+
+
+def test_an_import_inside_a_function_that_takes_longer_than_the_limit_is_named(tmp_path):
+    (tmp_path / "slow_library.py").write_text("import time\n\ntime.sleep(30)\n")
+    path = tmp_path / "own.py"
+    body = "    import slow_library\n    return 1.0\n"
+    path.write_text(
+        f"def late(completion, answer):\n{body}\ndef once(completion):\n    return 1.0\n"
+    )
+    section = RewardSection(function=f"{path}:late", workers=1, time_limit_seconds=0.3)
+    with pytest.raises(
+        RecipeError, match=r"first call of .*own\.py:late.* 0\.3 s.*top of the file"
+    ):
+        tried(section, "1", "2")
+    assert tried(section.model_copy(update={"function": f"{path}:once"}), "1", "2") == []
+
+
+def test_a_function_is_tried_with_the_token_ids_of_its_completion(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def ends(completion, completion_ids):\n"
+        "    assert bytes(completion_ids).decode() == completion\n"
+        "    return float(completion_ids[-1] == ord('.'))\n"
+    )
+    assert tried(RewardSection(function=f"{path}:ends", workers=1), "1", "2") == []

@@ -44,8 +44,9 @@ def test_a_run_that_stores_nothing_goes_on_with_a_notice(is_async):
     recipe = small_recipe(replay={"preset": "grpo"})
     if is_async:
         recipe.run.__dict__["mode"] = "async"
-    before, now = ({"functions": [], "correct": c, "incorrect": 0.0, "overlong_buffer_tokens": None}
-                   for c in (1.0, 2.0))  # fmt: skip
+    facts = {"functions": [], "incorrect": 0.0, "overlong_buffer_tokens": None}
+    facts["special_tokens"] = "drop"
+    before, now = ({**facts, "correct": correct} for correct in (1.0, 2.0))
     checkpoint = Path("checkpoints/step_000003")
     notices = notices_of_change(recipe, checkpoint, before, now)
     assert "before step 4" in notices[0] and "reward.correct 2.0, was 1.0" in notices[0]

@@ -25,7 +25,8 @@ class Life:
     """Everything the files record about one rollout."""
 
     rollout: Mapping[str, Any]  # its row; token ids are lists
-    prompt_text: str | None  # None if no checkpoint has a tokenizer
+    prompt_text: str | None  # with special tokens; None if no checkpoint has a tokenizer
+    written_text: str | None  # the completion, likewise
     group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
     uses: tuple[Mapping[str, Any], ...]  # step, age, probability of a draw (None: fresh), outcome
     fate: str  # one sentence
@@ -42,7 +43,8 @@ def read_life(source: Source, rollout_id: int) -> Life:
         uses.insert(0, fresh | {name: row[name] for name in OUTCOMES})
     return Life(
         rollout={name: value for name, value in row.items() if name not in OUTCOMES},
-        prompt_text=_prompt_text(source, row["prompt_token_ids"]),
+        prompt_text=_decoded(source, row["prompt_token_ids"]),
+        written_text=_decoded(source, row["completion_token_ids"]),
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
         uses=tuple(uses),
         fate=_fate(source, row),
@@ -95,8 +97,8 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
     return "evicted by the capacity"
 
 
-def _prompt_text(source: Source, token_ids: list[int]) -> str | None:
-    """The prompt, decoded with the tokenizer of the newest checkpoint."""
+def _decoded(source: Source, token_ids: list[int]) -> str | None:
+    """The text of tokens, decoded with the tokenizer of the newest checkpoint."""
     found = sorted(source.path.glob("checkpoints/step_*/model/tokenizer.json"))
     if not found:
         return None
@@ -171,7 +173,10 @@ def print_life(life: Life, console: Console) -> None:
     print_table(console, plain_table("", ("", ""), facts))
     prompt = life.prompt_text or f"no tokenizer found; token ids {row['prompt_token_ids']}"
     console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
-    console.print(f"\n[bold]completion[/bold]\n{escape(row['completion_text'])}\n")
+    seen, written = row["completion_text"], life.written_text
+    console.print(f"\n[bold]completion, as the reward saw it[/bold]\n{escape(seen)}\n")
+    if written not in (None, seen):
+        console.print(f"[bold]completion, as it was written[/bold]\n{escape(str(written))}\n")
     members = [[_short(value) for value in member.values()] for member in life.group]
     print_table(console, plain_table("group", _MEMBER, members))
     uses = [[_short(use[name]) for name in _OF_A_USE] for use in life.uses]
