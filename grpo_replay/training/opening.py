@@ -78,7 +78,7 @@ from grpo_replay.training.reward_watch import (
     reward_facts,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource
-from grpo_replay.training.silent_settings import notices_of_tags
+from grpo_replay.training.silent_settings import notices_of_beginning, notices_of_tags
 from grpo_replay.training.sources import open_source
 
 ATTENTION_PACKAGES = {
@@ -244,6 +244,7 @@ class RunOpener:
                 f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
             )
         check_passed_settings(recipe, self.zero_stage, self.place.on_cuda)
+        self._say("recipe", *(f"{each} has no effect" for each in recipe.idle_settings))
 
     def _find_start(self) -> None:
         if self.place.elsewhere and not self.resume:
@@ -269,6 +270,8 @@ class RunOpener:
                 ),
             )
             self._say("prompts", *self.prompts.notices)
+            first = self.prompts.sample(1)[0].token_ids.tolist()
+            self._say("prompts", *notices_of_beginning(first, self.tokenizer))
             self._remember_prompts(self.prompts, self.start.state)
         longest = 1 if self.prompts is None else self.prompts.longest_prompt
         run_collectively(self.comm, lambda: check_room(self.sized, longest))

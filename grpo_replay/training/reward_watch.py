@@ -159,6 +159,15 @@ class MissingWatch:
         ]
 
 
+def notices_of_ids(step: int, generated: Sequence[Rollout], known: int) -> list[str]:
+    """A notice if completions have ids that are not among the `known` ones of the tokenizer."""
+    beyond = sum(bool((each.completion_token_ids >= known).any()) for each in generated)
+    return [
+        f"step {step}: {beyond} of {len(generated)} completions have token ids from {known} on, "
+        "which the tokenizer does not have (the model's vocabulary is padded): no text shows them"
+    ] * bool(beyond)
+
+
 class CorrectWatch:
     """Says once that scores of the user's function differ, and none counts as correct."""
 

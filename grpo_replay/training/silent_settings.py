@@ -1,11 +1,27 @@
 """Notices about prompts and rewards that would hide something without a word."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_replay.engine.models import eos_token_ids
 from grpo_replay.named_functions import source_text
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.recipe.open_lists import VERIFIERS
+
+
+def notices_of_beginning(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """A notice if a prompt begins with no BOS, or with two, where the tokenizer begins every text
+    with one."""
+    bos, word = tokenizer.bos_token_id, tokenizer.bos_token
+    count = sum(token == bos for token in ids[:2])
+    if bos is None or count == 1 or tokenizer("a")["input_ids"][0] != bos:
+        return []
+    if count == 2:
+        return [f"prompts begin with {word} twice, once by the tokenizer: leave it out of them"]
+    return [
+        f"prompts begin without {word}, which the tokenizer puts before any text, because the chat "
+        "template leaves it out: if the model was trained with it, add {{ bos_token }} there"
+    ]
 
 
 def notices_of_tags(recipe: Recipe, tokenizer: Any) -> list[str]:

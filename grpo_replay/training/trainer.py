@@ -29,6 +29,7 @@ from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
     MissingWatch,
+    notices_of_ids,
     refuse_failed_verdicts,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource, StepRecord
@@ -55,7 +56,7 @@ class Trainer:
             self.recipe.reward, self.recipe.sampling, self.recipe.run.steps, self.end_tokens
         )
         self._missing = MissingWatch()
-        self._rounding_reported = False
+        self._rounding_reported = self._ids_reported = False
         self._correct = CorrectWatch(self.recipe.reward)
 
     def end_tokens(self) -> str:
@@ -200,6 +201,9 @@ class Trainer:
             )
             self.notices += self._learning.observe(step, record.generated)
             self.notices += self._correct.observe(step, record.generated)
+            if not self._ids_reported:
+                found = notices_of_ids(step, record.generated, len(self.parts.tokenizer))
+                self.notices, self._ids_reported = self.notices + found, bool(found)
         fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
         taken = [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated]
         folder = self.parts.run_dir.path

@@ -13,6 +13,7 @@ from grpo_replay.training.reward_watch import (
     LearningWatch,
     MissingWatch,
     advice_on_cut_off,
+    notices_of_ids,
     refuse_failed_verdicts,
 )
 from grpo_replay.types import Rollout
@@ -124,3 +125,10 @@ def test_missing_rewards_are_told_once_with_the_first_error():
     (notice,) = watch.observe(3, missing, "ValueError: boom")
     assert "step 3" in notice and "ValueError: boom" in notice
     assert watch.observe(4, missing, "ValueError: boom") == []
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_counted():
+    padded = [replace(PLAIN, completion_token_ids=np.array(ids)) for ids in ([5, 24], [23], [25])]
+    (notice,) = notices_of_ids(2, padded, 24)
+    assert notice.startswith("step 2: 2 of 3 completions have token ids from 24 on")
+    assert notices_of_ids(2, padded, 26) == []
