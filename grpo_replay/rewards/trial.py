@@ -4,7 +4,9 @@ A function that fails on every row, or a verifier that accepts no reference answ
 itself, would let a run train on nothing until its last step.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from grpo_replay.distributed.environment import available_cores
@@ -16,6 +18,16 @@ from grpo_replay.types import FAILED, Prompt, Verdict
 TRIED_ROWS = 4
 CHECKED_ANSWERS = 100
 SHOWN_CHARACTERS = 30
+REWRITES = (
+    (r"\dfrac", r"\\frac(?=[{\d ])", r"\\dfrac"),
+    ("spaces", r"(?<=[\d)}])([-+=,])(?=[\w({]|\\[a-z])", r" \1 "),
+    (r"\left and \right", r"^([(\[])([^()\[\]]*)([)\]])$", r"\\left\1\2\\right\3"),
+    ("a list in another order", r"^([^,()\[\]{}]+), *([^,()\[\]{}]+)$", r"\2,\1"),
+    ("the value of an equation", r"^[a-zA-Z] *= *([^=]+)$", r"\1"),
+    ("without a unit", r"(?<=\d)(?:\\[, ]| )*\\text ?\{[^{}]*\}$", ""),
+)
+"""Usual ways to write an answer otherwise, each a pattern and what replaces it."""
+THOUSANDS = r"\d{1,3}(,\d{3})+"
 USUAL_WORKERS_PER_CORE = 4
 
 
@@ -136,13 +148,14 @@ def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample)
         if verdict.status != "correct"
     ]
     if not unread:
-        return []
+        return _check_rewritten(verifier, scorer, sample)
     shown = ", ".join(repr(each[-SHOWN_CHARACTERS:]) for each in unread[:3])
     if len(unread) < len(answers):
         return [
             f"{verifier} cannot read {len(unread)} of {len(answers)} reference answers checked, of "
             f"{sample.total} (ending in {shown}): it grades them as different from themselves, so "
-            "no completion can be right there"
+            "no completion can be right there",
+            *_check_rewritten(verifier, scorer, sample, set(unread)),
         ]
     raise DatasetError(
         f"{sample.place}: {verifier} can read none of {len(answers)} reference answers checked, of "
@@ -150,3 +163,28 @@ def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample)
         "completion could be right; name the field with the final answer (prompts.answer_field), "
         "or choose another reward function"
     )
+
+
+def _check_rewritten(
+    verifier: str, scorer: RewardScorer, sample: Sample, left_out: Collection[str] = ()
+) -> list[str]:
+    """Grade reference answers that are written otherwise, but for those `left_out`."""
+    golds = [each.answer for each in sample.problems if each.answer not in left_out]
+    others = [
+        (way, gold, re.sub(pattern, replacement, gold))
+        for gold in golds
+        for way, pattern, replacement in REWRITES
+        if re.search(pattern, gold) and not re.fullmatch(THOUSANDS, gold)
+    ]
+    if not others:
+        return []
+    verdicts = scorer.score([(right_completion(other), gold, None) for _, gold, other in others])
+    pairs = zip(others, verdicts, strict=True)
+    wrong = [each for each, verdict in pairs if verdict.status != "correct"]
+    ways = ", ".join(f"{way}: {n}" for way, n in Counter(way for way, _, _ in wrong).items())
+    return [
+        f"{len({gold for _, gold, _ in wrong})} of {len(sample.problems)} reference answers "
+        f"checked, of {sample.total}, may be graded wrongly: {verifier} takes for different what "
+        f"is written otherwise ({ways}), for example {other!r} for {gold!r}"
+        for _, gold, other in wrong[:1]
+    ]

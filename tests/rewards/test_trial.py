@@ -1,5 +1,6 @@
 """Reward functions and reference answers are tried before a run."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -138,3 +139,26 @@ def test_a_function_is_tried_with_the_token_ids_of_its_completion(tmp_path):
         "    return float(completion_ids[-1] == ord('.'))\n"
     )
     assert tried(RewardSection(function=f"{path}:ends", workers=1), "1", "2") == []
+
+
+GOLDS = {
+    r"\frac{1}{2}": r"\dfrac", "3,4": "a list in another order", "x=5": "the value of an equation",
+    r"5\text{ cm}": "without a unit", "(1,2)": r"\left and \right", "2-3": "spaces",
+}  # fmt: skip
+
+
+def test_answers_are_graded_in_the_ways_in_which_they_may_be_written():
+    golds = [*GOLDS, "7", "-8", "1,000", r"\text{Monday}", "x^{-1}"]
+    assert tried(RewardSection(function="boxed"), *golds) == []
+    (notice,) = tried(RewardSection(function="minerva"), *golds)
+    assert notice.startswith(
+        "3 of 11 reference answers checked, of 1000, may be graded wrongly: min"
+    )
+    assert r"(\dfrac: 1, a list in another order: 1, \left and \right: 1)" in notice
+    assert notice.endswith(r"for example '\\dfrac{1}{2}' for '\\frac{1}{2}'")
+
+
+@pytest.mark.parametrize("gold", GOLDS)
+def test_each_way_changes_the_answers_that_it_is_for(gold):
+    found = [way for way, pattern, _ in trial.REWRITES if re.search(pattern, gold)]
+    assert GOLDS[gold] in found
