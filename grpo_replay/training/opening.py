@@ -39,8 +39,7 @@ from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, re
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.prompts.sources import is_local_source
 from grpo_replay.recipe import BUILTIN_VERIFIERS, ModelSection, Recipe
-from grpo_replay.recipe.input_sections import GYM
-from grpo_replay.recipe.layers import short_path
+from grpo_replay.recipe.layers import is_on_hub, short_path
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay import ReplayBuffer
@@ -494,8 +493,5 @@ def missing_packages(recipe: Recipe) -> list[str]:
 
 def _on_hub(recipe: Recipe) -> list[str]:
     """The sources of prompts that are data sets of the hub."""
-    return [
-        name
-        for name in recipe.prompts.source_names
-        if not name.startswith(("builtin:", GYM)) and not is_local_source(name)
-    ]
+    names = recipe.prompts.source_names
+    return [name for name in names if is_on_hub(name) and not is_local_source(name)]
