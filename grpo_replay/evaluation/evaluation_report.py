@@ -20,7 +20,7 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole, written_whole
 from grpo_replay.types import FAILED
 
-REPORT_VERSION = 3
+REPORT_VERSION = 4
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),

@@ -182,7 +182,7 @@ def test_a_report_round_trips_and_a_broken_one_is_named(tmp_path, uninterrupted)
     bad = tmp_path / "bad.json"
     for text, message in (
         ('{"accuracy": 3}', "not an evaluation file"),
-        ('{"schema_version": 2}', "schema_version is 2, not 3"),
+        ('{"schema_version": 3}', "schema_version is 3, not 4"),
     ):
         bad.write_text(text)
         with pytest.raises(EvaluationFileError, match=message):
