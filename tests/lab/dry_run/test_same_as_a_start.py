@@ -29,7 +29,10 @@ from grpo_replay.tiny import BASES
 from grpo_replay.training import Notice, Observer, checkpoint_writer
 from grpo_replay.training.opening import RunOpener, missing_packages
 
-QUICK = ["engine.device=cpu", "reward.workers=1", "eval.benchmarks=[]"]
+QUICK = [
+    *("engine.device=cpu", "reward.workers=1", "reward.function=minerva"),
+    *("eval.benchmarks=[]", "eval.reward=minerva"),
+]
 
 
 @pytest.fixture(autouse=True)
