@@ -65,6 +65,8 @@ class NumberedPrompts:
 class InstantScorer:
     """Grades at once: completion 0 of a group is right. `stalled`: never answers."""
 
+    first_error = None
+
     def __init__(self) -> None:
         self.stalled = False
         self.waiting: list = []

@@ -79,7 +79,8 @@ def main_source(recipe: Recipe) -> tuple[MainSource, Waiting]:
 def parts_of(recipe: Recipe) -> Parts:
     unused, sampler = SimpleNamespace(), SimpleNamespace(policy_version=2, paused_seconds=0.0)
     buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
-    return Parts(recipe, Comm(), unused, sampler, unused, unused, unused, buffer, unused)
+    scorer = SimpleNamespace(first_error=None)
+    return Parts(recipe, Comm(), unused, sampler, scorer, unused, unused, buffer, unused)
 
 
 URLS = ["http://127.0.0.1:1"]

@@ -87,7 +87,11 @@ LAGGING = {"run": {"sync_every_steps": 2}, "loss": {"behavior_logprobs": "sample
 def opened(folder, sampler: object, version: int, **sections) -> SynchronousSource:
     """Resumed from a checkpoint of this policy version."""
     parts = SimpleNamespace(
-        recipe=small_recipe(**sections), comm=Comm(), engine="engine", sampler=sampler
+        recipe=small_recipe(**sections),
+        comm=Comm(),
+        engine="engine",
+        sampler=sampler,
+        tokenizer=None,
     )
     return SynchronousSource.open(parts, RunState(policy_version=version), folder)
 
@@ -120,7 +124,10 @@ def test_a_sampler_rests_as_soon_as_no_group_is_missing(monkeypatch, survive, sl
     monkeypatch.setattr(synchronous, "StepRollouts", SimpleNamespace)
     monkeypatch.setattr(synchronous, "gap_sample", lambda *_, **__: None)
     parts = SimpleNamespace(
-        recipe=recipe, comm=Comm(), clock=SimpleNamespace(seconds={"generation": 0.0})
+        recipe=recipe,
+        comm=Comm(),
+        clock=SimpleNamespace(seconds={"generation": 0.0}),
+        tokenizer=None,
     )
     source = SynchronousSource(parts, RunState())
     taken, count = source.take(1), 2 if survive else 6
