@@ -50,8 +50,9 @@ class ProblemRows:
         column, rows = column_of(field, self.names), self._rows
         inside = [] if _plain(column) == _plain(field) else field.split(".")[1:]
         if not isinstance(rows, Sequence) and column in self.names:
-            short = getattr(rows.features[column], "dtype", "") in ("float16", "float32")
-            values = map(_as_written, rows[column][:]) if short else rows[column][:]
+            kind, values = getattr(rows.features[column], "dtype", ""), rows[column][:]
+            if kind in ("float16", "float32"):
+                values = [_as_written(value, kind) for value in values]
             rows = ({column: value} for value in values)  # the other columns are not read
         return [self._value(index, row, field, inside) for index, row in enumerate(rows)]
 
@@ -91,9 +92,9 @@ def _plain(name: str) -> str:
     return name.strip().casefold()
 
 
-def _as_written(value: float | None) -> float | None:
-    """A float32 as its shortest decimal: 0.1, not 0.10000000149011612."""
-    return None if value is None else float(str(np.float32(value)))
+def _as_written(value: float | None, kind: str) -> float | None:
+    """A number of 16 or 32 bits as its shortest decimal: 0.1, not 0.10000000149011612."""
+    return None if value is None else float(str(np.dtype(kind).type(value)))
 
 
 def is_local_source(source: str) -> bool:

@@ -134,6 +134,7 @@ def _benchmark_rows(
         "sample": np.tile(np.arange(samples), len(chances)),
         "seed": np.zeros(rows, np.int64),
         "answer": ["7"] * rows,
+        "score": [None] * len(correct),
         "completion_text": [f"\\boxed{{{7 if right else 8}}}" for right in correct],
         "tokens": tokens,
         "finish_reason": np.where(tokens >= 21, "length", "stop"),
