@@ -18,6 +18,7 @@ TASK = {
         "prompt": "2+2",
     },
     "truncated": True,
+    "completion_ids": [52],
     "prompt": "2+2=",
     "messages": [{"role": "user", "content": "2+2="}],
     "step": 12,
