@@ -1,12 +1,14 @@
-"""Write the parts of README.md and pages of docs/ that quote docs/results.yaml and docs/records/,
-and draw docs/images/does-replay-pay.svg, tiny-buffers.svg and smollm2.svg.
+"""Write the parts of README.md and pages of docs/ that quote docs/results.yaml and docs/records/.
+docs/draw_results.py draws their pictures.
 
     python docs/make_results.py
+    python docs/make_results.py --record runs/tiny-long     # first, docs/records/tiny-long.csv
 
 A part stands between `<!-- results: NAME -->` and `<!-- end -->`. A test fails when a page is not
 what this writes.
 """
 
+import argparse
 import csv
 import re
 from collections.abc import Iterable, Sequence
@@ -27,7 +29,17 @@ from grpo_replay.lab.planning.theory import (
     design_of,
     objective,
 )
-from grpo_replay.lab.report.costs import OWN_BEST, first_crossing
+from grpo_replay.lab.report.collect import collect
+from grpo_replay.lab.report.costs import (
+    GENERATED,
+    OWN_BEST,
+    TRAINED,
+    break_even,
+    first_crossing,
+)
+from grpo_replay.lab.report.finished_run import Outcome
+from grpo_replay.lab.report.measure import GAIN_SHARES
+from grpo_replay.lab.report.report_files import pays_at
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 from grpo_replay.recipe import load_recipe
 from grpo_replay.shipped_recipes import shipped_sweeps
@@ -48,7 +60,8 @@ def with_results(page: str) -> str:
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates, "paper-a": main_table,
              "ablations": ablations, "tiny-robustness": tiny_robustness,
-             "smollm2": real_model, "smollm2-bold": bold_rate}  # fmt: skip
+             "smollm2": real_model, "smollm2-bold": bold_rate,
+             "break-even": break_evens, "pays-above": pays_above}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
@@ -74,26 +87,6 @@ undecided, and by the clock it gained nothing.
 def points(found: dict[str, Any], arm: str = "ours") -> str:
     """The difference of an arm to GRPO with its interval: `+0.8 [-0.0, +1.5]`."""
     return difference(found["difference"][arm]).rpartition(",")[0]
-
-
-def draw_does_replay_pay() -> None:
-    """docs/images/does-replay-pay.svg: differences to GRPO, the tasks ordered by μ."""
-    found = results()
-    names = {"tiny-long": "tiny, long answers", "tiny-main": "tiny", "smollm2": "SmolLM2-135M"}
-    figure, axes = new_figure("does-replay-pay", (7, 2.6))
-    for row, task in enumerate(reversed(names)):
-        for arm, colour, shift in (("ours", "C0", 0.13), ("fifo", "C1", -0.13)):
-            each = found[task]["difference"][arm]
-            bars = [[each["mean"] - each["low"]], [each["high"] - each["mean"]]]
-            axes.errorbar(each["mean"], row + shift, xerr=bars, fmt="o", color=colour, capsize=3,
-                          label=arm if row == 0 else None)  # fmt: skip
-    labels = [f"{name}\nμ {found[task]['mu']:.2g}" for task, name in reversed(names.items())]
-    axes.set_yticks(range(len(names)), labels)
-    axes.set_ylim(-0.45, len(names) - 0.55)
-    axes.axvline(0, color="0.35", linewidth=1)
-    axes.set(xlabel="points of held-out accuracy ahead of GRPO, at equal generated rollouts, 95 %")
-    axes.legend(frameon=False, loc="upper right")
-    save_figure(figure, "does-replay-pay")
 
 
 def tiny_long() -> str:
@@ -201,6 +194,119 @@ def bold_rate() -> str:
                          for arm in found["final"]))  # fmt: skip
 
 
+def write_record(sweep: Path) -> None:
+    """docs/records/NAME.csv of a finished sweep: what every run had spent at each evaluation."""
+    rows = [["arm", "seed", "step", "accuracy", "trained", "generated", "seconds"]]
+    for arm in collect([str(sweep)]).arms:
+        for seed, run in sorted(arm.runs.items()):
+            trained, generated = (axis.total(run) for axis in (TRAINED, GENERATED))
+            seconds = run.running_total("step_time")
+            rows += [
+                [arm.name, seed, step, f"{accuracy:.6f}", int(trained[step]), int(generated[step]),
+                 f"{seconds[step]:.2f}"]
+                for step, accuracy in zip(*run.curve(Outcome()), strict=True)
+            ]  # fmt: skip
+    with (DOCS / "records" / f"{sweep.name}.csv").open("w", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+THREE = ("grpo", "ours", "fifo")
+TASKS = {"tiny-long": THREE, "tiny-buffers": tuple(BUFFERS), "smollm2": THREE,
+         "smollm2-steps": THREE}  # fmt: skip
+"""The arms of sweeps whose records have courses, the baseline first."""
+ROLLOUTS, KEPT = 128, {"smollm2": 0.6, "smollm2-steps": 0.76}
+"""Of a step of SmolLM2, generated, and the share that was kept. Its records do not count those, but
+with these shares `ours` needs 1.30 and 1.43 times the compute to 52 %, as the runs' report said."""
+
+
+def rollouts(record: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rollouts trained on and generated, float64 [seeds, 2, evaluations], and accuracy in %."""
+    if not record.startswith("smollm2"):
+        (trained, accuracy), (generated, _) = (
+            courses(record, arm, kind) for kind in ("trained", "generated")
+        )
+        return np.stack([trained, generated], axis=1), accuracy
+    steps, accuracy = courses(record, arm, "step")
+    if steps[0, 0] > 0:
+        base = results()[record]["base"]
+        steps, accuracy = (np.pad(each, ((0, 0), (1, 0)), constant_values=start)
+                           for each, start in ((steps, 0.0), (accuracy, base)))  # fmt: skip
+    kept = KEPT[record] * steps
+    again = KEPT[record] * np.maximum(steps - 2, 0)  # from the third step on
+    of_arm = {"grpo": kept, "ours": kept + again, "fifo": steps}
+    return ROLLOUTS * np.stack([of_arm[arm], steps], axis=1), accuracy
+
+
+def levels(record: str) -> list[float]:
+    """The accuracies, in %, of `report` without --reach."""
+    _, accuracy = rollouts(record, TASKS[record][0])
+    start, end = np.median(accuracy[:, 0]), np.median(accuracy[:, -1])
+    return [round(float(start + share * (end - start)), 1) for share in GAIN_SHARES]
+
+
+def shown_level(record: str) -> float:
+    """The highest of `levels` that every run reached."""
+    most = min(rollouts(record, arm)[1].max(axis=1).min() for arm in TASKS[record])
+    return max(each for each in levels(record) if each <= most)
+
+
+def spent_to(record: str, arm: str, level: float) -> np.ndarray:
+    """float64 [S, 2, 2], as `rollouts_to_reach`."""
+    found = [
+        [[first_crossing(each, accuracy, level) for each in run] for run, accuracy in
+         zip(*(part.tolist() for part in rollouts(record, name)))]
+        for name in (arm, TASKS[record][0])
+    ]  # fmt: skip
+    pairs = zip(*found)  # of an arm that lacks the last seeds too
+    spent_S22 = np.array(list(pairs), dtype=float)
+    return spent_S22[np.isfinite(spent_S22).all(axis=(1, 2))]
+
+
+def break_evens() -> str:
+    """The μ of each arm and level; (n) where only n seeds of both arms reached it."""
+    heads = ["task", "μ", "arm", *(f"{100 * share:g} %" for share in GAIN_SHARES)]
+    rows = []
+    for record, (_, *arms) in TASKS.items():
+        first = [f"`{record}`", f"{results()[record].get('mu', '')}"]
+        for arm in arms:
+            cells = [pays(record, arm, level) for level in levels(record)]
+            rows.append([*first, f"`{arm_name(arm)}`", *cells])
+            first = ["", ""]
+    return table(heads, rows)
+
+
+def arm_name(arm: str) -> str:
+    return f"N = {BUFFERS[arm]}" if arm in BUFFERS else arm
+
+
+def pays(record: str, arm: str, level: float) -> str:
+    """For example `above 3.1 (4) [1.2, ∞]`."""
+    even, seeds = (
+        break_even(spent_to(record, arm, level)),
+        len(rollouts(record, TASKS[record][0])[0]),
+    )
+    if even is None:
+        return "–"
+    mark = "" if even["seeds"] == seeds else f" ({even['seeds']})"
+    return pays_at(even, mark).replace("\n", " ")
+
+
+def pays_above() -> str:
+    """At the accuracies of break-even.svg."""
+    real = ("smollm2", "smollm2-steps")
+    spent = [spent_to(task, "ours", shown_level(task)) for task in real]
+    surely = min(break_even(each)["interval"][0] for each in spent)
+    words = [
+        pays(task, arm, shown_level(task)).replace("above", "above μ")
+        for task, arm in (("tiny-long", "ours"), ("tiny-buffers", list(BUFFERS)[1]))
+    ]
+    return f"""\
+To the same accuracy `ours` needs less compute than GRPO {words[0]} on `tiny-long`,
+and a FIFO buffer of two batches {words[1]} on `tiny-buffers`. On both
+tasks of SmolLM2 `ours` needs more below μ {surely:.1f}; above that, four seeds do not tell.
+"""
+
+
 def tiny_updates() -> str:
     found = results()["tiny-updates"]
     heads = ["arm", "rate", "updates a step", "final", "− `grpo`",
@@ -274,36 +380,6 @@ def clipped_share(found: dict[str, Any], arm: str) -> str:
     return "" if share is None else f"{share:.1f}"
 
 
-def draw_courses(
-    record: str, names: dict[str, str], cost: str, scale: float, legend: str, **labels: Any
-) -> None:
-    """docs/images/RECORD.svg: every seed, and the median."""
-    figure, axes = new_figure(record, (7, 3.8))
-    colors = ("0.35", "C0", "C1", "C3")[: len(names)]
-    for color, (arm, name) in zip(colors, names.items(), strict=True):
-        costs, accuracies = courses(record, arm, cost)
-        axes.plot(costs.T / scale, accuracies.T, color=color, linewidth=0.5, alpha=0.5)
-        median = np.median(costs, axis=0) / scale, np.median(accuracies, axis=0)
-        axes.plot(*median, color=color, linewidth=2, label=name)
-    axes.set(ylabel="held-out accuracy, %", **labels)
-    axes.legend(title=legend, frameon=False, loc="lower right")
-    save_figure(figure, record)
-
-
-def new_figure(name: str, size: tuple[float, float]) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = name
-    return plt.subplots(figsize=size, layout="constrained")
-
-
-def save_figure(figure: Any, name: str) -> None:
-    figure.savefig(DOCS / "images" / f"{name}.svg", metadata={"Date": None})
-
-
 def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Verdict, float]]]]:
     """(sweep, arm, μ, measured ratios, `judged_recipe` by growth) of every measured compute."""
     found = []
@@ -358,14 +434,9 @@ def verdicts() -> str:
 
 
 if __name__ == "__main__":
-    draw_does_replay_pay()
-    draw_courses(
-        "tiny-buffers", BUFFERS, "compute", 1000, "stored rollouts, N", ylim=(35, 100),
-        xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts",
-    )  # fmt: skip
-    draw_courses(
-        "smollm2", {arm: arm for arm in results()["smollm2"]["rate"]}, "seconds", 60,
-        "SmolLM2-135M, additions", xlabel="minutes of training on two cores", ylim=(10, 80),
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, metavar="SWEEP", help="a finished sweep")
+    if sweep := parser.parse_args().record:
+        write_record(sweep)
     for path in PAGES:
         path.write_text(with_results(path.read_text()))

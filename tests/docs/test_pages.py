@@ -18,6 +18,7 @@ import typer
 
 from grpo_replay.api import train
 from grpo_replay.cli.app import app
+from grpo_replay.cli.plan_command import MEASURED
 from grpo_replay.errors import UsageError
 from grpo_replay.recipe import Recipe, RewardSection, load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -78,6 +79,15 @@ def test_pages_quote_the_measured_results():
     for page in maker.PAGES:
         text = page.read_text()
         assert maker.with_results(text) == text, "run python docs/make_results.py"
+
+
+def test_plan_says_where_replay_paid_in_our_runs():
+    maker = program("make_results")
+    said = " ".join(maker.pays_above().split())
+    assert said == MEASURED
+    assert f"Measured: {said}" in " ".join(TEXTS["report.md"].split())
+    level = maker.shown_level("tiny-long")
+    assert f"| `ours` {maker.pays('tiny-long', 'ours', level)} on " in TEXTS["results.md"]
 
 
 # --- links and names ------------------------------------------------------------------------------

@@ -171,6 +171,8 @@ def test_the_cost_ratio_is_one_at_the_break_even_and_its_interval_holds_one_at_t
     assert cost_ratio(spent(*rows[:2]), 1.0) == (pytest.approx(83 / 69), None)
     even = break_even(spent(*rows))
     assert cost_ratio(spent(*rows), even["mu"])[0] == pytest.approx(1)
+    ratio, (low, high) = cost_ratio(spent(*rows), 0.0)
+    assert low < ratio < high and ratio == pytest.approx(123 / 79)
     for end, inside in zip(even["interval"], (1e-6, -1e-6), strict=True):
         ends = [cost_ratio(spent(*rows), end + sign * inside)[1] for sign in (1, -1)]
         assert [low <= 1 <= high for low, high in ends] == [True, False]

@@ -1,0 +1,97 @@
+"""Draw docs/images/does-replay-pay.svg, break-even.svg, tiny-buffers.svg and smollm2.svg from
+docs/results.yaml and docs/records/.
+
+    python docs/draw_results.py
+"""
+
+from typing import Any
+
+import numpy as np
+from make_results import BUFFERS, DOCS, TASKS, arm_name, courses, results, shown_level, spent_to
+
+from grpo_replay.lab.report.report_figures import COLOURS, draw_cost_ratios
+
+
+def draw_does_replay_pay() -> None:
+    """docs/images/does-replay-pay.svg: differences to GRPO, the tasks ordered by μ."""
+    found = results()
+    names = {"tiny-long": "tiny, long answers", "tiny-main": "tiny", "smollm2": "SmolLM2-135M"}
+    figure, axes = new_figure("does-replay-pay", (7, 2.6))
+    for row, task in enumerate(reversed(names)):
+        for arm, colour, shift in (("ours", "C0", 0.13), ("fifo", "C1", -0.13)):
+            each = found[task]["difference"][arm]
+            bars = [[each["mean"] - each["low"]], [each["high"] - each["mean"]]]
+            axes.errorbar(each["mean"], row + shift, xerr=bars, fmt="o", color=colour, capsize=3,
+                          label=arm if row == 0 else None)  # fmt: skip
+    labels = [f"{name}\nμ {found[task]['mu']:.2g}" for task, name in reversed(names.items())]
+    axes.set_yticks(range(len(names)), labels)
+    axes.set_ylim(-0.45, len(names) - 0.55)
+    axes.axvline(0, color="0.35", linewidth=1)
+    axes.set(xlabel="points of held-out accuracy ahead of GRPO, at equal generated rollouts, 95 %")
+    axes.legend(frameon=False, loc="upper right")
+    save_figure(figure, "does-replay-pay")
+
+
+def draw_break_even() -> None:
+    """docs/images/break-even.svg: a panel for each task."""
+    figure, panels = new_figure("break-even", (7, 4.6), nrows=2, ncols=2, sharex=True, sharey=True)
+    for axes, (record, (_, *arms)) in zip(panels.flat, TASKS.items()):
+        level, mu = shown_level(record), results()[record].get("mu")
+        spent = {arm: spent_to(record, arm, level) for arm in arms}
+        most = max(map(len, spent.values()))
+        spent = {
+            arm_name(arm) + ("" if len(each) == most else f" ({len(each)} of {most} seeds)"): each
+            for arm, each in spent.items()
+        }
+        looks = {name: (colour, "-") for name, colour in zip(spent, COLOURS)}
+        draw_cost_ratios(axes, spent, looks, [mu] if mu else [])
+        axes.axhline(1, color="0.35", linewidth=1)
+        axes.set_title(f"{record}, to {level} %", fontsize="medium", loc="left")
+        axes.set(ylim=(0, 3))
+        axes.legend(frameon=False, loc="upper right")
+        axes.label_outer()
+    figure.supylabel("compute, relative to GRPO", fontsize="medium")
+    save_figure(figure, "break-even")
+
+
+def draw_courses(
+    record: str, names: dict[str, str], cost: str, scale: float, legend: str, **labels: Any
+) -> None:
+    """docs/images/RECORD.svg: every seed, and the median."""
+    figure, axes = new_figure(record, (7, 3.8))
+    colors = ("0.35", "C0", "C1", "C3")[: len(names)]
+    for color, (arm, name) in zip(colors, names.items(), strict=True):
+        costs, accuracies = courses(record, arm, cost)
+        axes.plot(costs.T / scale, accuracies.T, color=color, linewidth=0.5, alpha=0.5)
+        median = np.median(costs, axis=0) / scale, np.median(accuracies, axis=0)
+        axes.plot(*median, color=color, linewidth=2, label=name)
+    axes.set(ylabel="held-out accuracy, %", **labels)
+    axes.legend(title=legend, frameon=False, loc="lower right")
+    save_figure(figure, record)
+
+
+def new_figure(name: str, size: tuple[float, float], **panels: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = name
+    return plt.subplots(figsize=size, layout="constrained", **panels)
+
+
+def save_figure(figure: Any, name: str) -> None:
+    figure.savefig(DOCS / "images" / f"{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw_does_replay_pay()
+    draw_break_even()
+    draw_courses(
+        "tiny-buffers", BUFFERS, "compute", 1000, "stored rollouts, N", ylim=(35, 100),
+        xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts",
+    )  # fmt: skip
+    draw_courses(
+        "smollm2", {arm: arm for arm in results()["smollm2"]["rate"]}, "seconds", 60,
+        "SmolLM2-135M, additions", xlabel="minutes of training on two cores", ylim=(10, 80),
+    )  # fmt: skip
