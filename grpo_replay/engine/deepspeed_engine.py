@@ -345,6 +345,15 @@ class DeepSpeedEngine:
             )
         return grad_norm
 
+    def pushed_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an update brings the recipe's sampler: the adapters, by their names in the model, or
+        all that `named_full_tensors` has. All ranks must exhaust the iterator."""
+        if not self._recipe.pushes_adapters:
+            yield from self.named_full_tensors(bucket_bytes)
+            return
+        self._prepare_gather()
+        yield from full_adapters(self._model, bucket_bytes)
+
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full under its Hugging Face name, a tied one under each of its
         names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the

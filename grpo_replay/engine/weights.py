@@ -7,9 +7,10 @@ with the model's configuration before a new policy version is published.
 
 LoRA (Hu et al., arXiv 2106.09685) with peft: trained adapters on a frozen base. The adapters of a
 linear layer W are A [r, in] and B [out, r]; the layer computes x·Wᵀ + (α/r)·x·Aᵀ·Bᵀ. B starts at
-zero, so that the policy starts as the base. Samplers and files get the merged weight W + (α/r)·B·A
-(`full_tensors`), under the name that it has in the base. The output head has no adapters:
-`policy_module.LogprobHead` owns its weight and never calls it.
+zero, so that the policy starts as the base. Samplers get A and B as the engine has them
+(`full_adapters`); where they do not take these, and in files for others, the merged weight
+W + (α/r)·B·A (`full_tensors`), under the name that it has in the base. The output head has no
+adapters: `policy_module.LogprobHead` owns its weight and never calls it.
 """
 
 import contextlib
@@ -53,7 +54,8 @@ class LoraAdapters:
         """Freeze a model and put adapters on its linear layers. A is a function of `seed`; the
         global random state is left as it was.
 
-        Raises RecipeError if peft is not installed, or for a target that the model does not have.
+        Raises RecipeError if peft is not installed, for a target that the model does not have, and
+        for what a pair of A and B on an unchanged base does not express.
         """
         try:
             from peft import get_peft_model
@@ -63,7 +65,9 @@ class LoraAdapters:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # The engine decides the precision: DeepSpeed holds fp32 master weights of bf16 ones.
-            wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+            with refused_as("model.lora"):
+                wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+        _refuse_other_adapters(model)
         return cls(wrapped)
 
     def set_dropout(self, active: bool) -> None:
@@ -125,6 +129,22 @@ def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
         return LoraConfig(
             **{**settings.model_dump(), "target_modules": targets, "task_type": "CAUSAL_LM"}
         )
+
+
+def _refuse_other_adapters(model: nn.Module) -> None:
+    """Raises RecipeError for what is no A and B of a linear layer (DoRA's magnitudes, biases), and
+    for adapters that do not begin as the base (PiSSA, OLoRA), which they would change."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_adapter(name):
+            raise RecipeError(
+                f"model.lora: its settings train {name}; samplers and checkpoints get A and B of "
+                "linear layers alone: remove use_dora, bias, lora_bias or what else asks for it"
+            )
+        if f".lora_B.{ADAPTER}." in name and not parameter.is_meta and parameter.any():
+            raise RecipeError(
+                f"model.lora.init_lora_weights: {name} does not begin at zero, so that the first "
+                "policy would not be the base; remove it, or set it to true or gaussian"
+            )
 
 
 def is_adapter(name: str) -> bool:
@@ -205,9 +225,15 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
 
 
 def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
-    """The tensors of a complete set of weights of a model that is not sharded."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
+    """The tensors of a complete update (`pushed_weights`) of a model that is not sharded."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in pushed_weights(model).items()}
     return ExpectedWeights(shapes, tied_names(model), dtype)
+
+
+def pushed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model that an update replaces: its adapters if it has any, else all."""
+    named = dict(named_weights(model))
+    return {name: each for name, each in named.items() if is_adapter(name)} or named
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -368,6 +368,11 @@ class SamplingSection(Section):
     logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None
     """The run stops if the mean |sampler - trainer| log-prob is larger after a weight sync, in
     nats. If null, 0.01 when both compute in fp32, else 0.1."""
+    lora: Literal["adapter", "merged"] = "adapter"
+    """With `model.lora`, what a weight sync brings the sampler. `adapter`: the adapters, exactly,
+    beside a base of its own. `merged`: all weights with the adapters merged in, rounded to
+    `model.dtype` (`sampler/merged_share` is what is left of them); a sampler of your own gets these
+    in any case."""
     vllm: VllmSection = Field(default_factory=VllmSection)
     """vLLM's engine arguments, in process and for servers launched by the run."""
     servers: ServersSection = Field(default_factory=ServersSection)
@@ -393,6 +398,11 @@ class SamplingSection(Section):
     @property
     def with_transformers(self) -> bool:
         return self.backend == "hf"
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether LoRA's adapters come to the sampler as they are."""
+        return self.lora == "adapter" and self.with_transformers
 
     @property
     def own_class(self) -> bool:

@@ -117,6 +117,11 @@ class Recipe(Section):
         return self.prompts.max_prompt_length + completion
 
     @property
+    def pushes_adapters(self) -> bool:
+        """Whether a weight sync brings the sampler LoRA's adapters, and no other weights."""
+        return self.model.lora.r is not None and self.sampling.takes_adapters
+
+    @property
     def replays(self) -> bool:
         """True if this recipe draws from the buffer."""
         return self.replay.replays

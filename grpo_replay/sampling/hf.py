@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from grpo_replay.engine.models import load_policy, load_tokenizer
 from grpo_replay.engine.weights import (
     CheckedWeights,
-    named_weights,
+    LoraAdapters,
+    pushed_weights,
     refuse_problems,
     weights_of,
 )
@@ -37,7 +38,10 @@ from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 
 class HfSampler:
-    """Implements `sampling.sampler_protocol.Sampler` on one device, with its own weights."""
+    """Implements `sampling.sampler_protocol.Sampler` on one device, with its own weights.
+
+    Of a model with LoRA's adapters, updates replace these alone; the base stays.
+    """
 
     reads_files: ClassVar[bool] = False
     ranks_sample_together = False
@@ -65,8 +69,11 @@ class HfSampler:
     def open(cls, opening: SamplerOpening) -> "HfSampler":
         """Raises ModelError, also for a model that it cannot decode."""
         device = torch.device("cuda", torch.cuda.current_device()) if opening.on_gpu else "cpu"
+        model = load_policy(opening.model, opening.seed, opening.sampling.fp32_head)
+        if opening.with_adapters:
+            LoraAdapters.attach(model, opening.model.lora, opening.seed)
         return cls(
-            load_policy(opening.model, opening.seed, opening.sampling.fp32_head),
+            model,
             opening.stop_token_ids,
             load_tokenizer(opening.model).pad_token_id,
             opening.sampling.max_batch_rollouts,
@@ -134,7 +141,8 @@ class HfSampler:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights by full tensors. Tied tensors may come under one or every name.
+        """Replace all weights, or all adapters, by full tensors. Tied tensors may come under one or
+        every name.
 
         Raises SamplerError if `version` does not increase. Also raises it, after exhausting
         `named_tensors`, for tensors that are unknown, missing, given twice, of the wrong shape, of
@@ -142,7 +150,7 @@ class HfSampler:
         generate until a complete update.
         """
         self._weights.begin(version, self.policy_version)
-        own = dict(named_weights(self._open_model()))
+        own = pushed_weights(self._open_model())
         checked = CheckedWeights(named_tensors, self._expected, any_name=True)
         for name, tensor in checked:
             if own[name].numel() != tensor.numel():  # it was freed
@@ -154,13 +162,14 @@ class HfSampler:
         self.policy_version = version
 
     def sleep(self, keep_weights: bool = True) -> None:
-        """Free the weights, or if they are kept move them from a GPU to host memory."""
+        """Free the weights that the next update brings; move those that are kept, which the base of
+        adapters is in any case, from a GPU to host memory."""
         model = self._open_model()
         if not keep_weights:
             self._weights.discard()
-            for _, tensor in named_weights(model):
+            for tensor in pushed_weights(model).values():
                 tensor.data = tensor.new_empty(0)
-        elif self._device.type == "cuda":
+        if self._device.type == "cuda":
             model.to("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

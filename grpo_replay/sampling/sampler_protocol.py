@@ -50,6 +50,12 @@ class SamplerOpening:
     log_folder: Path | None = None
     is_checked: bool = False
 
+    @property
+    def with_adapters(self) -> bool:
+        """Whether updates bring LoRA's adapters alone, for the base in `model` (only to a sampler
+        of this package)."""
+        return self.model.lora.r is not None and self.sampling.takes_adapters
+
     @classmethod
     def of(
         cls,

@@ -176,10 +176,9 @@ class Trainer:
         self._rounding_reported = True
         self.notices.append(
             f"step {step}: {share:.0%} of what the adapters change is in the merged weights, with "
-            "which samples, evaluations and model/ of checkpoints are made; the rest is below the "
-            f"resolution of model.dtype {self.recipe.model.dtype}. adapter/ has all of it. The "
-            "share grows with the adapters (sampler/merged_share); model.dtype float32 loses "
-            "nothing"
+            "which samples and evaluations are made; the rest is below the resolution of "
+            f"model.dtype {self.recipe.model.dtype}. adapter/ has all of it. The share grows with "
+            "the adapters (sampler/merged_share); sampling.lora adapter loses nothing"
         )
 
     def advance(self) -> None:
@@ -215,7 +214,7 @@ class Trainer:
             seconds=self.parts.clock.read(),
             of_source=self.source.metrics(record),
         )
-        if self.recipe.model.lora.r is not None:
+        if self.recipe.model.lora.r is not None and not self.recipe.pushes_adapters:
             metrics["sampler/merged_share"] = self.parts.engine.merged_share
         return {**metrics, "num_tokens": self.state.processed_tokens}
 

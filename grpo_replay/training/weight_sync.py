@@ -84,7 +84,7 @@ def sync_weights(
 ) -> None:
     """Make the sampler hold the engine's policy, as `version`. Collective. `pushed` keeps a copy
     (on the rank that has one)."""
-    tensors = engine.named_full_tensors(SYNC_BUCKET_BYTES)
+    tensors = engine.pushed_tensors(SYNC_BUCKET_BYTES)
     sampler.load_weights(tensors if pushed is None else pushed.keep(tensors, version), version)
 
 

@@ -23,6 +23,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.weights import LoraAdapters, MergedChange, _Weight, full_adapters
 from grpo_replay.errors import CheckpointError, RecipeError
 from grpo_replay.recipe import LoraSection, resolve_recipe
@@ -282,6 +283,22 @@ def test_a_target_that_is_no_linear_layer_of_a_block_is_refused(target):
     section = LoraSection(r=2, target_modules=["q_proj", target])
     with pytest.raises(RecipeError, match=rf"model.lora.target_modules: '{target}'.*q_proj"):
         LoraAdapters.attach(tiny_model(), section, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"use_dora": True}, r": .*train model.layers.0.*lora_magnitude_vector.*remove use_dora"),
+        ({"bias": "all"}, r": .*train model.layers.0.*bias"),
+        ({"init_lora_weights": "pissa"}, r".init_lora_weights: .*lora_B.* does not begin at zero"),
+        ({"target_modules": ["embed_tokens"]}, r".target_modules: 'embed_tokens' is no linear"),
+    ],
+)
+def test_what_is_no_pair_of_a_and_b_on_an_unchanged_base_is_refused(settings, problem):
+    section = LoraSection(r=2, **settings)
+    model = load_policy(engine_recipe(model={"random_init": {"attention_bias": True}}).model, 0)
+    with pytest.raises(RecipeError, match=f"model.lora{problem}"):
+        LoraAdapters.attach(model, section, seed=0)
 
 
 def test_settings_of_lora_without_a_rank_are_refused():

@@ -30,11 +30,18 @@ def run(tmp_path_factory, processes) -> FinishedRun:
     return train_small_run(tmp_path_factory.mktemp("lora") / "run", **SECTIONS)
 
 
-def test_the_merged_weights_are_the_policy_at_every_push(run):
+def test_merged_weights_are_the_policy_at_every_push_too(tmp_path, run, processes):
+    merged = train_small_run(tmp_path / "merged", **SECTIONS, sampling={"lora": "merged"})
+    gaps = [line["sampler/logprob_gap_max"] for line in merged.metrics]
+    assert len(gaps) == 4 and max(gaps) <= LARGEST_GAP
+    shares = [line["sampler/merged_share"] for line in merged.metrics]
+    assert shares == pytest.approx([1] * 4, abs=1e-4)
+    assert "sampler/merged_share" not in run.metrics[0]
+
+
+def test_the_sampler_has_the_adapters_of_the_policy_at_every_push(run):
     gaps = [line["sampler/logprob_gap_max"] for line in run.metrics]
     assert len(gaps) == 4 and max(gaps) <= LARGEST_GAP
-    shares = [line["sampler/merged_share"] for line in run.metrics]
-    assert shares == pytest.approx([1] * 4, abs=1e-4)
     log = (run.path / "log/attempt_001.log").read_text()
     assert "merged weights" not in log and "parameters of adapters train" in log
     assert verify_run(run.path).passed
@@ -72,6 +79,7 @@ def test_a_run_in_bfloat16_says_how_much_of_the_adapters_its_merged_weights_hold
         "optimizer": {"learning_rate": 1e-5},
         "run": {"steps": 2},
         "replay": {"preset": "grpo"},
+        "sampling": {"lora": "merged"},
     }
     run = train_small_run(tmp_path / "run", **sections)
     folder = run.path / "checkpoints/latest"

@@ -14,7 +14,7 @@ class Policy:
     def __init__(self) -> None:
         self.weight = torch.zeros(0)
 
-    def named_full_tensors(self, bucket_bytes: int):
+    def pushed_tensors(self, bucket_bytes: int):
         assert bucket_bytes % 2**20 == 0
         self.weight = torch.arange(bucket_bytes // 2**20, dtype=torch.float32)
         yield "w", self.weight
