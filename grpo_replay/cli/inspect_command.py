@@ -137,12 +137,11 @@ def _policies(source: Source) -> Callable[[int], Any]:
     from grpo_replay.terminal.quiet import quiet_libraries
 
     with quiet_libraries():
-        from grpo_replay.engine.models import PlainPolicy
+        from grpo_replay.engine.saved_policies import PlainPolicy
 
     def open_policy(step: int) -> PlainPolicy:
         assert source.recipes, "the verification has read them"
-        recipe, checkpoint = source.recipes.at(max(step, 1)), checkpoint_name(step)
-        folder = source.path / "checkpoints" / checkpoint / "model" if step else None
-        return PlainPolicy(recipe, folder)
+        checkpoint = source.path / "checkpoints" / checkpoint_name(step) if step else None
+        return PlainPolicy(source.recipes.at(max(step, 1)), checkpoint)
 
     return open_policy

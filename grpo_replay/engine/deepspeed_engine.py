@@ -40,6 +40,7 @@ from grpo_replay.engine.microbatches import (
 )
 from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.engine.saved_policies import write_model
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
 from grpo_replay.engine.weights import (
     LoraAdapters,
@@ -52,7 +53,7 @@ from grpo_replay.errors import ModelError, NonFiniteError
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
-from grpo_replay.types import stream
+from grpo_replay.types import NamedTensors, stream
 
 DROPOUT_STREAM = 0x64726F70
 """Identifies the random streams of dropout ("drop" in ASCII)."""
@@ -370,15 +371,14 @@ class DeepSpeedEngine:
             # The engine's method of this name also collects garbage: 0.3 s each time.
             self._engine.optimizer.empty_partition_cache()
 
-    def save_model(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format, LoRA adapters merged, tokenizer included."""
-        tied = tied_names(self._model)
-        state = {}
-        for name, tensor in self.named_full_tensors(2**29):
-            if self._comm.is_main and name not in tied:
-                state[name] = tensor.to("cpu", copy=True).contiguous()
+    def save_model(self, folder: Path, merged: bool = True) -> None:
+        """Write the policy in Hugging Face format, tokenizer included. LoRA adapters are merged, in
+        float32, or without `merged` left out: that is the base."""
+        dtype = torch.float32 if merged and self._adapters is not None else None
+        self._prepare_gather()
+        state = self._on_main(full_tensors(self._model, 2**29, dtype=dtype, merged=merged))
         if self._comm.is_main:
-            self._model.save_pretrained(folder, state_dict=state)
+            write_model(folder, self._model, state, dtype)
             self._tokenizer.save_pretrained(folder)
         self._comm.barrier()
 
@@ -387,13 +387,18 @@ class DeepSpeedEngine:
         if self._adapters is None:
             return
         self._prepare_gather()
-        state = {}
-        for name, tensor in full_adapters(self._model, 2**29):
-            if self._comm.is_main:
-                state[name] = tensor.to("cpu", copy=True).contiguous()
+        state = self._on_main(full_adapters(self._model, 2**29))
         if self._comm.is_main:
             self._adapters.save(folder, state)
         self._comm.barrier()
+
+    def _on_main(self, tensors: NamedTensors) -> dict[str, torch.Tensor]:
+        """Copies in host memory, on rank 0: of tensors with several names one."""
+        tied, state = tied_names(self._model), {}
+        for name, tensor in tensors:
+            if self._comm.is_main and name not in tied:
+                state[name] = tensor.to("cpu", copy=True).contiguous()
+        return state
 
     def save(self, folder: Path) -> None:
         """Write parameters and optimizer state."""

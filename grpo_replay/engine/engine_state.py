@@ -67,8 +67,8 @@ def has_other_layout(layout: FileLayout, folder: Path) -> bool:
     if then != now:
         raise CheckpointError(
             f"{folder}: the engine state was saved with model.lora {then}, the recipe has {now}: "
-            "resume with the former, or start a new run whose model.path is "
-            f"{folder.parent / 'model'}"
+            "resume with the former, or start a new run (a checkpoint with model/ can be its "
+            "model.path)"
         )
     return bool(saved != layout)
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
@@ -40,7 +39,7 @@ from grpo_replay.errors import (
     first_line,
 )
 from grpo_replay.hub import use_cache_without_hub
-from grpo_replay.recipe import ModelSection, Recipe
+from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import BASES
 
@@ -156,6 +155,16 @@ def base_digest(model: PreTrainedModel) -> str:
         some = values[:: max(1, len(values) // 1000)].bfloat16().view(torch.int16)
         digest.update(name.encode() + some.numpy().tobytes())
     return digest.hexdigest()
+
+
+def refuse_other_base(model: ModelSection, expected: str, found: str) -> None:
+    """Raises ModelError for a digest other than that of the model that the run began with: adapters
+    are trained on it, the KL term refers to it, and the card of a checkpoint names it."""
+    if expected not in ("", found):
+        raise ModelError(
+            f"model.path {short_path(model.path)!r} is another model than the one that the run "
+            "began with: set model.path to that one, wherever it lies, or start a new run"
+        )
 
 
 def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreTrainedModel:
@@ -437,35 +446,6 @@ def _byte_characters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
-
-
-_CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
-
-
-class PlainPolicy:
-    """The weights in a folder, or without one the model that the run began with, on the CPU."""
-
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        section = recipe.model if folder is None else section_at(recipe.model, str(folder))
-        self._model = load_policy(section, recipe.run.seed, recipe.sampling.fp32_head)
-
-    @torch.no_grad()
-    def logprobs(
-        self, prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray, temperature: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(log-probs, entropies) of a completion's tokens, float64 [T], in nats."""
-        completion = len(completion_token_ids)
-        ids = np.concatenate([prompt_token_ids, completion_token_ids]).astype(np.int64)
-        inputs, targets = torch.from_numpy(ids)[None], torch.from_numpy(ids[-completion:])
-        logits_TV = self._model(input_ids=inputs, logits_to_keep=completion + 1).logits[0, :-1]
-        chosen, entropies = [], []
-        for some_TV, some_T in zip(
-            logits_TV.split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
-        ):
-            logprobs_TV = torch.log_softmax(some_TV.double() / temperature, dim=-1)
-            chosen.append(logprobs_TV.gather(1, some_T[:, None])[:, 0])
-            entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
-        return torch.cat(chosen).numpy(), torch.cat(entropies).numpy()
 
 
 def drop_unwritable_settings(policy: PreTrainedModel) -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -45,7 +46,7 @@ class LoraAdapters:
         """`wrapped` is peft's model around the policy."""
         from peft.tuners.lora import LoraLayer
 
-        self._wrapped = wrapped
+        self._wrapped, self.config = wrapped, wrapped.peft_config[ADAPTER]
         self.parameters = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
         self._layers = [each for each in wrapped.modules() if isinstance(each, LoraLayer)]
 
@@ -224,6 +225,26 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
     return weights_of(empty, DTYPES[model.dtype])
 
 
+def expected_adapters(model: ModelSection) -> tuple[ExpectedWeights, Any]:
+    """The adapters of the model, likewise, and peft's configuration of them. Raises RecipeError."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            load_config(model), trust_remote_code=model.trust_remote_code
+        )
+        config = LoraAdapters.attach(empty, model.lora, seed=0).config
+    return weights_of(empty, DTYPES[model.dtype]), config
+
+
+def write_adapters(folder: Path, named_tensors: NamedTensors, config: Any) -> None:
+    """Write adapters, by their names in the model, into an empty folder in peft's format."""
+    state = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in named_tensors
+    }
+    save_file(state, folder / "adapter_model.safetensors")
+    config.save_pretrained(folder)
+
+
 def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
     """The tensors of a complete update (`pushed_weights`) of a model that is not sharded."""
     shapes = {name: tuple(tensor.shape) for name, tensor in pushed_weights(model).items()}
@@ -383,27 +404,33 @@ class _Weight:
     tensors: tuple[torch.Tensor, ...]
     scaling: float = 0.0
 
-    def whole(self, change: MergedChange | None) -> torch.Tensor:
-        """The weight, in its own precision; merged in fp32. `change` counts what is left."""
+    def whole(self, change: MergedChange | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight, in its own precision or `dtype`; merged in fp32. `change` counts what is left
+        in it."""
         weight, *adapters = (tensor.detach() for tensor in self.tensors)
         if not adapters:
-            return weight
+            return weight.to(dtype) if dtype and weight.is_floating_point() else weight
         a, b = (each.float() for each in adapters)
         before = weight.float()
         merged = torch.addmm(before, b, a, alpha=self.scaling)
-        rounded = merged.to(weight.dtype)
+        rounded = merged.to(dtype or weight.dtype)
         if change is not None:
             change.note(before, merged, rounded)
         return rounded
 
 
 def full_tensors(
-    model: nn.Module, bucket_bytes: int, change: MergedChange | None = None
+    model: nn.Module,
+    bucket_bytes: int,
+    change: MergedChange | None = None,
+    dtype: torch.dtype | None = None,
+    merged: bool = True,
 ) -> Iterator[NamedTensor]:
-    """`named_weights` of the model in full, without adapters: these are merged into the weight that
-    they belong to, and counted in `change`. Under ZeRO-3 one bucket at a time is gathered, by all
-    ranks together, so every rank must exhaust the iterator."""
-    return _gathered_weights(_weights(model), bucket_bytes, change)
+    """`named_weights` of the model in full, in their own precision or `dtype`, without adapters:
+    these are merged into the weight that they belong to and counted in `change`, or left out. Under
+    ZeRO-3 one bucket at a time is gathered, by all ranks together, so every rank must exhaust the
+    iterator."""
+    return _gathered_weights(_weights(model, merged), bucket_bytes, change, dtype)
 
 
 def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
@@ -413,12 +440,12 @@ def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
     return _gathered_weights(weights, bucket_bytes)
 
 
-def _weights(model: nn.Module) -> Iterator[_Weight]:
+def _weights(model: nn.Module, merged: bool) -> Iterator[_Weight]:
     for name, tensor in named_weights(model):
         if is_adapter(name):
             continue
         place, separator, kind = name.rpartition(BASE_LAYER)
-        if separator and kind == "weight":
+        if separator and kind == "weight" and merged:
             layer: Any = model.get_submodule(place)
             adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
             yield _Weight(f"{place}.weight", (tensor, *adapters), layer.scaling[ADAPTER])
@@ -427,12 +454,15 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
 
 
 def _gathered_weights(
-    weights: Iterable[_Weight], bucket_bytes: int, change: MergedChange | None = None
+    weights: Iterable[_Weight],
+    bucket_bytes: int,
+    change: MergedChange | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[NamedTensor]:
     for bucket in _buckets(weights, bucket_bytes):
         with _gathered(tensor for weight in bucket for tensor in weight.tensors):
             for weight in bucket:
-                yield weight.name, weight.whole(change)
+                yield weight.name, weight.whole(change, dtype)
 
 
 def _buckets(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[list[_Weight]]:

@@ -78,6 +78,7 @@ def generations_folder(
         "tokenizer": model.tokenizer,  # if null the model's own, which the SHA-256 covers
         "stop_tokens": sampling.stop_tokens and sorted(set(sampling.stop_tokens)),  # as above
         **sampler_facts(sampling),
+        **({"lora": sampling.lora} if model.lora.r is not None else {}),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return parent / f"{model_sha256[:16]}-{digest[:16]}"

@@ -20,6 +20,8 @@ from grpo_replay.evaluation.cache import generations_folder, sampler_facts
 from grpo_replay.evaluation.evaluate import OnProgress, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import (
+    LoraSection,
+    ModelSection,
     Recipe,
     find_recipe,
     parse_overrides,
@@ -29,17 +31,22 @@ from grpo_replay.recipe import (
 )
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import (
+    ADAPTER_FOLDER,
+    INITIAL_MODEL,
+    MODEL_FOLDER,
     checkpoint_name,
     file_facts,
     list_checkpoints,
     read_json,
+    read_state,
 )
-from grpo_replay.storage.recipe_history import recipe_file
+from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
 from grpo_replay.terminal.quiet import quiet_libraries
 from grpo_replay.tiny import BASES
 
 MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
+    "adapter_config.json",
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.py"),
 )
@@ -53,8 +60,9 @@ class ModelSource:
     """A model and its origin.
 
     `path` is a folder or hub id; `recipe` the run's recipe, if any; `step` the training step;
-    `notice` a sentence for the user if a default was chosen; `checked` the SHA-256 of each file in
-    the checkpoint's manifest.
+    `notice` a sentence for the user if a default was chosen; `checked` the SHA-256 of each file of
+    the folder that is in the checkpoint's manifest. If `path` holds adapters, `base` is the model
+    that the run trained them on.
     """
 
     path: str
@@ -63,6 +71,7 @@ class ModelSource:
     step: int | None = None
     notice: str | None = None
     checked: dict[str, str] = field(default_factory=dict)
+    base: ModelSection | None = None
 
 
 def find_model(ckpt: str) -> ModelSource:
@@ -76,30 +85,49 @@ def find_model(ckpt: str) -> ModelSource:
         return replace(source, notice=notice)
     for folder in (path, path.parent):
         if path.is_dir() and (folder / "manifest.json").is_file():
-            return _checkpoint(folder.resolve())
+            return _checkpoint(folder.resolve(), merged=path.name == MODEL_FOLDER)
     if (path / "config.json").is_file():
         return ModelSource(str(path.resolve()), path.resolve().name)
     if _HUB_ID.fullmatch(ckpt) and not path.exists() and not path.parent.is_dir():
         return ModelSource(ckpt, path.name)
     raise CheckpointError(
-        f"--ckpt {ckpt}: expected a checkpoint (with model/), a run (with checkpoints/step_…), a "
-        "Hugging Face folder (with config.json), or a hub id (owner/name, where no folder has the "
-        "owner's name)"
+        f"--ckpt {ckpt}: expected a checkpoint (with model/ or adapter/), a run (with "
+        "checkpoints/step_…), a Hugging Face folder (with config.json), or a hub id (owner/name, "
+        "where no folder has the owner's name)"
     )
 
 
-def _checkpoint(checkpoint: Path) -> ModelSource:
+def _checkpoint(checkpoint: Path, merged: bool = False) -> ModelSource:
+    """Its adapters on their base, if it has any and the `merged` weights are not asked for."""
     manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     step = int(read_json(checkpoint / "state.json", "the checkpoint is incomplete")["step"])
     run = checkpoint.parent.parent
     recipe = recipe_file(run, step)
+    adapted = not merged and (checkpoint / ADAPTER_FOLDER).is_dir()
+    folder = checkpoint / (ADAPTER_FOLDER if adapted else MODEL_FOLDER)
+    checked = {Path(name): facts["sha256"] for name, facts in manifest["files"].items()}
     return ModelSource(
-        str(checkpoint / "model"),
+        str(folder),
         f"{run.name}-{checkpoint_name(step)}",
         recipe if recipe.is_file() else None,
         step,
-        checked={name: facts["sha256"] for name, facts in manifest["files"].items()},
-    )
+        checked={name.name: digest for name, digest in checked.items()
+                 if str(name.parent) == folder.name},
+        base=_base_of(run, recipe, folder) if adapted else None,
+    )  # fmt: skip
+
+
+def _base_of(run: Path, recipe: Path, adapter: Path) -> ModelSection:
+    """The model that the adapters of a run belong to. Raises CheckpointError without its recipe."""
+    if not recipe.is_file():
+        raise CheckpointError(
+            f"{adapter} has adapters, and {run / 'recipe.yaml'}, which names their base, is not "
+            "there: evaluate the checkpoint where its run lies, or the model/ of one that has it"
+        )
+    model, written = read_recipe_file(recipe).model, run / INITIAL_MODEL
+    if not written.is_dir():
+        return model
+    return model.model_copy(update={"path": str(written), "random_init": False})
 
 
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
@@ -111,12 +139,11 @@ def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = 
     folder, total = _local_folder(path, revision), hashlib.sha256()
     names = {file.name for pattern in MODEL_FILES for file in folder.glob(pattern)}
     facts = file_facts(folder, list(names))
-    listed = {name[6:]: sha256 for name, sha256 in expected.items() if name.startswith("model/")}
-    bad = [name for name in listed if not (folder / name).is_file()]
+    bad = [name for name in expected if not (folder / name).is_file()]
     for name in sorted(names):
         found = facts[name]["sha256"]
         total.update(f"{name}\0{found}\n".encode())
-        bad += [name] if listed.get(name, found) != found else []
+        bad += [name] if expected.get(name, found) != found else []
     if bad:
         raise CheckpointError(
             f"{folder / bad[0]} is missing, or has another SHA-256 than in the checkpoint's "
@@ -170,7 +197,9 @@ def resolve_evaluation(
         if recipe is None and isinstance(layer.get("model"), dict):
             layer["model"].pop("tokenizer", None)  # a checkpoint has its own
     model = layer.get("model")
-    if isinstance(model, dict) and model.get("path") != source.path:
+    if source.base is not None:
+        layer["model"] = source.base.model_dump(mode="json")
+    elif isinstance(model, dict) and model.get("path") != source.path:
         model.pop("revision", None)  # of another model
     changes = parse_overrides(overrides)
     if "path" in changes.get("model", {}):
@@ -182,13 +211,14 @@ def resolve_evaluation(
             f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
             "--benchmark math500, or --benchmark my.jsonl"
         )
-    return _of_these_weights(found, source.path)
+    return _of_these_weights(found, source)
 
 
-def _of_these_weights(recipe: Recipe, path: str) -> Recipe:
-    """The recipe with the model at `path`, whose weights are always loaded, even if training
-    started from random ones."""
-    own = {"path": path, "random_init": False}
+def _of_these_weights(recipe: Recipe, source: ModelSource) -> Recipe:
+    """The recipe with the model of `source`: the base of adapters, or weights that are loaded even
+    if training started from random ones."""
+    whole = {"path": source.path, "random_init": False, "lora": LoraSection()}
+    own = whole if source.base is None else {}
     longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
     return recipe.model_copy(
         update={
@@ -221,6 +251,7 @@ def evaluate_model(
         from grpo_replay.distributed.failures import run_on_main
         from grpo_replay.engine.finite_weights import refuse_not_finite, stored_tensors
         from grpo_replay.engine.models import load_tokenizer, resolve_model_path
+        from grpo_replay.engine.saved_policies import adapted_tensors
         from grpo_replay.sampling.sampler_protocol import open_sampler, sampler_class
 
         comm = _open_comm(recipe, world_size)
@@ -230,12 +261,14 @@ def evaluate_model(
         plan = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
         for notice in run_on_main(comm, lambda: try_verifier(recipe.reward, plan)) or []:
             logger.warning(notice)
-        path = resolve_model_path(source.path)
+        path = resolve_model_path(recipe.model.path)
         if sampler_class(recipe.sampling).reads_files:  # others load the model, which checks it
             stored = stored_tensors(Path(path))
             run_collectively(comm, lambda: refuse_not_finite(stored, f"--ckpt {source.path}"))
         sampler = open_sampler(recipe, path, comm)
         stack.callback(sampler.close)
+        if source.base is not None:
+            sampler.load_weights(adapted_tensors(recipe, Path(source.path).parent), version=1)
         model, cache = run_collectively(comm, lambda: _identify(recipe, source, path, generations))
         return evaluate(
             sampler,
@@ -254,7 +287,11 @@ def _identify(
 ) -> tuple[dict[str, Any], Path]:
     """The `model` section of the report, and the folder of the model's generations."""
     revision = None if Path(path).is_dir() else recipe.model.revision
-    sha256 = model_sha256(path, source.checked, revision)
+    sha256 = model_sha256(path, {} if source.base else source.checked, revision)
+    if source.base is not None:
+        adapter, base = Path(source.path), read_state(Path(source.path).parent).base
+        parts = (sha256, base, model_sha256(str(adapter), source.checked))
+        sha256 = hashlib.sha256("".join(parts).encode()).hexdigest()
     dtype, device = recipe.sampled_dtype, recipe.engine.device
     model = {
         "name": source.name,

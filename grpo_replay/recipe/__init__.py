@@ -40,6 +40,7 @@ from grpo_replay.recipe.layers import (
 from grpo_replay.recipe.open_lists import BUILTIN_VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.run_sections import (
+    CheckpointSection,
     EngineSection,
     EvalSection,
     RunSection,
@@ -53,6 +54,7 @@ __all__ = [
     "REPLAY_PRESETS",
     "AdvantageSection",
     "BatchSection",
+    "CheckpointSection",
     "EngineSection",
     "EvalSection",
     "LoraSection",

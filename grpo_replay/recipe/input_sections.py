@@ -399,10 +399,9 @@ class SamplingSection(Section):
     def with_transformers(self) -> bool:
         return self.backend == "hf"
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether LoRA's adapters come to the sampler as they are."""
-        return self.lora == "adapter" and self.with_transformers
+    def takes_adapters(self, model: ModelSection) -> bool:
+        """Whether updates bring the sampler of `model` LoRA's adapters, and no other weights."""
+        return model.lora.r is not None and self.lora == "adapter" and self.with_transformers
 
     @property
     def own_class(self) -> bool:

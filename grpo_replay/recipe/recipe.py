@@ -119,7 +119,12 @@ class Recipe(Section):
     @property
     def pushes_adapters(self) -> bool:
         """Whether a weight sync brings the sampler LoRA's adapters, and no other weights."""
-        return self.model.lora.r is not None and self.sampling.takes_adapters
+        return self.sampling.takes_adapters(self.model)
+
+    def saves_model(self, step: int) -> bool:
+        """Whether the checkpoint of `step` has all weights, in model/."""
+        is_last = step == self.run.steps or self.checkpoint.merged == "all"
+        return self.model.lora.r is None or is_last
 
     @property
     def replays(self) -> bool:

@@ -76,6 +76,9 @@ class CheckpointSection(Section):
     """Steps between checkpoints. The last step always writes one."""
     keep: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep."""
+    merged: Literal["last", "all"] = "last"
+    """With `model.lora`, the checkpoints that also have `model/`, the base with the adapters merged
+    in, in float32: that of the last step, or all. Each has `adapter/`."""
     restore_buffer: bool = True
     """Restore the buffer on resume; if false, it starts empty."""
 

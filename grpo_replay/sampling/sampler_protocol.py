@@ -54,7 +54,7 @@ class SamplerOpening:
     def with_adapters(self) -> bool:
         """Whether updates bring LoRA's adapters alone, for the base in `model` (only to a sampler
         of this package)."""
-        return self.model.lora.r is not None and self.sampling.takes_adapters
+        return self.sampling.takes_adapters(self.model)
 
     @classmethod
     def of(

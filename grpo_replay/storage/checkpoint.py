@@ -1,10 +1,10 @@
 """Checkpoints: written to a temporary folder, completed by a manifest, renamed into place.
 
-    checkpoints/step_000100/  model/  engine/  buffer.parquet  state.json  manifest.json
+    checkpoints/step_000100/  model/ or adapter/  engine/  buffer.parquet  state.json  manifest.json
     checkpoints/latest -> step_000100
 
-A checkpoint is valid only if its manifest matches its files (but the model card, model/README.md)
-and its state has the step of its name.
+A checkpoint is valid only if its manifest matches its files (but the cards, README.md in model/ and
+adapter/) and its state has the step of its name.
 `latest` may also be a folder, a copy: what tools that follow links leave.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import CheckpointError
@@ -46,17 +46,25 @@ def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 
-def checkpoint_bytes(parameters: int, dtype_bytes: int, zero_stage: int, adapters: int = 0) -> int:
-    """Size of a checkpoint without the buffer, over all ranks: the parameters in model/, and again
-    in engine/ below ZeRO-3 (which derives them from its fp32 master weights); Adam's moments; and
-    the master weights, except with fp32 parameters and ZeRO-0. With LoRA adapters, the merged
-    parameters in model/, and all the rest of the adapters alone, which are also in adapter/."""
+class CheckpointSize(NamedTuple):
+    """Bytes of a checkpoint without the buffer, over all ranks: of every one, and what LoRA's
+    merged model adds where it is written (`Recipe.saves_model`)."""
+
+    usual: int
+    merged: int = 0
+
+
+def checkpoint_size(
+    parameters: int, dtype_bytes: int, zero_stage: int, adapters: int = 0
+) -> CheckpointSize:
+    """The parameters that train, the model's or the `adapters` alone: in model/ or adapter/, and
+    again in engine/ below ZeRO-3 (which derives them from its fp32 master weights); Adam's moments;
+    and the master weights, except with fp32 parameters and ZeRO-0. The merged model is fp32."""
     copies = 1 if zero_stage == 3 else 2
     has_masters = dtype_bytes < FP32 or zero_stage > 0
     per_trained = copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0)
-    if adapters:
-        return parameters * dtype_bytes + adapters * per_trained
-    return parameters * per_trained
+    merged = FP32 * parameters if adapters else 0
+    return CheckpointSize((adapters or parameters) * per_trained, merged)
 
 
 def to_gib(size: float) -> float:
@@ -67,7 +75,10 @@ def to_gib(size: float) -> float:
 MANIFEST = "manifest.json"
 LATEST = "latest"
 STATE = "state.json"
-MODEL_CARD = "model/README.md"
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
+MODEL_CARDS = (f"{MODEL_FOLDER}/README.md", f"{ADAPTER_FOLDER}/README.md")
+INITIAL_MODEL = "initial_model"
+"""Folder of a run with the random model that it began with, if its sampler reads files."""
 CHECKPOINT_VERSION = 1
 MOST_READERS = 8
 """Maximum number of files hashed at once. More would only compete for the disk."""
@@ -84,7 +95,7 @@ class RunState:
     """All counters of a run. Random generators need no state: each stream is computed from
     (run.seed, step, purpose).
 
-    `policy_version` is the version of the weights in `model/`. `prompt_cursor` is the number of
+    `policy_version` is the version of the policy. `prompt_cursor` is the number of
     prompts taken so far. `reward` is what decided the rewards of the stored rollouts
     (`training.reward_watch`). `prompts` has the SHA-256 of the problems and answers
     (`prompts.prompt_set`) by the first step that had them, `base` the digest of the model that the
@@ -346,7 +357,13 @@ def _file_names(folder: Path) -> list[str]:
     again when an evaluation is made up."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     names = (str(path.relative_to(folder)) for path in paths)
-    return [name for name in names if not name.startswith(MODEL_CARD)]
+    return [name for name in names if not name.startswith(MODEL_CARDS)]
+
+
+def model_cards(checkpoint: Path) -> list[Path]:
+    """The card of each form in which a checkpoint has the policy."""
+    cards = [checkpoint / name for name in MODEL_CARDS]
+    return [card for card in cards if card.parent.is_dir()]
 
 
 def _sha256(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.recipe import CheckpointSection
 from grpo_replay.replay.snapshot import write_snapshot
 from grpo_replay.storage.atomic import (
     describe_write_failure,
@@ -20,7 +21,8 @@ from grpo_replay.storage.atomic import (
     write_text_whole,
 )
 from grpo_replay.storage.checkpoint import (
-    MODEL_CARD,
+    MODEL_CARDS,
+    CheckpointSize,
     FileFacts,
     RunState,
     begin_checkpoint,
@@ -28,6 +30,7 @@ from grpo_replay.storage.checkpoint import (
     complete_checkpoint,
     file_facts,
     list_checkpoints,
+    model_cards,
     temporary_folder,
     to_gib,
 )
@@ -40,20 +43,22 @@ def write_checkpoint(
     parts: Parts,
     source: RolloutSource,
     state: RunState,
-    expected_bytes: int,
+    size: CheckpointSize,
     model_card: Callable[[], str],
 ) -> None:
     """Write the checkpoint of `state.step` and drop the oldest. Collective.
 
-    Its files: model/ (weights, tokenizer, card), adapter/ with LoRA, engine/ (each rank's shards),
-    buffer.parquet, those of the source, state.json and the manifest last. Rollouts and draws up to
-    it are flushed.
+    Its files: model/ (weights, tokenizer, card) if the recipe `saves_model`, adapter/ with LoRA,
+    engine/ (each rank's shards), buffer.parquet, those of the source, state.json and the manifest
+    last. Rollouts and draws up to it are flushed.
 
-    `expected_bytes` is its size if there is none yet to go by. Raises OutputDirectoryError if the
+    `size` is what is expected if there is none yet to go by. Raises OutputDirectoryError if the
     disk has no room for it, or runs full; earlier checkpoints are then as they were.
     """
     comm, checkpoints = parts.comm, parts.run_dir.checkpoints
     temporary = temporary_folder(checkpoints, state.step)
+    has_model = parts.recipe.saves_model(state.step)
+    expected_bytes = size.usual + (size.merged if has_model else 0)
 
     def begin() -> None:
         if comm.is_main:
@@ -64,7 +69,8 @@ def write_checkpoint(
 
     def complete() -> None:
         with removed_if_unwritable(temporary):
-            write_text_whole(temporary / MODEL_CARD, model_card())
+            for card in model_cards(temporary):
+                write_text_whole(card, model_card())
             write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
             source.save(temporary)
             complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
@@ -72,7 +78,8 @@ def write_checkpoint(
     run_collectively(comm, begin)
     with removed_if_unwritable(temporary):
         parts.engine.save(temporary / "engine")
-        parts.engine.save_model(temporary / "model")
+        if has_model:
+            parts.engine.save_model(temporary / "model")
         parts.engine.save_adapter(temporary / "adapter")
         facts = _facts_of_all(comm, temporary)
     run_on_main(comm, complete)
@@ -92,7 +99,8 @@ def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
 
 
 def _files_in(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return [name for name in names if name not in MODEL_CARDS]  # peft writes one of its own
 
 
 def _writer(name: str) -> int:
@@ -100,18 +108,21 @@ def _writer(name: str) -> int:
     return int(shard[1]) if shard else 0
 
 
-def notices_of_room(checkpoints: Path, keep: int, expected_bytes: int) -> list[str]:
+def notices_of_room(
+    checkpoints: Path, section: CheckpointSection, size: CheckpointSize
+) -> list[str]:
     """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
     another is written. Raises OutputDirectoryError if there is no room for one."""
-    refuse_full_disk(checkpoints, "a checkpoint of this run", expected_bytes)
-    more = max(keep + 1 - len(list_checkpoints(checkpoints)), 1)
-    each, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
-    if free >= more * each:
+    refuse_full_disk(checkpoints, "a checkpoint of this run", size.usual + size.merged)
+    more = max(section.keep + 1 - len(list_checkpoints(checkpoints)), 1)
+    each, free = _expected_size(checkpoints, size.usual), free_bytes(checkpoints)
+    needed = more * each + size.merged * (more if section.merged == "all" else 1)
+    if free >= needed:
         return []
     return [
-        f"{checkpoints} has {to_gib(free)} GiB free, and {more} more checkpoints "
-        f"(checkpoint.keep {keep} and one being written) take {to_gib(more * each)} GiB: the run "
-        "stops at the one that does not fit; make room"
+        f"{checkpoints} has {to_gib(free)} GiB free, and {more} more checkpoints (checkpoint.keep "
+        f"{section.keep} and one being written) take {to_gib(needed)} GiB: the run stops at the "
+        "one that does not fit; make room"
     ]
 
 

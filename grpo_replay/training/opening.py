@@ -29,17 +29,18 @@ from grpo_replay.engine.models import (
     load_policy,
     load_tokenizer,
     notices_of_weights,
+    refuse_other_base,
     refuse_other_shapes,
     resolve_model_path,
 )
 from grpo_replay.engine.passed_settings import check_passed_settings
 from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
-from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
+from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, read_from_hub
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.prompts.sources import is_local_source
 from grpo_replay.recipe import BUILTIN_VERIFIERS, ModelSection, Recipe
-from grpo_replay.recipe.layers import is_on_hub, short_path
+from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay import ReplayBuffer
@@ -58,7 +59,7 @@ from grpo_replay.sampling.sampler_protocol import (
     sampler_class,
 )
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
+from grpo_replay.storage.checkpoint import INITIAL_MODEL, CheckpointSize, RunState, checkpoint_size
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.training import Notice, Observer
@@ -116,14 +117,14 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """A run that is ready to step. `checkpoint_bytes` is the expected size of a checkpoint;
+    """A run that is ready to step. `checkpoint_size` is the expected size of a checkpoint;
     `notices` are messages for the user, on rank 0."""
 
     parts: Parts
     state: RunState
     source: RolloutSource
     evaluation: EvaluationPlan | None
-    checkpoint_bytes: int
+    checkpoint_size: CheckpointSize
     notices: list[Notice]
 
 
@@ -167,7 +168,7 @@ class RunOpener:
         self.tokenizer: Any = None
         self.prompts: PromptSet | None = None
         self.evaluation: EvaluationPlan | None = None
-        self.checkpoint_bytes = 0
+        self.checkpoint_size = CheckpointSize(0)
         self._held_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
 
     @property
@@ -214,7 +215,7 @@ class RunOpener:
             run_on_main(comm, lambda: go_back(self.recipe, self.run_dir, start))
         start.state.world_size, start.state.zero_stage = comm.world_size, self.zero_stage
         return OpenedRun(
-            self.parts, start.state, self.source, self.evaluation, self.checkpoint_bytes,
+            self.parts, start.state, self.source, self.evaluation, self.checkpoint_size,
             self.notices,
         )  # fmt: skip
 
@@ -349,8 +350,9 @@ class RunOpener:
         """What can be known of the model without its weights."""
         recipe, model = self.recipe, self.sized.model
         config = load_config(model)
-        if self.start.checkpoint is not None:
-            refuse_other_shapes(recipe.model, self.start.checkpoint / "model")
+        saved = None if self.start.checkpoint is None else self.start.checkpoint / "model"
+        if saved is not None and saved.is_dir():  # with LoRA the base itself is compared
+            refuse_other_shapes(recipe.model, saved)
         if self.tokenizer is not None:
             check_vocabulary(model, config, self.tokenizer)
         check_attention(model)
@@ -365,9 +367,9 @@ class RunOpener:
             return
         recipe = self.recipe
         size = DTYPES[recipe.model.dtype].itemsize
-        expected = checkpoint_bytes(counts[0], size, self.zero_stage, counts[1])
+        expected = checkpoint_size(counts[0], size, self.zero_stage, counts[1])
         checkpoints = self.run_dir.checkpoints
-        self._say("disk", *notices_of_room(checkpoints, recipe.checkpoint.keep, expected))
+        self._say("disk", *notices_of_room(checkpoints, recipe.checkpoint, expected))
 
     def _open_engine(self) -> None:
         recipe, start = self.recipe, self.start
@@ -378,7 +380,7 @@ class RunOpener:
         engine = DeepSpeedEngine(recipe, model, self.tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
         self._say("engine", *engine.notices)
-        self.checkpoint_bytes = checkpoint_bytes(
+        self.checkpoint_size = checkpoint_size(
             parameters, model.dtype.itemsize, self.zero_stage, engine.adapter_parameters
         )
         if engine.adapter_parameters:
@@ -393,14 +395,8 @@ class RunOpener:
         self.engine = engine
 
     def _remember_base(self, digest: str, state: RunState) -> None:
-        """In the state. Raises ModelError for another than the run began with: adapters are trained
-        on it, the KL term refers to it, and the card of a checkpoint names it."""
-        if state.base not in ("", digest):
-            raise ModelError(
-                f"model.path {short_path(self.recipe.model.path)!r} is another model than the one "
-                "that the run began with: set model.path to that one, wherever it lies, or start a "
-                "new run"
-            )
+        """In the state. Raises ModelError for another than the run began with."""
+        refuse_other_base(self.recipe.model, state.base, digest)
         state.base = digest
 
     def _say_if_resharded(self, state: RunState) -> None:
@@ -443,11 +439,11 @@ class RunOpener:
             return resolve_model_path(self.recipe.model.path)
         if not sampler_class(self.recipe.sampling).reads_files:
             return self.recipe.model.path
-        folder = self.run_dir.path / "initial_model"
+        folder = self.run_dir.path / INITIAL_MODEL
         if self.start.checkpoint is None or not folder.is_dir():
             if self.comm.is_main:  # what a start left that ended before its first step
                 shutil.rmtree(folder, ignore_errors=True)
-            self.engine.save_model(folder)
+            self.engine.save_model(folder, merged=False)
         return str(folder)
 
     def _check_buffer(self) -> None:

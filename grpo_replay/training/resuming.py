@@ -64,6 +64,7 @@ CHANGE_NO_UPDATE = (
     "batch.packing",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.merged",
     "engine.",
     "eval.",
     "model.attn_implementation",

@@ -18,7 +18,7 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.atomic import write_text_whole
-from grpo_replay.storage.checkpoint import MODEL_CARD, checkpoint_name
+from grpo_replay.storage.checkpoint import checkpoint_name, model_cards
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
 from grpo_replay.training import Notice, Observer
@@ -97,7 +97,7 @@ class Run:
         self.trainer = Trainer(parts, state, opened.source)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
-        self._checkpoint_bytes = opened.checkpoint_bytes
+        self._checkpoint_size = opened.checkpoint_size
         self._told_of_stop = False
         self._started = 0.0
         stack.callback(faulthandler.cancel_dump_traceback_later)
@@ -188,9 +188,9 @@ class Run:
     def _adds_to_its_step(self, step: int, report: EvaluationReport) -> bool:
         """Complete the model card and the line of metrics of a step that was saved without its
         evaluation. Returns whether the line lacked it."""
-        card = self.run_dir.checkpoints / checkpoint_name(step) / MODEL_CARD
-        if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
-            write_text_whole(card, self._model_card())
+        for card in model_cards(self.run_dir.checkpoints / checkpoint_name(step)):
+            if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
+                write_text_whole(card, self._model_card())
         if not self.run_dir.add_to_last_metrics(_accuracies(report)):
             return False
         self.state.wall_seconds = time.perf_counter() - self._started
@@ -244,7 +244,7 @@ class Run:
         state = self.state
         started = time.perf_counter()
         parts, source = self.trainer.parts, self.trainer.source
-        write_checkpoint(parts, source, state, self._checkpoint_bytes, self._model_card)
+        write_checkpoint(parts, source, state, self._checkpoint_size, self._model_card)
         seconds = time.perf_counter() - started
         logger.info("checkpoint of step %d: %.1f s", state.step, seconds)
 

@@ -9,7 +9,7 @@ import pytest
 from grpo_replay.errors import CheckpointError
 from grpo_replay.storage.checkpoint import (
     MANIFEST,
-    MODEL_CARD,
+    MODEL_CARDS,
     RunState,
     adopt_latest,
     begin_checkpoint,
@@ -164,11 +164,11 @@ def test_a_state_of_another_version_is_refused(tmp_path, change):
 def test_the_model_card_may_be_written_again(tmp_path):
     temporary = temporary_folder(tmp_path, 5)
     (temporary / "model").mkdir(parents=True)
-    (temporary / MODEL_CARD).write_text("without results")
+    (temporary / MODEL_CARDS[0]).write_text("without results")
     made = complete_checkpoint(temporary, RunState(step=5), keep=2)
     assert list(json.loads((made / MANIFEST).read_text())["files"]) == ["state.json"]
-    (made / MODEL_CARD).write_text("with results")
-    (made / f"{MODEL_CARD}.tmp").write_text("a kill left this")
+    (made / MODEL_CARDS[0]).write_text("with results")
+    (made / f"{MODEL_CARDS[0]}.tmp").write_text("a kill left this")
     verify_checkpoint(made)
 
 

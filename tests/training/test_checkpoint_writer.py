@@ -9,9 +9,11 @@ from small_runs.trained import small_recipe, train_small_run
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.recipe import CheckpointSection
 from grpo_replay.storage.checkpoint import (
+    CheckpointSize,
     RunState,
-    checkpoint_bytes,
+    checkpoint_size,
     find_checkpoint,
     list_checkpoints,
     verify_checkpoint,
@@ -36,21 +38,26 @@ def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes):
         replay={"preset": "grpo", "drop_zero_variance": False},  # an update, whatever is sampled
     )  # fmt: skip
     parameters = sum(tensor.numel() for tensor in run.weights().values())
-    expected = checkpoint_bytes(parameters, 2, 3)
+    expected, _ = checkpoint_size(parameters, 2, 3)
     (checkpoint,) = list_checkpoints(run.path / "checkpoints")
     found = checkpoint_writer.checkpoint_bytes_on_disk(checkpoint)
     assert expected < found < expected + 0.6 * parameters  # the tokenizer and DeepSpeed's scripts
 
 
 def test_the_start_says_that_not_all_will_fit_and_refuses_if_none_does(tmp_path, monkeypatch):
-    say_free(monkeypatch, 40)
-    assert checkpoint_writer.notices_of_room(tmp_path, 3, 10) == []
-    say_free(monkeypatch, 35)
-    (notice,) = checkpoint_writer.notices_of_room(tmp_path, 3, 10)
+    section = CheckpointSection(keep=3)
+
+    def notices(free: int, **changes: str) -> list[str]:
+        say_free(monkeypatch, free)
+        size, chosen = CheckpointSize(10, merged=5), section.model_copy(update=changes)
+        return checkpoint_writer.notices_of_room(tmp_path, chosen, size)
+
+    assert notices(45) == [] == notices(60, merged="all")
+    (notice,) = notices(44)
     assert "4 more checkpoints" in notice and "checkpoint.keep 3" in notice
-    say_free(monkeypatch, 9)
+    assert len(notices(59, merged="all")) == 1
     with pytest.raises(OutputDirectoryError):
-        checkpoint_writer.notices_of_room(tmp_path, 3, 10)
+        notices(14)
 
 
 def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_which_goes_on_from_the_last(
@@ -112,8 +119,11 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
         ),
     )  # fmt: skip
     source = SimpleNamespace(save=noted("source"))
-    checkpoint_writer.write_checkpoint(parts, source, RunState(step=3), 77, lambda: "a card")
     folder = checkpoint_writer.temporary_folder(tmp_path, 3)
+    (folder / "model").mkdir(parents=True)
+    checkpoint_writer.write_checkpoint(
+        parts, source, RunState(step=3), CheckpointSize(77), lambda: "a card"
+    )
     shards = [(name, folder / name) for name in ("engine", "model", "adapter")]
     begun = [("refuse_full_disk", tmp_path), ("flush_steps", 3), ("begin_checkpoint", folder)]
     completed = [

@@ -1,6 +1,7 @@
 """Whole runs with LoRA: the push and the files. Killed and resumed: test_resume."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ from small_runs.trained import (
 )
 from transformers import AutoModelForCausalLM
 
+from grpo_replay.api import evaluate
 from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.saved_policies import PlainPolicy
+from grpo_replay.errors import CheckpointError, ModelError
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.evaluation.session import find_model
 from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.storage.checkpoint import verify_checkpoint
 
 LARGEST_GAP = 1e-4
 SECTIONS = {
@@ -58,40 +65,97 @@ def test_the_first_step_samples_and_freezes_what_a_run_of_all_parameters_does(ru
             assert one[name] == other[name]
 
 
-def test_model_and_adapter_of_a_checkpoint_are_the_same_policy(run):
-    folder = run.path / "checkpoints/latest"
-    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+def test_the_last_checkpoint_alone_has_the_merged_model_which_is_the_adapters_on_the_base(run):
+    first, last = (run.path / f"checkpoints/step_{step:06d}" for step in (2, 4))
+    assert not (first / "model").exists()
+    merged = AutoModelForCausalLM.from_pretrained(last / "model", dtype=torch.float32)
     base = load_policy(run.recipe.model, 0)
-    adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
+    adapted = PeftModel.from_pretrained(base, last / "adapter").merge_and_unload()
     for name, tensor in adapted.named_parameters():
         assert relative(tensor, merged.get_parameter(name)) < 1e-6, name
-    config = json.loads((folder / "adapter/adapter_config.json").read_text())
+    config = json.loads((first / "adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 16)
+    for card in (first / "adapter/README.md", last / "adapter/README.md", last / "model/README.md"):
+        assert "Post-trained from" in card.read_text()
+    verify_checkpoint(first)
+
+
+BF16 = SECTIONS | {
+    "model": {"dtype": "bfloat16", "lora": {"r": 4}},
+    "optimizer": {"learning_rate": 1e-5},
+    "run": {"steps": 2},
+    "replay": {"preset": "grpo"},
+}
 
 
 def test_a_run_in_bfloat16_says_how_much_of_the_adapters_its_merged_weights_hold(
     tmp_path, processes
 ):
     """The share of the last push, from the files of the checkpoint: 1e-5 is far below what
-    bfloat16 resolves."""
-    sections = SECTIONS | {
-        "model": {"dtype": "bfloat16", "lora": {"r": 4}},
-        "optimizer": {"learning_rate": 1e-5},
-        "run": {"steps": 2},
-        "replay": {"preset": "grpo"},
-        "sampling": {"lora": "merged"},
-    }
-    run = train_small_run(tmp_path / "run", **sections)
+    bfloat16 resolves. model/ has all of it, in float32."""
+    run = train_small_run(tmp_path / "run", **BF16, sampling={"lora": "merged"})
     folder = run.path / "checkpoints/latest"
-    base = load_policy(small_recipe(**sections).model, 0).float()
+    base = load_policy(small_recipe(**BF16).model, 0).float()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     whole = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().state_dict()
-    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     kept, changed = (
         torch.cat([(state[n] - before[n]).double().flatten() for n in before if "_proj" in n])
-        for state in (merged.state_dict(), whole)
+        for state in ({name: tensor.bfloat16() for name, tensor in whole.items()}, whole)
     )
     share = run.metrics[-1]["sampler/merged_share"]
     assert share == pytest.approx(float(kept @ changed / (changed @ changed)), rel=1e-3)
     assert 0 < share < 0.5
     assert f"step 2: {share:.0%} " in (run.path / "log/attempt_001.log").read_text()
+    saved = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+    assert saved.dtype == torch.float32
+    difference = [(saved.state_dict()[n] - before[n]).double().flatten() for n in before
+                  if "_proj" in n]  # fmt: skip
+    assert relative(torch.cat(difference), changed) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory, processes) -> FinishedRun:
+    """In bfloat16, evaluated after each step. The rate is so large that answers change."""
+    sections = BF16 | {
+        "optimizer": {"learning_rate": 3e-2},
+        "run": {"steps": 3},
+        "checkpoint": {"every_steps": 1},
+        "eval": {"benchmarks": ["tiny"], "every_steps": 1, "max_problems": 6, "samples": 2},
+    }
+    return train_small_run(tmp_path_factory.mktemp("evaluated") / "run", **sections)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_the_evaluation_of_a_checkpoint_is_that_of_the_trainer(evaluated, tmp_path, step):
+    during = read_report(evaluated.path / f"eval/step_{step:06d}.json")
+    ckpt = str(evaluated.path / f"checkpoints/step_{step:06d}")
+    after = evaluate(ckpt, tmp_path / "after.json")
+    for name in ("problem_id", "completion_text", "correct"):
+        assert after.samples[name] == during.samples[name]
+    base = read_report(evaluated.path / "eval/step_000000.json")
+    assert base.samples["completion_text"] != during.samples["completion_text"]
+    assert after.model["path"].endswith("/adapter")
+    merged = evaluate(ckpt, tmp_path / "merged.json", overrides=["sampling.lora=merged"])
+    assert merged.model["sha256"] == after.model["sha256"]
+
+
+def test_behaviour_log_probs_are_recomputed_from_adapters_and_base(evaluated, run):
+    for each in (evaluated, run):
+        checkpoints = {0: None} | {
+            step: each.path / f"checkpoints/step_{step:06d}" for step in (1, 2)
+        }
+        report = verify_run(each.path, lambda step, of=checkpoints, r=each.recipe:
+                            PlainPolicy(r, of[step]))  # fmt: skip
+        assert report.passed, [check for check in report.checks if not check.passed]
+
+
+def test_adapters_are_evaluated_on_the_base_that_they_were_trained_on(evaluated, tmp_path):
+    copied = shutil.copytree(evaluated.path, tmp_path / "copied")
+    text = (copied / "recipe.yaml").read_text()
+    (copied / "recipe.yaml").write_text(text.replace("builtin:tiny\n", "builtin:tiny-long\n", 1))
+    with pytest.raises(ModelError, match="another model than the one that the run began with"):
+        evaluate(str(copied), tmp_path / "report.json")
+    (copied / "recipe.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"recipe.yaml, which names their base"):
+        evaluate(str(copied), tmp_path / "report.json")
+    assert find_model(str(copied / "checkpoints/latest/model")).base is None

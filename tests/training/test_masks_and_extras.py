@@ -27,7 +27,7 @@ from core_engine import (
 from small_runs.trained import policy_at, row_of, train_small_run
 
 from grpo_replay.engine.microbatches import micro_batch
-from grpo_replay.engine.models import PlainPolicy
+from grpo_replay.engine.saved_policies import PlainPolicy
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay import ReplayBuffer
@@ -256,7 +256,7 @@ def test_masked_tokens_take_no_part_in_training(masked_run):
     assert run.metrics[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
     def open_policy(step):
-        folder = run.path / f"checkpoints/step_{step:06d}/model"
+        folder = run.path / f"checkpoints/step_{step:06d}"
         return PlainPolicy(run.recipe, folder if step else None)
 
     report = verify_run(run.path, open_policy)

@@ -78,7 +78,7 @@ def test_vllm_opens_a_random_model_from_the_folder_of_its_first_weights(tmp_path
     }
     saved: list[Path] = []
     opened = opener(tmp_path, **sections)
-    opened.engine = SimpleNamespace(save_model=saved.append)
+    opened.engine = SimpleNamespace(save_model=lambda folder, merged: saved.append(folder))
     opened.start = StartingPoint(tmp_path / "step_000001" if resumed else None)
     folder = tmp_path / "initial_model"
     assert opened._model_path() == str(folder)

@@ -170,6 +170,8 @@ def _step_table(report: Mapping[str, Any]) -> Table:
     if storage["checkpoint_gib"] is not None:
         sizes = f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"
         rows.append(("one checkpoint / all kept, GiB", sizes))
+    if report["model"] and report["model"]["adapter_parameters"]:
+        rows.append(("weights to the sampler at a push, MiB", f"{storage['push_mib']:,}"))
     for key, label in (
         ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
         ("sampler_host_gib_per_rank", "sleeping sampler in host memory, GiB per rank"),

@@ -195,7 +195,7 @@ def _figures(
     step = describe_step(recipe, expected)
     stored = describe_replay(recipe, expected)
     storage = describe_storage(recipe, stored, expected)
-    storage |= _checkpoint_sizes(plan, recipe.checkpoint.keep, bool(recipe.eval.benchmarks))
+    storage |= _model_sizes(plan, recipe)
     findings.assumptions += _assumptions(expected, recipe.sampling, machines)
     speed, overlaps = known.speed, recipe.run.is_async
     seconds = None if speed is None else seconds_of_step(step, speed, overlaps)
@@ -226,14 +226,20 @@ def _try_plan(
     return plan
 
 
-def _checkpoint_sizes(plan: MemoryPlan | None, keep: int, evaluates: bool) -> dict[str, Any]:
+def _model_sizes(plan: MemoryPlan | None, recipe: Recipe) -> dict[str, Any]:
+    """Of one checkpoint, the largest, and of all that are there at once; of what is held in host
+    memory; and of an update of the sampler."""
+    section, adapters = recipe.checkpoint, recipe.pushes_adapters
     names = ("checkpoint_gib", "checkpoints_gib_most", "offloaded_host_gib_per_rank",
-             "sampler_host_gib_per_rank")  # fmt: skip
+             "sampler_host_gib_per_rank", "push_mib")  # fmt: skip
     if plan is None:
         return dict.fromkeys(names)
-    one = to_gib(plan.checkpoint_bytes)
-    host = plan.sampler.host if evaluates else 0
-    sizes = (one, round(one * (keep + 1), 3), to_gib(plan.engine.host), to_gib(host))
+    usual, merged = map(to_gib, plan.checkpoint_size)
+    count = section.keep + 1
+    kept = round(count * usual + merged * (count if section.merged == "all" else 1), 3)
+    host = plan.sampler.host if adapters or recipe.eval.benchmarks else 0
+    push = round(plan.push_bytes(adapters) / 2**20, 2)
+    sizes = (round(usual + merged, 3), kept, to_gib(plan.engine.host), to_gib(host), push)
     return dict(zip(names, sizes, strict=True))
 
 

@@ -15,7 +15,8 @@ ZeRO-3 holds the accumulated shard permanently, and in bf16 both until the end o
 the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element) and
 on CUDA Adam's temporaries (4 in torch's foreach form; its fused form on a CPU has none).
 
-With LoRA, the first line is of base and adapters, and P in the others counts the adapters alone.
+With LoRA, the first line is of base and adapters, and P in the others counts the adapters alone. A
+sampler that takes adapters has a base and adapters too, and keeps the base while it sleeps.
 """
 
 from dataclasses import asdict, dataclass
@@ -230,7 +231,8 @@ def vllm_memory(
     """
     awake = int(share * capacity)
     overhead = VLLM_BUFFERS + (VLLM_GRAPHS if graphs else 0)
-    weights = dtype_bytes * shape.parameters // tensor_parallel + _vllm_counters(shape, capacity)
+    held = shape.parameters + shape.adapters
+    weights = dtype_bytes * held // tensor_parallel + _vllm_counters(shape, capacity)
     per_token = dtype_bytes * shape.kv_elements_per_token // tensor_parallel
     tokens = (awake - weights - overhead) // per_token
     if not sleeps:
@@ -257,7 +259,7 @@ def hf_memory(
     cache grows, the keys or values of one layer exist twice. With grouped queries the keys and
     values of a layer are repeated for all heads (attention with a mask, in transformers).
     """
-    weights = dtype_bytes * shape.parameters
+    weights = dtype_bytes * (shape.parameters + shape.adapters)
     capacity, before = hf_cache_tokens(prompt_tokens, completion_tokens)
     longest = prompt_tokens + completion_tokens
     if not on_cuda:

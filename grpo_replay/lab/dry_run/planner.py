@@ -28,7 +28,7 @@ from grpo_replay.recipe import (
     parse_overrides,
     resolve_recipe,
 )
-from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
+from grpo_replay.storage.checkpoint import GIB, CheckpointSize, checkpoint_size, to_gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -174,10 +174,16 @@ class MemoryPlan:
         """Whether it fits with less than `ROOM` left."""
         return self.fits and self.capacity - self.peak < ROOM * self.capacity
 
+    def push_bytes(self, adapters: bool) -> int:
+        """Of an update of the sampler's weights, a tied head included, or of its adapters."""
+        shape = self.shape
+        tied = shape.vocabulary * shape.hidden if shape.tied_head else 0
+        return self.setting.dtype_bytes * (shape.adapters if adapters else shape.parameters + tied)
+
     @property
-    def checkpoint_bytes(self) -> int:
+    def checkpoint_size(self) -> CheckpointSize:
         shape, setting = self.shape, self.setting
-        return checkpoint_bytes(
+        return checkpoint_size(
             shape.parameters, setting.dtype_bytes, setting.zero_stage, shape.adapters
         )
 
@@ -273,8 +279,9 @@ def plan_memory(
         known.loss.beta > 0, machines,
     )  # fmt: skip
     forward = trace.forward_memory(known.model, config, batch, machines.on_cuda)
+    held = shape if known.pushes_adapters else replace(shape, adapters=0)
     sampler = plan_sampler(
-        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], shape, machines, evaluation
+        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], held, machines, evaluation
     )
     return MemoryPlan(
         shape, setting, model_length(*limits, config),

@@ -188,9 +188,9 @@ def check_with_models(run: RunFiles, open_policy: Callable[[int], Any]) -> Check
     policy after a step, 0 the one that the run began with: its `logprobs` gives those of a prompt,
     a completion and a temperature, float64 [T], and their entropies."""
     check = Check("behaviour log-probs", "recomputed from the weights that sampled")
-    found = run.checkpoints().items()
-    with_weights = (step for step, path in found if (path / "model" / "config.json").exists())
-    for step in (0, *with_weights):
+    found, forms = run.checkpoints().items(), ("model/config.json", "adapter/adapter_config.json")
+    saved = (step for step, path in found if any((path / form).exists() for form in forms))
+    for step in (0, *saved):
         if step + 1 in run.rows_of_step:
             _check_logprobs(run, step + 1, open_policy(step), check)
     return check

@@ -34,7 +34,7 @@ from grpo_replay.lab.dry_run.trace import (
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.decode_ways import RowLayer
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
-from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, stored_bytes
+from grpo_replay.storage.checkpoint import GIB, checkpoint_size, stored_bytes
 
 SHAPE = ModelShape(
     parameters=1000, largest_parameter=400, tied_head=True, layers=2,
@@ -65,15 +65,15 @@ def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gra
     )  # fmt: skip
 
 
-def test_lora_trains_its_adapters_alone_and_a_checkpoint_has_the_merged_model():
+def test_lora_trains_its_adapters_alone_and_the_last_checkpoint_has_the_merged_model():
     """1,000 parameters of the base and 100 of adapters, on four ranks."""
     shape = replace(SHAPE, adapters=100, largest_adapter=10)
     for stage, expected in ((0, (2200, 600, 1200)), (2, (2200, 100, 300)), (3, (550, 50, 350))):
         memory = engine_memory(shape, NOTHING, setting(stage, 2))
         assert (memory.parameters, memory.gradients, memory.optimizer) == expected
         assert memory.bucket <= 2 * 100
-    assert checkpoint_bytes(1000, 2, 2, adapters=100) == 2 * 1000 + (2 + 2 + 4 + 8) * 100
-    assert checkpoint_bytes(1000, 2, 2) == (2 + 2 + 4 + 8) * 1000
+    assert checkpoint_size(1000, 2, 2, adapters=100) == ((2 + 2 + 4 + 8) * 100, 4 * 1000)
+    assert checkpoint_size(1000, 2, 2) == ((2 + 2 + 4 + 8) * 1000, 0)
     assert stored_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 12_000 + 1000)
 
 

@@ -101,8 +101,10 @@ class FinishedRun:
         return read_snapshot(self.path / f"checkpoints/step_{step:06d}/buffer.parquet")
 
     def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
-        name = "latest" if step is None else f"step_{step:06d}"
-        return load_file(self.path / f"checkpoints/{name}/model/model.safetensors")
+        """The whole weights of a checkpoint, or with LoRA its adapters if it has no others."""
+        folder = self.path / "checkpoints" / ("latest" if step is None else f"step_{step:06d}")
+        whole, adapter = folder / "model/model.safetensors", "adapter/adapter_model.safetensors"
+        return load_file(whole if whole.exists() else folder / adapter)
 
 
 def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:

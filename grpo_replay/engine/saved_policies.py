@@ -1,0 +1,92 @@
+"""The policy of a checkpoint, read again: whole weights in model/, or with LoRA the adapters in
+adapter/, which belong to the base that the run's recipe names."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from grpo_replay.engine.models import base_digest, load_policy, refuse_other_base, section_at
+from grpo_replay.engine.weights import ADAPTER, LoraAdapters, full_tensors, pushed_weights
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import ADAPTER_FOLDER, MODEL_FOLDER, read_state
+from grpo_replay.types import NamedTensors
+
+_CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
+
+
+def write_model(
+    folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> None:
+    """Write weights of the model's names in Hugging Face format. `dtype` is theirs, if they have
+    another than the model's."""
+    model.save_pretrained(folder, state_dict=state)
+    if dtype is not None:
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        config.save_pretrained(folder)
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The adapters in a folder of peft's format, by their names in the model, in float32."""
+    found = load_file(folder / "adapter_model.safetensors")
+    return {_name_in_model(name): tensor.float() for name, tensor in found.items()}
+
+
+def _name_in_model(name: str) -> str:
+    layer, _, kind = name.removeprefix("base_model.model.").rpartition(".lora_")
+    return f"{layer}.lora_{kind[0]}.{ADAPTER}.weight"
+
+
+def adapted_policy(recipe: Recipe, checkpoint: Path) -> PreTrainedModel:
+    """The recipe's model with the adapters of a checkpoint, on the CPU. Raises ModelError if it is
+    another model than the run began with."""
+    policy = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
+    refuse_other_base(recipe.model, read_state(checkpoint).base, base_digest(policy))
+    LoraAdapters.attach(policy, recipe.model.lora, recipe.run.seed)
+    own = pushed_weights(policy)
+    with torch.no_grad():
+        for name, tensor in read_adapter(checkpoint / ADAPTER_FOLDER).items():
+            own[name].copy_(tensor)
+    return policy.eval()
+
+
+def adapted_tensors(recipe: Recipe, checkpoint: Path) -> NamedTensors:
+    """What brings the recipe's sampler the adapters of a checkpoint, as a run would."""
+    policy = adapted_policy(recipe, checkpoint)
+    if recipe.pushes_adapters:
+        return pushed_weights(policy).items()
+    return full_tensors(policy, 2**29)
+
+
+class PlainPolicy:
+    """The policy of a checkpoint, or without one the model that the run began with, on the CPU."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Path | None) -> None:
+        if checkpoint is not None and (checkpoint / ADAPTER_FOLDER).is_dir():
+            self._model = adapted_policy(recipe, checkpoint)
+            return
+        folder = None if checkpoint is None else checkpoint / MODEL_FOLDER
+        section = recipe.model if folder is None else section_at(recipe.model, str(folder))
+        self._model = load_policy(section, recipe.run.seed, recipe.sampling.fp32_head)
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probs, entropies) of a completion's tokens, float64 [T], in nats."""
+        completion = len(completion_token_ids)
+        ids = np.concatenate([prompt_token_ids, completion_token_ids]).astype(np.int64)
+        inputs, targets = torch.from_numpy(ids)[None], torch.from_numpy(ids[-completion:])
+        logits_TV = self._model(input_ids=inputs, logits_to_keep=completion + 1).logits[0, :-1]
+        chosen, entropies = [], []
+        for some_TV, some_T in zip(
+            logits_TV.split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
+        ):
+            logprobs_TV = torch.log_softmax(some_TV.double() / temperature, dim=-1)
+            chosen.append(logprobs_TV.gather(1, some_T[:, None])[:, 0])
+            entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
+        return torch.cat(chosen).numpy(), torch.cat(entropies).numpy()
