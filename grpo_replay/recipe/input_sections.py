@@ -401,7 +401,11 @@ class SamplingSection(Section):
 
     def takes_adapters(self, model: ModelSection) -> bool:
         """Whether updates bring the sampler of `model` LoRA's adapters, and no other weights."""
-        return model.lora.r is not None and self.lora == "adapter" and self.with_transformers
+        return (
+            model.lora.r is not None
+            and self.lora == "adapter"
+            and not (self.over_http or self.own_class)
+        )
 
     @property
     def own_class(self) -> bool:

@@ -30,6 +30,7 @@ from grpo_replay.sampling.sampler_protocol import (
     WeightState,
     refuse_split_engine,
 )
+from grpo_replay.sampling.server.weight_transfer import AdapterTransfer
 from grpo_replay.sampling.vllm_process import (
     VLLM_ERRORS,
     SleepState,
@@ -50,6 +51,7 @@ from grpo_replay.sampling.vllm_requests import (
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ class VllmLocalSampler:
         stop_token_ids: Sequence[int],
         expected: ExpectedWeights,
         comm: Comm,
+        files: AdapterTransfer | None = None,
     ) -> None:
+        """With LoRA's adapters, updates of `expected` go through `files`."""
         config = engine.vllm_config
         self._engine: LLMEngine | None = engine
         self.stop_token_ids = tuple(stop_token_ids)
@@ -76,6 +80,8 @@ class VllmLocalSampler:
         self._max_model_len = config.model_config.max_model_len
         self._vocabulary = config.model_config.get_vocab_size()
         self._memory = SleepState(engine)
+        self._files = files
+        self._adapter: LoRARequest | None = None
         self._weights = WeightState()
         self.policy_version = 0
         engine.set_weight_version("0")
@@ -91,12 +97,29 @@ class VllmLocalSampler:
         arguments = engine_arguments(opening.sampling, section, opening.longest, on_gpu)
         arguments |= _colocation_arguments(opening)
         # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
-        expected = expected_weights(section)
+        files = AdapterTransfer(None, section, versions=1) if opening.with_adapters else None
+        expected = expected_weights(section) if files is None else files.expected
         if not on_gpu:
             _refuse_experts(expected)
         engine = _start_engine(arguments, on_gpu)
         _refuse_borrowed_classes(engine)
-        return cls(engine, opening.stop_token_ids, expected, opening.comm)
+        sampler = cls(engine, opening.stop_token_ids, expected, opening.comm, files)
+        if files is not None:
+            sampler._begin_as_base()
+        return sampler
+
+    def _begin_as_base(self) -> None:
+        """Take adapters of zeros. Raises SamplerError for those of a model that vLLM refuses."""
+        zeros = ((name, torch.zeros(shape)) for name, shape in self._expected.shapes.items())
+        try:
+            self._replace(self._open_engine(), zeros, 0)
+        except VLLM_ERRORS as error:
+            self.close()
+            raise SamplerError(
+                f"sampling.backend vllm does not take the adapters of model.lora: "
+                f"{in_few_words(error)}; choose other model.lora.target_modules, or set "
+                "sampling.lora merged"
+            ) from error
 
     @property
     def ranks_sample_together(self) -> bool:
@@ -131,9 +154,8 @@ class VllmLocalSampler:
             for index, request in enumerate(requests):
                 prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
                 parameters = sampling_parameters(request, self.stop_token_ids)
-                engine.add_request(
-                    str(index), prompt, SamplingParams(**parameters, output_kind=kind)
-                )
+                sampling = SamplingParams(**parameters, output_kind=kind)
+                engine.add_request(str(index), prompt, sampling, lora_request=self._adapter)
                 running.add(str(index))
             while running:
                 for output in _steps_to_an_end(engine):
@@ -183,16 +205,16 @@ class VllmLocalSampler:
         return [request for each in lists for request in each], offset
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights. Collective. If the tensors do not fit the model on a rank, raises
-        SamplerError there and PeerFailure on the others, and all refuse to generate until a
-        complete update. Raises SamplerError if `version` does not increase."""
+        """Replace all weights, or all adapters. Collective. If the tensors do not fit the model on
+        a rank, raises SamplerError there and PeerFailure on the others, and all refuse to generate
+        until a complete update. Raises SamplerError if `version` does not increase."""
         self._weights.begin(version, self.policy_version)
         engine = self._open_engine()
         checked = CheckedWeights(named_tensors, self._expected)
         refusals = []
         try:
             self._memory.wake("weights")
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
+            self._replace(engine, checked, version)
         except VLLM_ERRORS as error:
             refusals.append(f"vLLM refused them: {in_few_words(error)}")
         except SamplerError as error:
@@ -207,14 +229,27 @@ class VllmLocalSampler:
         self._weights.complete()
         self.policy_version = version
 
+    def _replace(self, engine: "LLMEngine", tensors: NamedTensors, version: int) -> None:
+        """An adapter gets a name and an id of its own: by these vLLM keeps prompts' keys."""
+        if self._files is None:
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+            return
+        from vllm.lora.request import LoRARequest
+
+        self._files.stage(tensors, version)
+        self._adapter = LoRARequest(f"version-{version}", version + 1, str(self._files.path))
+        engine.add_lora(self._adapter)  # the one before leaves its place
+        self._files.discard()
+
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.
-        Kept weights are stored in pinned host memory; without them `generate` is refused until
-        the next `load_weights`. Frees nothing on a CPU or with sleep_mode false."""
+        Kept weights, and in any case the base of adapters, are stored in pinned host memory;
+        without them `generate` is refused until the next `load_weights`. Frees nothing on a CPU or
+        with sleep_mode false."""
         self._open_engine()
         if not keep_weights:
             self._weights.discard()
-        self._memory.sleep(keep_weights)
+        self._memory.sleep(keep_weights or self._files is not None)
 
     def close(self) -> None:
         """Free the engine, but not the process group. May be called twice."""
@@ -222,6 +257,8 @@ class VllmLocalSampler:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        if self._files is not None:
+            self._files.close()
         try:
             # vLLM would free sleeping memory a second time, and the driver would report errors.
             self._memory.wake("weights", "kv_cache")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.engine.models import load_config, resolve_model_path
-from grpo_replay.errors import ModelError, SamplerError
-from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
+from grpo_replay.errors import ModelError, RecipeError, SamplerError
+from grpo_replay.recipe import LoraSection, ModelSection, SamplingSection, VllmSection
 from grpo_replay.sampling.sampler_protocol import model_length, refuse_impossible
 from grpo_replay.types import Completion, GenerationRequest
 
@@ -150,10 +150,14 @@ def log_through_root(environment: MutableMapping[str, str]) -> None:
 
 
 def engine_arguments(
-    sampling: SamplingSection, section: ModelSection, longest: int, on_gpu: bool
+    sampling: SamplingSection,
+    section: ModelSection,
+    longest: int,
+    on_gpu: bool,
+    adapters: int = 1,
 ) -> dict[str, Any]:
     """Keywords of vLLM's EngineArgs, or the command line options of the same names for a server.
-    There is room for sequences of `longest` tokens.
+    There is room for sequences of `longest` tokens, and with LoRA for so many `adapters`.
 
     No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
     each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
@@ -182,8 +186,33 @@ def engine_arguments(
         "tensor_parallel_size": vllm.tensor_parallel_size,
         # On a CPU, compiling takes longer than a small run. On a GPU, CUDA graphs are worth it.
         "enforce_eager": vllm.enforce_eager or not on_gpu,
+        **(_lora_arguments(section.lora, adapters) if sampling.takes_adapters(section) else {}),
         **vllm.others,
         **_device_arguments(vllm, on_gpu),
+    }
+
+
+ADAPTERS_AT_ONCE = 4
+"""Versions that requests of one server run with at most; those of a further one wait there."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM 0.32 has room for (config/lora.py); a lower one takes that of the next."""
+
+
+def _lora_arguments(lora: LoraSection, adapters: int) -> dict[str, Any]:
+    rank = max(lora.r or 0, *lora.others.get("rank_pattern", {}).values(), 0)
+    room = next((each for each in LORA_RANKS if each >= rank), None)
+    if room is None:
+        raise RecipeError(
+            f"model.lora.r {rank}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most: lower it, "
+            "or set sampling.lora merged"
+        )
+    at_once = min(adapters, ADAPTERS_AT_ONCE)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": room,
+        "max_loras": at_once,
+        "max_cpu_loras": adapters,
     }
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.engine.weights import LoraAdapters, pushed_weights
+from grpo_replay.recipe import LoraSection, Recipe, resolve_recipe
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.types import Completion, GenerationRequest, RequestKey, completion_seed
@@ -160,3 +161,23 @@ def gaps(
             for r in requests
         ]
     )
+
+
+LORA = LoraSection(r=3, lora_alpha=8, use_rslora=True)
+
+
+def lora_recipe(policy: Policy, lora: LoraSection = LORA, **sampling: Any) -> Recipe:
+    recipe = tiny_recipe(policy.folder, **sampling)
+    model = recipe.model.model_copy(update={"lora": lora})
+    return recipe.model_copy(update={"model": model})
+
+
+def adapted(policy: Policy, seed: int) -> torch.nn.Module:
+    """The model with adapters as large as a long training might make them."""
+    model = copy.deepcopy(policy.model)
+    LoraAdapters.attach(model, LORA, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in pushed_weights(model).values():
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+    return model

@@ -86,9 +86,10 @@ def test_stored_logprobs_are_those_of_the_checkpoint_they_were_sampled_from(one_
         np.testing.assert_allclose(row["sampler_logprobs"], own.numpy(), atol=LARGEST_GAP)
 
 
-def test_merged_adapters_are_in_sync_too(tmp_path):
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_adapters_are_in_sync_too(tmp_path, form):
     folder = train(
-        tmp_path / "lora", "sampling.backend=vllm", "model.lora.r=8",
+        tmp_path / "lora", "sampling.backend=vllm", "model.lora.r=8", f"sampling.lora={form}",
         "optimizer.learning_rate=1e-2", "engine.zero_stage=3",
     )  # fmt: skip
     gaps = largest_gaps(folder)

@@ -221,7 +221,7 @@ class Dispatcher(Generic[J]):
         assert task is not None
         failure: Exception | None = None
         try:
-            answer = await server.client.generate(job.request, self._stop_token_ids)
+            answer = await server.client.generate(job.request, self._stop_token_ids, job.version)
             completion, spans = self._read(answer, job, server.client)
         except (Refused, Unreachable) as error:
             failure = error

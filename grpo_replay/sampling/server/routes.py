@@ -114,11 +114,14 @@ class VllmServer:
     be called from any thread. All raise Unreachable or Refused, and KeyError, TypeError or
     ValueError for an answer that is not one of vLLM 0.32."""
 
-    def __init__(self, url: str, run: str, log: Path | None = None) -> None:
+    def __init__(
+        self, url: str, run: str, log: Path | None = None, with_adapters: bool = False
+    ) -> None:
         """`run` identifies this run in weight labels, so that version 3 of another run is told
-        apart. `log` is the log file of a launched server."""
+        apart. `log` is the log file of a launched server. `with_adapters`, a version is an adapter
+        of LoRA with the label as its name."""
         self.url = url.rstrip("/")
-        self.log = log
+        self.log, self.with_adapters = log, with_adapters
         self.prefix = f"{run}/"
 
     async def request(
@@ -157,17 +160,29 @@ class VllmServer:
         answer = block_on(self.request("POST", path, body, seconds))
         return json.loads(answer) if answer else None
 
-    async def generate(self, request: GenerationRequest, stop_token_ids: Sequence[int]) -> Choice:
+    async def generate(
+        self,
+        request: GenerationRequest,
+        stop_token_ids: Sequence[int],
+        version: int | None = None,
+    ) -> Choice:
         """vLLM's answer to one request, without a time limit. Cancelling closes the connection, and
-        vLLM then aborts the request. Raises msgspec.DecodeError or IndexError for an answer that is
-        not one of vLLM 0.32."""
-        body = {
+        vLLM then aborts the request. An adapter is that of `version`, to the last token, whatever
+        vLLM says of its weights. Raises msgspec.DecodeError or IndexError for an answer that is not
+        one of vLLM 0.32."""
+        body: dict[str, Any] = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
+        if self.with_adapters:
+            assert version is not None, "it was sent to a server with a version"
+            body["model"] = self.label(version)
         path = "/inference/v1/generate"
         answer = await self.request("POST", path, body, None, repeatable=True)
-        return _answers.decode(answer).choices[0]
+        choice = _answers.decode(answer).choices[0]
+        if self.with_adapters:
+            choice.weight_versions = [WeightSpan(body["model"], 0, len(choice.token_ids))]
+        return choice
 
     async def check_health(self, seconds: float) -> None:
         """Returns if the server is healthy."""
@@ -209,6 +224,11 @@ class VllmServer:
         """Replace all weights by the safetensors files in `folder`, a path on the server."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self.post("/collective_rpc", body, seconds)
+
+    def load_adapter(self, name: str, folder: str, seconds: float) -> None:
+        """Take the adapter in `folder`, a path on the server, for requests that name it."""
+        body = {"lora_name": name, "lora_path": folder}
+        _ = block_on(self.request("POST", "/v1/load_lora_adapter", body, seconds))
 
     def drop_cached_prompts(self) -> bool:
         """Empty the prefix cache; frozen requests recompute their keys. True on success."""

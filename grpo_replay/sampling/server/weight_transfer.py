@@ -12,11 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_replay.distributed.held_folder import HeldFolder
+from grpo_replay.engine.weights import expected_adapters, write_adapters
 from grpo_replay.errors import SamplerError
+from grpo_replay.recipe import ModelSection
 from grpo_replay.sampling.server.routes import UPDATING, Refused, Unreachable, VllmServer, block_on
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "grpo-replay-weights-"
+WAY_OUT = (
+    "the server must see the adapter's folder (sampling.servers.weight_transfer); with "
+    "sampling.lora merged it gets whole weights instead"
+)
 
 
 class FolderTransfer:
@@ -46,16 +52,7 @@ class FolderTransfer:
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Write one version. Tied tensors are written under every name: otherwise vLLM would keep
         its old output head. Raises SamplerError if the disk has no room."""
-        free = shutil.disk_usage(self._parent).free
-        if free < self._bytes_needed:
-            raise SamplerError(
-                f"{self._parent} has {free / 2**30:.2f} GiB free, one set of weights needs "
-                f"{self._bytes_needed / 2**30:.2f} GiB: set sampling.servers.weight_transfer to "
-                "the path of a larger folder that the servers share (in a container, raise "
-                "--shm-size)"
-            )
-        self.path = self._held.path / f"version-{version}"
-        self.path.mkdir()
+        self._make_folder(version)
         bucket: dict[str, torch.Tensor] = {}
         size = files = 0
         for name, tensor in named_tensors:
@@ -66,6 +63,18 @@ class FolderTransfer:
             size += tensor.nbytes
         save_file(bucket, self.path / f"model-{files:05d}.safetensors")
 
+    def _make_folder(self, version: int) -> None:
+        free = shutil.disk_usage(self._parent).free
+        if free < self._bytes_needed:
+            raise SamplerError(
+                f"{self._parent} has {free / 2**30:.2f} GiB free, one set of weights needs "
+                f"{self._bytes_needed / 2**30:.2f} GiB: set sampling.servers.weight_transfer to "
+                "the path of a larger folder that the servers share (in a container, raise "
+                "--shm-size)"
+            )
+        self.path = self._held.path / f"version-{version}"
+        self.path.mkdir()
+
     def discard(self) -> None:
         """Remove the staged version."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -75,26 +84,61 @@ class FolderTransfer:
         self._held.release()
 
 
+class AdapterTransfer(FolderTransfer):
+    """The same for LoRA's adapters, a folder in peft's format for each version. vLLM may read that
+    of a running request again, so that the newest `versions` of them stay."""
+
+    def __init__(self, parent: str | None, model: ModelSection, versions: int) -> None:
+        self.expected, self._config = expected_adapters(model)
+        super().__init__(parent, self.expected.bytes_needed, 0)
+        self._versions = versions
+
+    def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Write one version. Raises SamplerError if the disk has no room."""
+        self._make_folder(version)
+        write_adapters(self.path, named_tensors, self._config)
+
+    def discard(self) -> None:
+        """Remove versions that no request has."""
+        staged = sorted(self._held.path.glob("version-*"), key=lambda each: each.stat().st_mtime_ns)
+        for old in staged[: -self._versions]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def switch_server(
     server: VllmServer, folder: str | None, version: int, timeout_seconds: float
 ) -> str | None:
-    """Pause a server, load the weights in `folder` (None: it has them), empty its prefix cache, set
-    its label and resume it. Returns why it did not confirm the label, or None.
+    """Bring a server the weights in `folder` (None: it has them), or its adapter, and set its
+    label. Returns why it did not confirm the label, or None.
 
-    The label is "updating" in between: a server that fails half-way must not be used as the old
-    version or as the new one.
+    For weights it is paused, and its prefix cache emptied. The label is "updating" in between: a
+    server that fails half-way must not be used as the old version or as the new one. An adapter is
+    for the requests that name it, so that those that run go on.
     """
     label = server.label(version)
     try:
-        server.pause(timeout_seconds)
-        server.set_weight_label(server.prefix + UPDATING)
-        if folder is not None:
-            server.reload_weights(folder, timeout_seconds)
-        if not server.drop_cached_prompts():
-            return f"its prompt cache could not be emptied for policy version {version}"
-        server.set_weight_label(label)
-        server.resume()
+        if server.with_adapters:
+            assert folder is not None, "adapters are staged for every version"
+            server.load_adapter(label, folder, timeout_seconds)
+            server.set_weight_label(label)
+        else:
+            load_weights(server, folder, timeout_seconds)
+            server.set_weight_label(label)
+            server.resume()
         confirmed = block_on(server.weight_label())
     except (Refused, Unreachable) as error:
-        return f"it did not take policy version {version}: {error}"
+        refused = isinstance(error, Refused) and server.with_adapters
+        more = f"; {WAY_OUT}" if refused else ""
+        return f"it did not take policy version {version}: {error}{more}"
     return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
+
+
+def load_weights(server: VllmServer, folder: str | None, timeout_seconds: float) -> None:
+    """Pause a server and let it load the weights in `folder`, if they are not there. Raises
+    Refused, Unreachable."""
+    server.pause(timeout_seconds)
+    server.set_weight_label(server.prefix + UPDATING)
+    if folder is not None:
+        server.reload_weights(folder, timeout_seconds)
+    if not server.drop_cached_prompts():
+        raise Unreachable("its prompt cache could not be emptied")
