@@ -112,7 +112,7 @@ class VllmLocalSampler:
         """Take adapters of zeros. Raises SamplerError for those of a model that vLLM refuses."""
         zeros = ((name, torch.zeros(shape)) for name, shape in self._expected.shapes.items())
         try:
-            self._replace(self._open_engine(), zeros, 0)
+            self._replace(self._open_engine(), CheckedWeights(zeros, self._expected), 0)
         except VLLM_ERRORS as error:
             self.close()
             raise SamplerError(
@@ -229,14 +229,18 @@ class VllmLocalSampler:
         self._weights.complete()
         self.policy_version = version
 
-    def _replace(self, engine: "LLMEngine", tensors: NamedTensors, version: int) -> None:
-        """An adapter gets a name and an id of its own: by these vLLM keeps prompts' keys."""
+    def _replace(self, engine: "LLMEngine", checked: CheckedWeights, version: int) -> None:
+        """An adapter is complete before vLLM sees it, and gets a name and an id of its own: by
+        these vLLM keeps prompts' keys."""
         if self._files is None:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
             return
         from vllm.lora.request import LoRARequest
 
-        self._files.stage(tensors, version)
+        self._files.stage(checked, version)
+        checked.drain()
+        if checked.problems:
+            return
         self._adapter = LoRARequest(f"version-{version}", version + 1, str(self._files.path))
         engine.add_lora(self._adapter)  # the one before leaves its place
         self._files.discard()
@@ -320,9 +324,10 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except VLLM_ERRORS as error:
+            lora = ", or sampling.lora merged" if "enable_lora" in arguments else ""
             raise SamplerError(
                 f"sampling.backend vllm: the engine did not start: {in_few_words(error)}; "
-                "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"
+                f"see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first){lora}"
             ) from error
     # On garbage collection the engine core would destroy every process group of this process,
     # including the trainer's. `close` shuts the executor down instead.

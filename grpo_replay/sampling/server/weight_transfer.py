@@ -73,6 +73,7 @@ class FolderTransfer:
                 "--shm-size)"
             )
         self.path = self._held.path / f"version-{version}"
+        shutil.rmtree(self.path, ignore_errors=True)  # of an update that was refused
         self.path.mkdir()
 
     def discard(self) -> None:
