@@ -45,7 +45,7 @@ MEANS = (
     "does not know what a draw by priority gains."
 )
 MEASURED = (
-    "To the same accuracy `ours` needs less compute than GRPO above μ 4.3 [1.3, ∞] on "
+    "To the same accuracy `ours` needs less compute than GRPO above μ 3.3 [1.7, 19] on "
     "`tiny-long`, and a FIFO buffer of two batches above μ 5 [1.9, 62] on `tiny-buffers`. On both"
     " tasks of SmolLM2 `ours` needs more below μ 1.6; above that, four seeds do not tell."
 )
