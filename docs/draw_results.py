@@ -7,7 +7,17 @@ docs/results.yaml and docs/records/.
 from typing import Any
 
 import numpy as np
-from make_results import BUFFERS, DOCS, TASKS, arm_name, courses, results, shown_level, spent_to
+from make_results import (
+    BUFFERS,
+    DOCS,
+    TASKS,
+    arm_name,
+    compared_arms,
+    courses,
+    results,
+    shown_level,
+    spent_to,
+)
 
 from grpo_replay.lab.report.report_figures import COLOURS, draw_cost_ratios
 
@@ -35,14 +45,10 @@ def draw_does_replay_pay() -> None:
 def draw_break_even() -> None:
     """docs/images/break-even.svg: a panel for each task."""
     figure, panels = new_figure("break-even", (7, 4.6), nrows=2, ncols=2, sharex=True, sharey=True)
-    for axes, (record, (_, *arms)) in zip(panels.flat, TASKS.items()):
+    for axes, record in zip(panels.flat, TASKS):
+        arms = compared_arms(record)
         level, mu = shown_level(record), results()[record].get("mu")
-        spent = {arm: spent_to(record, arm, level) for arm in arms}
-        most = max(map(len, spent.values()))
-        spent = {
-            arm_name(arm) + ("" if len(each) == most else f" ({len(each)} of {most} seeds)"): each
-            for arm, each in spent.items()
-        }
+        spent = {arm_name(arm): spent_to(record, arm, level) for arm in arms}
         looks = {name: (colour, "-") for name, colour in zip(spent, COLOURS)}
         draw_cost_ratios(axes, spent, looks, [mu] if mu else [])
         axes.axhline(1, color="0.35", linewidth=1)

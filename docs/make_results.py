@@ -40,6 +40,7 @@ from grpo_replay.lab.report.costs import (
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import GAIN_SHARES
 from grpo_replay.lab.report.report_files import pays_at
+from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 from grpo_replay.recipe import load_recipe
 from grpo_replay.shipped_recipes import shipped_sweeps
@@ -237,6 +238,12 @@ def rollouts(record: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
     return ROLLOUTS * np.stack([of_arm[arm], steps], axis=1), accuracy
 
 
+def compared_arms(record: str) -> list[str]:
+    """Those with seeds enough for an interval."""
+    arms = TASKS[record][1:]
+    return [arm for arm in arms if len(rollouts(record, arm)[0]) >= FEWEST_SEEDS]
+
+
 def levels(record: str) -> list[float]:
     """The accuracies, in %, of `report` without --reach."""
     _, accuracy = rollouts(record, TASKS[record][0])
@@ -266,9 +273,9 @@ def break_evens() -> str:
     """The μ of each arm and level; (n) where only n seeds of both arms reached it."""
     heads = ["task", "μ", "arm", *(f"{100 * share:g} %" for share in GAIN_SHARES)]
     rows = []
-    for record, (_, *arms) in TASKS.items():
+    for record in TASKS:
         first = [f"`{record}`", f"{results()[record].get('mu', '')}"]
-        for arm in arms:
+        for arm in compared_arms(record):
             cells = [pays(record, arm, level) for level in levels(record)]
             rows.append([*first, f"`{arm_name(arm)}`", *cells])
             first = ["", ""]
