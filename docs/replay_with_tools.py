@@ -7,7 +7,8 @@ grpo-replay inspect-buffer runs/guess --verify
 
 The environment hides a number from 1 to 7. Its answer to a wrong guess is the number: the second
 guess finds it if it heeds the first answer. The reward is 1 for who finds it.
-The model, of 80,000 parameters, has first seen games of a player who heeds every third answer.
+The model, of 80,000 parameters, has first been supervised on games of a player who heeds every
+answer, then on games of one who heeds every third (from the latter alone it learns to heed none).
 Nothing is downloaded. Every tenth step prints rollouts, CPU seconds and the share of games won.
 """
 
@@ -91,11 +92,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def game(rng: random.Random) -> str:
-    """A game of the player who heeds every third answer, as the chat template writes it."""
+def game(rng: random.Random, heeded: float = 1 / 3) -> str:
+    """A game of a player who heeds this share of the answers, as the chat template writes it."""
     number, text = rng.randint(1, LARGEST), "<user> guess <end> "
     for turn in range(GUESSES):
-        heeds = turn > 0 and rng.random() < 1 / 3
+        heeds = turn > 0 and rng.random() < heeded
         guess = number if heeds else rng.randint(1, LARGEST)
         said = answer(guess, number)
         text += f"<assistant> <call> guess number {guess} <end> <tool> {said} <end> "
@@ -104,8 +105,9 @@ def game(rng: random.Random) -> str:
     return text + "<assistant> <end>"
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 600) -> Qwen3ForCausalLM:
-    """A small model after supervised training on such games, the same on every call."""
+def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 400) -> Qwen3ForCausalLM:
+    """A small model after supervised training on such games, the same on every call. Only what the
+    player says counts in its loss."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -114,11 +116,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast, steps: int = 600) -> Qwen3For
     )  # fmt: skip
     model, rng = Qwen3ForCausalLM(config), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, max(steps, 1))
-    for _ in range(steps):
-        texts = [game(rng) for _ in range(64)]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, max(steps, 1))
+    for step in range(steps):
+        texts = [game(rng, 1.0 if step < steps / 2 else 1 / 3) for _ in range(32)]
         batch = tokenizer(texts, padding=True, return_tensors="pt", padding_side="right")
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        ids, starts = batch["input_ids"], [WORDS.index(w) for w in ("<assistant>", "<tool>")]
+        player, tool = ((ids == start).cumsum(1) for start in starts)
+        labels = ids.masked_fill((player <= tool) | (ids == 0), -100)
         loss = model(**batch, labels=labels).loss
         loss.backward()
         optimizer.step()
@@ -147,7 +151,7 @@ SETTINGS = {
     "per_device_train_batch_size": 64, "steps_per_generation": 2, "num_generations": 8,
     "gradient_accumulation_steps": 1, "gradient_checkpointing": False, "delta": 10.0,
     "max_completion_length": 10 * GUESSES - 5, "max_tool_calling_iterations": GUESSES,
-    "learning_rate": 3e-4, "lr_scheduler_type": "constant", "save_strategy": "no",
+    "learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no",
 }  # fmt: skip
 """16 numbers a step, 8 games each, in two updates. The answer to the last guess does not fit into
 the length, so a game ends there: words that earn nothing cost a guess."""
