@@ -151,7 +151,7 @@ SETTINGS = {
     "per_device_train_batch_size": 64, "steps_per_generation": 2, "num_generations": 8,
     "gradient_accumulation_steps": 1, "gradient_checkpointing": False, "delta": 10.0,
     "max_completion_length": 10 * GUESSES - 5, "max_tool_calling_iterations": GUESSES,
-    "learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no",
+    "learning_rate": 3e-4, "lr_scheduler_type": "constant", "save_strategy": "no",
 }  # fmt: skip
 """16 numbers a step, 8 games each, in two updates. The answer to the last guess does not fit into
 the length, so a game ends there: words that earn nothing cost a guess."""
