@@ -81,9 +81,8 @@ class ModelSection(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """Compile decoder layers and the output head with `torch.compile`, at ZeRO 0 to 2; the first
-    steps wait for the compiler. A model that breaks, or has other log-probs, is refused at the
-    start. Unmeasured on a GPU."""
+    """Compile decoder layers and the output head with `torch.compile`, at ZeRO 0 to 2. A model that
+    breaks, or has other log-probs, is refused at the start. Unmeasured on a GPU."""
     random_init: bool | dict[str, Any] = False
     """Random weights, seeded by `run.seed`; none are read. A mapping replaces values of the
     configuration: `{num_hidden_layers: 2}`."""
@@ -371,8 +370,7 @@ class SamplingSection(Section):
     lora: Literal["adapter", "merged"] = "adapter"
     """With `model.lora`, what a weight sync brings the sampler. `adapter`: the adapters, exactly,
     beside a base of its own. `merged`: all weights with the adapters merged in, rounded to
-    `model.dtype` (`sampler/merged_share` is what is left of them); vLLM servers and a sampler of
-    your own get these in any case."""
+    `model.dtype`; vLLM servers and a sampler of your own get these in any case."""
     vllm: VllmSection = Field(default_factory=VllmSection)
     """vLLM's engine arguments, in process and for servers launched by the run."""
     servers: ServersSection = Field(default_factory=ServersSection)
