@@ -78,9 +78,10 @@ def test_a_priority_may_use_every_column_that_is_logged():
         7, group_id=50, birth_step=900, reward=0.25, advantage=-0.5, group_reward_std=0.125,
         group_correct=3000, tokens=20_000,
     )  # fmt: skip
+    rollout = replace(rollout, behavior_logprobs=np.full(20_000, -0.375, np.float32))
     cut = replace(rollout, finish_reason="length")
     found = priorities_of(f"{__name__}:every_column", [rollout, cut])
-    assert found.tolist() == [23_956.875 + EPSILON, 23_957.875 + EPSILON]
+    assert found.tolist() == [23_956.5 + EPSILON, 23_957.5 + EPSILON]
 
 
 def nearly_relative(columns):
