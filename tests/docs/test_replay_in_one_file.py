@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from buffer_makers import ids, make_rollout
+from slow_tests import slow_except
 from small_runs.trained import FinishedRun
 
 from grpo_replay.engine.models import load_policy
@@ -178,7 +179,7 @@ SMALL = [
 SHORT_LIFE = ["replay.max_age_steps=2", "replay.warmup_steps=2"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(["ours"], PRESETS))
 def test_a_run_samples_draws_and_learns_what_the_packages_does(preset, tmp_path, processes):
     life = SHORT_LIFE if preset == "ours" else []
     recipe = recipe_of(preset, *SMALL, *life)

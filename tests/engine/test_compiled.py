@@ -55,6 +55,7 @@ def test_compiled_is_uncompiled_to_rounding(processes, graphs, kind):
     assert relative(found[1], plain[1]) < tolerance
 
 
+@pytest.mark.slow
 def test_layers_and_lengths_share_graphs_that_are_plain_to_rounding(processes, graphs):
     """The tiny model has three layers, each of them with and without gradients."""
     rows = make_rows(8)

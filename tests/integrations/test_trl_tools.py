@@ -247,6 +247,7 @@ def test_episodes_killed_and_resumed_are_those_never_killed(tmp_path):
     assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_example_improves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(game, "make_model", supervised)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path), "--steps", "20"])

@@ -125,6 +125,7 @@ def evaluated(tmp_path_factory, processes) -> FinishedRun:
     return train_small_run(tmp_path_factory.mktemp("evaluated") / "run", **sections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_the_evaluation_of_a_checkpoint_is_that_of_the_trainer(evaluated, tmp_path, step):
     during = read_report(evaluated.path / f"eval/step_{step:06d}.json")

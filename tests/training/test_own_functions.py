@@ -4,8 +4,6 @@ docs/api.md."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -115,11 +113,10 @@ def test_an_unknown_name_is_refused(section, key):
 
 
 def test_a_missing_file_is_refused_and_no_folder_is_left(tmp_path):
-    command = [
-        *(sys.executable, "-m", "grpo_replay", "train", "tiny", "--output-dir", tmp_path / "run"),
-        *("--set", "replay.priority=nowhere.py:short"),
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
+    words = ["train", "tiny", "--output-dir", str(tmp_path / "run")]
+    for change in ("replay.priority=nowhere.py:short", "reward.function=minerva"):
+        words += ["--set", change]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
     assert "replay.priority" in done.stderr and "nowhere.py" in done.stderr
     assert not (tmp_path / "run").exists()

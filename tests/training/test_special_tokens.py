@@ -102,6 +102,7 @@ class _Tags(FakePolicyServer):
         return Answer(tokens, [self.logprob] * len(tokens), given.labels[:1] * len(tokens))
 
 
+@pytest.mark.slow
 def test_in_asynchronous_runs_the_reward_sees_them_too(tagged, tmp_path, processes):
     server = _Tags(seconds=0.03)
     server.outline = OUTLINE.replace("=24", "=26")

@@ -96,7 +96,7 @@ def test_two_ranks_update_as_one_rank_does(request, processes, name):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_non_finite_loss_stops_every_rank_before_the_step(output, rank):
     seen = json.loads((output / f"rank{rank}.json").read_text())["non_finite"]
-    assert set(seen) == {"0", "2", "3"}
+    assert set(seen) == {"0", "3"}
     for stage in seen.values():
         assert "rollout_id 71" in stage["raised"] and stage["unchanged"]
 

@@ -81,6 +81,7 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
 
 
+@pytest.mark.slow
 def test_the_4b_plan_with_lora_on_one_gpu_of_80_gib():
     one = ("engine.num_processes=1",)
     report = report_of("qwen3-4b", "model.lora.r=16", *one, gpu=80)
@@ -257,6 +258,7 @@ def test_the_page_has_what_a_rank_of_eight_receives_of_4b():
     assert f"{gib:.2f} GiB" in scaling_page()
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_gets_overrides_with_which_it_does(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     one = "engine.num_processes=1"

@@ -116,6 +116,7 @@ def test_all_arms_are_compared_at_the_median_mu_of_all_runs(monkeypatch):
     assert costs.measured_mu_of(runs) == 3.0
 
 
+@pytest.mark.slow
 def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
     shutil.rmtree(copy / "ours/seed-2")
     relog(copy / "ours/seed-1", **{"cost/generated_rollouts": 32})
