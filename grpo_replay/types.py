@@ -88,6 +88,9 @@ class Completion:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
+HIGH_CLIP_FRACTION = 0.10
+"""Of the replayed tokens, above which screens warn: a rule of thumb (docs/buffer.md)."""
+
 FAILED = ("timeout", "memory", "crash", "none")
 """The statuses of a verdict that say that a reward function gave no score: it exceeded a limit,
 raised or died, or returned None."""

@@ -20,6 +20,7 @@ from grpo_replay.stop import StopToken
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
 from grpo_replay.terminal.quiet import without_secrets
 from grpo_replay.training import Observer
+from grpo_replay.types import HIGH_CLIP_FRACTION
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.evaluation_report import EvaluationReport
@@ -254,6 +255,7 @@ def _with_error(value: float | None, error: float | None) -> str:
 def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
     """Totals of the run, and commands to continue with."""
     missing = summary["means"]["reward/missing_fraction"]
+    clipped = summary["means"]["replay/clip_fraction"] or 0.0
     file = "" if summary["final"] else " --benchmark NAME_OR_FILE"
     run, latest, plots = (
         shlex.quote(str(run_dir / part)) for part in ("", "checkpoints/latest", "tensorboard")
@@ -263,12 +265,22 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
         f"{summary['replayed_rollouts']:,} rollouts replayed"
         + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
+        + (f"\n{_stale(clipped)}" if clipped > HIGH_CLIP_FRACTION else "")
         + "\n\n"
         "next:\n"
         f"  grpo-replay inspect-buffer {run}\n"
         f"  grpo-replay eval --ckpt {latest}{file}\n"
         f"  grpo-replay plan --from-run {run}\n"
         f"  tensorboard --logdir {plots}"
+    )
+
+
+def _stale(clipped: float) -> str:
+    """What an S·η rule (arXiv 2607.01083: bias O(S·η) at staleness S and rate η) says of a run."""
+    return (
+        f"{100 * clipped:.1f} % of the replayed tokens were clipped: the bias of replay grows with "
+        "staleness times rate; lower optimizer.learning_rate or replay.max_age_steps "
+        "(inspect-buffer has the share by age)"
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_replay.types import HIGH_CLIP_FRACTION
+
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
@@ -128,7 +130,6 @@ TREND_LABELS = {
 """The metrics of a run that an inspection shows over training, with their names on the screen."""
 
 
-HIGH_CLIP_FRACTION = 0.10
 STARVED_SHARE = 0.9
 FEW_SURVIVORS_SHARE = 0.1
 
@@ -170,5 +171,6 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
     if clipped and clipped[worst] > HIGH_CLIP_FRACTION:
         yield (
             f"At age {worst}, {clipped[worst]:.1%} of the replayed tokens are clipped and have no "
-            "gradient. Lower replay.max_age_steps."
+            "gradient: the bias of replay grows with staleness times rate. Lower "
+            "optimizer.learning_rate or replay.max_age_steps."
         )

@@ -1,0 +1,21 @@
+"""What the end of a run says."""
+
+from pathlib import Path
+
+from grpo_replay.cli.run_display import describe_end
+
+
+def summary(clipped: float | None) -> dict:
+    return {
+        "means": {"reward/missing_fraction": 0.0, "replay/clip_fraction": clipped},
+        "final": {"mean": 0.5}, "steps": 60, "wall_seconds": 90.0,
+        "generated_tokens": 1000, "trained_tokens": 2000, "replayed_rollouts": 300,
+    }  # fmt: skip
+
+
+def test_the_end_says_when_staleness_times_rate_was_too_large():
+    said = describe_end(Path("runs/one"), summary(0.269))
+    assert "26.9 % of the replayed tokens were clipped" in said
+    assert "optimizer.learning_rate" in said and "replay.max_age_steps" in said
+    for clipped in (0.1, 0.0, None):  # None: plain GRPO
+        assert "clipped" not in describe_end(Path("runs/one"), summary(clipped))
