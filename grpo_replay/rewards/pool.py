@@ -135,6 +135,12 @@ class VerifierPool:
                 raise
             if self._closing:
                 return None
+            if isinstance(error, TimeoutError):
+                raise RecipeError(
+                    f"reward.function {', '.join(self._functions)}: not loaded after "
+                    f"{START_TIMEOUT_SECONDS:.0f} s; look for what its file waits for when it is "
+                    "imported"
+                ) from error
             raise GrpoReplayError(
                 f"verifier worker {index} ended before it was ready; the usual cause is too little "
                 f"memory. It printed: {process.last_printed() or 'nothing'}"

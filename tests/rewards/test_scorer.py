@@ -163,6 +163,17 @@ def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
     assert verdicts == [Verdict(1.0, "scored", (1.0,))] * 4
 
 
+def test_a_file_that_waits_when_it_is_imported_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_replay.rewards.pool.START_TIMEOUT_SECONDS", 1.0)
+    file = tmp_path / "waits.py"
+    file.write_text("import time\ntime.sleep(60)\n\ndef score(completion):\n    return 1.0\n")
+    with (
+        scorer(f"{file}:score", workers=1) as opened,
+        pytest.raises(RecipeError, match=r"waits.py:score: not loaded after 1 s"),
+    ):
+        opened.score([("a", "b", None)])
+
+
 @pytest.mark.parametrize("function", ["no_such_module:f", "judge_rewards:no_such_function"])
 def test_a_function_that_cannot_be_loaded_is_an_error_not_a_verdict(function):
     with (
