@@ -37,12 +37,12 @@ ROWS = {
     "y, uses of a rollout": "{0.y:.3g}",
     "rollouts stored": "{0.stored_rollouts:,.0f}",
     "rollouts trained on in a step": "{0.trained_rollouts_per_step:,.0f}",
-    "J, relative to no replay": "{0.verdict.ratio:.2f}",
-    "J if one assumption changes": "{0.verdict.low:.2f} to {0.verdict.high:.2f}",
+    "compute, relative to no replay": "{0.verdict.ratio:.2f}",
+    "the same if one assumption changes": "{0.verdict.low:.2f} to {0.verdict.high:.2f}",
 }
 MEANS = (
-    "J is paper B's compute to a bound on the mean squared gradient; it predicts no accuracy, and "
-    "does not know what a draw by priority gains."
+    "Predicted is paper B's compute to a bound on the mean squared gradient, not to an accuracy; "
+    "it does not know what a draw by priority gains."
 )
 MEASURED = (
     "To the same accuracy `ours` needs less compute than GRPO above μ 3.3 [1.7, 19] on "
@@ -130,21 +130,22 @@ def plan_document(inputs: PlanInputs, designs: dict[str, Design]) -> dict[str, A
 def print_plan(inputs: PlanInputs, designs: dict[str, Design], console: Console) -> None:
     """Print the verdict, the table of designs, the assumptions and the settings."""
     console.print(verdict(inputs, designs), style="bold", soft_wrap=True)
+    console.print(f"Measured on our tasks: {MEASURED} Here μ is {inputs.mu:.3g}.")
     rows = [
         (name, *(cell.format(each).replace("inf", "∞") for each in designs.values()))
         for name, cell in ROWS.items()
     ]
-    rows.append(("pays above μ", *(_pays(each.pays_above) for each in designs.values())))
+    rows.append(("pays above μ, predicted", *(_pays(each.pays_above) for each in designs.values())))
     print_table(console, plain_table("", ("", *designs), rows))
     for name, source in inputs.sources.items():
         value = getattr(inputs, name)
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"
-        console.print(f"{name} {shown}: {source}", style="dim")
+        shown_name = "μ" if name == "mu" else name
+        console.print(f"{shown_name} {shown}: {source}", style="dim")
     settings = replay_settings(inputs, designs["best FIFO"].x, designs["best FIFO"].y)
     words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
-    console.print(f"best FIFO: {words}", soft_wrap=True)
+    console.print(f"best FIFO, computed and not run: {words}", soft_wrap=True)
     console.print(MEANS, style="dim")
-    console.print(f"Measured: {MEASURED} Here μ is {inputs.mu:.3g}.", style="dim")
 
 
 def verdict(inputs: PlanInputs, designs: dict[str, Design]) -> str:
@@ -153,9 +154,9 @@ def verdict(inputs: PlanInputs, designs: dict[str, Design]) -> str:
     design = designs.get("this recipe", designs["best FIFO"])
     why = "" if inputs.growth_known else ", because the growth of variance with age is not known"
     words = {
-        "cheaper": "replay pays",
-        "dearer": "replay does not pay",
-        "undecided": f"undecided{why}",
+        "cheaper": "replay is predicted to pay",
+        "dearer": "replay is predicted not to pay",
+        "undecided": f"the prediction is undecided{why}",
     }
     ratio = f"{design.verdict.ratio:.2f}".replace("inf", "∞")
     said = f"{words[design.verdict.answer]}: {whose} needs {ratio} times the compute of no replay "

@@ -85,7 +85,7 @@ def test_plan_says_where_replay_paid_in_our_runs():
     maker = program("make_results")
     said = " ".join(maker.pays_above().split())
     assert said == MEASURED
-    assert f"Measured: {said}" in " ".join(TEXTS["report.md"].split())
+    assert f"Measured on our tasks: {said}" in " ".join(TEXTS["report.md"].split())
     level = maker.shown_level("tiny-long")
     assert f"| `ours` {maker.pays('tiny-long', 'ours', level)} on " in TEXTS["results.md"]
 

@@ -154,7 +154,9 @@ def test_assumptions_by_model_name(recipe, overrides, survival, mu):
 def test_the_screen_has_the_verdict_first_and_the_settings(capsys):
     run(mu=5.28, rho=0.1, growth=0.2)
     text = capsys.readouterr().out
-    assert text.startswith("replay does not pay: the best FIFO buffer needs 1.54 times the compute")
+    assert text.startswith(
+        "replay is predicted not to pay: the best FIFO buffer needs 1.54 times the compute"
+    )
     assert "--set replay.capacity_rollouts=1092 --set replay.ratio=3.97" in text
 
 
@@ -168,7 +170,7 @@ def test_a_growth_of_few_ages_or_of_none_decides_nothing(runs, capsys):
     document = plan_json(capsys, recipe="fifo-qwen3-0.6b")
     verdict = document["designs"]["best_FIFO"]["verdict"]
     assert verdict["low"] > 1 and verdict["answer"] == "undecided"
-    assert document["verdict"].startswith("undecided, because the growth")
+    assert document["verdict"].startswith("the prediction is undecided, because the growth")
 
 
 def test_estimates_recover_the_parameters_of_a_synthetic_run(runs, capsys):
