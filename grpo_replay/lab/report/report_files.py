@@ -118,17 +118,30 @@ def report_table(found: Document) -> TextTable:
     columns: dict[str, Callable[[Document], str]] = {
         "seeds": seeds_of,
         "final, %": lambda arm: _final_cell(arm, found),
-        f"- {found['baseline']}": lambda arm: _points_cell(_final_difference(arm, found)),
-        _equal_cost(found): lambda arm: _points_cell(_cost_difference(arm, found)),
+        _ahead(found, _equal_final(found)): (
+            lambda arm: _points_cell(_final_difference(arm, found))
+        ),
+        _ahead(found, _equal_cost(found)): (lambda arm: _points_cell(_cost_difference(arm, found))),
         f"{_main_cost(found)} to\n{percent(shown_target(found) or 0.0)} %": (
             lambda arm: _reach_cell(arm, found)
         ),
-        "pays at μ": _break_even_cell,
+        f"pays at μ{_here(found)}": _break_even_cell,
     }
     cells = {header: [cell(arm) for arm in found["arms"]] for header, cell in columns.items()}
     shown = {header: each for header, each in cells.items() if set(each) - {MISSING}}
     names = [arm["name"] for arm in found["arms"]]
     return TextTable(("arm", *shown), list(zip(names, *shown.values())), _legend(found))
+
+
+def _ahead(found: Document, where: str) -> str:
+    """The heading of a difference, on two lines."""
+    return f"− {found['baseline']} {where.replace(' ', chr(10), 1)}"
+
+
+def _here(found: Document) -> str:
+    """The μ of the runs, beside which a threshold is read."""
+    mu = found["mu"]["measured"]
+    return "" if mu is None else f"\n(here {mu:.2g})"
 
 
 def _legend(found: Document) -> str:
@@ -165,7 +178,7 @@ def _reach_cell(arm: Document, found: Document) -> str:
     cost = arm["reach"][-1]["costs"][found["main_axis"]]
     if cost["ratio"] is None or arm["name"] == found["baseline"]:
         return amount(cost["median"])
-    return f"{amount(cost['median'])}\n× {cost['ratio']:.2f}{_of(cost['ratio_seeds'], arm)}"
+    return f"× {cost['ratio']:.2f}{_of(cost['ratio_seeds'], arm)}\n{amount(cost['median'])}"
 
 
 def _of(seeds: int, arm: Document) -> str:
@@ -203,17 +216,23 @@ def facts_of(found: Document) -> list[str]:
         f"graded by {found['graded_by']}",
     ]
     if found["mu"]["measured"] is not None:
-        facts.append(f"μ = {found['mu']['measured']:.3g} measured (median over all runs)")
+        facts.append(
+            f"μ, generating a rollout over training on it once, {found['mu']['measured']:.3g} in "
+            "the median of the finished runs"
+        )
     tuned = [f"{arm['name']} {arm['tuned']}" for arm in found["arms"] if arm["tuned"]]
     return [*facts, *([f"tuned on other seeds: {'; '.join(tuned)}"] if tuned else [])]
 
 
 def warnings_of(found: Document) -> list[str]:
     """Missing seeds with their reasons, seeds that are not paired, and other notes."""
+    missing: dict[tuple[str, str], list[str]] = {}
+    for arm in found["arms"]:
+        for each in arm["missing"]:
+            missing.setdefault((arm["name"], each["reason"]), []).append(str(each["seed"]))
     warnings = [
-        f"missing: {arm['name']}, seed {each['seed']}: {each['reason']}"
-        for arm in found["arms"]
-        for each in arm["missing"]
+        f"missing: {name}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}: {reason}"
+        for (name, reason), seeds in missing.items()
     ]
     for arm in found["arms"]:
         paired = arm["difference"]["mean"]["seeds"] if arm["difference"] else arm["seeds"]

@@ -60,7 +60,10 @@ def test_every_figure_is_written_as_pdf_and_svg(written):
         assert pdf.startswith(b"%PDF") and b"/MediaBox [ 0 0 237.6" in pdf  # 3.3 inches
         ElementTree.parse(written / "figures" / f"{name}.svg")
     text = (written / "report.md").read_text()
-    assert text.splitlines()[2].startswith("**against ours, ") and "| - ours |" in text
+    assert (
+        text.splitlines()[2].startswith("**against ours, ")
+        and "| − ours at equal rollouts |" in text
+    )
 
 
 def test_every_arm_has_a_line_of_its_own_look_and_a_legend_entry(sweep, findings):
