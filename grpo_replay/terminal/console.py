@@ -139,7 +139,8 @@ def bar(value: float, largest: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A sparkline of at most `width` cells. Each cell is a mean of consecutive values."""
+    """A sparkline of at most `width` cells. Each cell is a mean of consecutive values;
+    without any change all are the lowest."""
     if not values:
         return ""
     cells = min(width, len(values))
@@ -150,7 +151,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     span = high - low
     if span <= 1e-12 * max(abs(low), abs(high)):
-        return _LEVELS[3] * cells
+        return _LEVELS[0] * cells
     return "".join(_LEVELS[round(7 * (mean - low) / span)] for mean in means)
 
 

@@ -89,7 +89,9 @@ def _uses(axes: Any, inspection: Inspection) -> None:
     mean = sum(uses * count for uses, count in counts.items()) / sum(counts.values())
     _shares(axes, capped(counts), STORED)
     title = f"Reuse: mean {mean:.2f}"
-    axes.set(title=title, xlabel="uses of a survivor so far", ylabel="rollouts (%)")
+    axes.set(
+        title=title, xlabel="uses of a kept rollout so far, fresh included", ylabel="rollouts (%)"
+    )
 
 
 def _last_use(axes: Any, inspection: Inspection) -> None:

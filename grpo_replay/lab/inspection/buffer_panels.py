@@ -89,15 +89,16 @@ def _occupancy(inspection: Inspection) -> Panel:
     lines = [_level(stored, capacity, f"of capacity {capacity:,}")]
     expected = occupancy.expected_rollouts
     if expected and limit is not None and expected < capacity:
-        rule = "τ_max·B'" if inspection.step >= limit else f"{inspection.step}·B'"
-        lines.append(_level(stored, expected, f"of {rule} ≈ {expected:,}"))
+        steps = min(limit, inspection.step)
+        lines.append(_level(stored, expected, f"of {expected:,} kept in {steps} steps"))
     facts = [f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"]
     if occupancy.survivors_per_step is not None:
-        facts.append(f"B' ≈ {occupancy.survivors_per_step:.1f} survivors per step")
+        facts.append(f"in these {occupancy.survivors_per_step:.1f} rollouts kept per step")
     if survivors := sum(inspection.uses_over_run.values()):
         uses = sum(number * count for number, count in inspection.uses_over_run.items())
         never = inspection.uses_over_run.get(0, 0) / survivors
-        facts.append(f"uses of a survivor: {uses / survivors:.2f} so far, {never:.1%} never used")
+        facts.append(f"uses of a kept rollout, fresh included: {uses / survivors:.2f} so far")
+        facts.append(f"never used: {never:.1%}")
     body = Group(*lines, Text("\n".join(facts), style="dim"))
     return _panel(f"occupancy: {stored:,} rollouts stored now", body)
 

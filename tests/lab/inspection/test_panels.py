@@ -45,15 +45,15 @@ def test_the_screen_shows_occupancy_and_ages(runs):
     text = screen(runs["ours"])
     for number in (
         "92 rollouts",
-        "100.0% of τ_max·B' ≈ 92",
+        "100.0% of 92 kept in 5 steps",
         "mean 2.1 stored, mean 2.9 replayed",
     ):
         assert number in text
 
 
 def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):
-    assert "100.0% of 3·B' ≈" in screen(runs["ours"], step=3)
-    assert "100.0% of τ_max·B' ≈" in screen(runs["ours"], step=5)
+    assert "kept in 3 steps" in screen(runs["ours"], step=3)
+    assert "kept in 5 steps" in screen(runs["ours"], step=5)
 
 
 def test_text_of_a_rollout_is_shown_and_not_sent_to_the_terminal(tmp_path, monkeypatch):
