@@ -167,7 +167,8 @@ def test_an_error_on_another_rank_than_0_reaches_the_screen(tmp_path):
         "        raise ValueError('only there')\n"
         "    return float(len(completion))\n"
     )
-    keys = ["run.steps=1", "eval.benchmarks=[]", "engine.device=cpu", "reward.workers=1",
+    keys = ["run.steps=1", "replay.preset=grpo", "eval.benchmarks=[]", "engine.device=cpu",
+            "reward.workers=1",
             f"reward.function={tmp_path}/own.py:score", "reward.max_failed_share=0.4"]  # fmt: skip
     words = [word for key in keys for word in ("--set", key)]
     done = subprocess.run(
