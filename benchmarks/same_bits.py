@@ -1,6 +1,6 @@
 """Do two commits give the same bits? A table: a row per scenario, "equal" or the first difference.
 
-    python benchmarks/same_bits.py A B [--only NAME …] [--python PATH] [--keep]
+    python benchmarks/same_bits.py A B [--only NAME …] [--new NAME …] [--python PATH] [--keep]
     python benchmarks/same_bits.py --list
 
 A and B are any names of commits of this repository. Each is unpacked under build/same_bits, and
@@ -39,6 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commits", nargs="*", metavar="COMMIT", help="two names of commits")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=SCENARIOS, default=None)
+    parser.add_argument("--new", nargs="+", default=(), help="columns and keys that one may lack")
     parser.add_argument("--list", action="store_true", help="print the scenarios")
     parser.add_argument("--python", default=None, help="interpreter for both commits")
     parser.add_argument("--keep", action="store_true", help="keep what the commits wrote")
@@ -52,7 +53,7 @@ def main() -> int:
     try:
         sides = make_sides(options.commits, options.python, work)
         names = with_needs(options.only or list(SCENARIOS))
-        rows = table(sides, names, run_sides(sides, names))
+        rows = table(sides, names, run_sides(sides, names), options.new)
         for letter, commit, side in zip("AB", options.commits, sides, strict=True):
             print(f"{letter} is {commit}, {side.tree.name[:12]}")
         print("\n| scenario | B against A |\n|---|---|")
@@ -160,8 +161,14 @@ def run_one(side: Side, name: str) -> str | None:
     return None
 
 
-def table(sides: Sequence[Side], names: Sequence[str], failures: Sequence[Failures]) -> list[Row]:
-    """A row for the files of each scenario, and one for what its servers were asked."""
+def table(
+    sides: Sequence[Side],
+    names: Sequence[str],
+    failures: Sequence[Failures],
+    new: Sequence[str] = (),
+) -> list[Row]:
+    """A row for the files of each scenario, and one for what its servers were asked. `new` are
+    columns and keys that one side may lack."""
     rows: list[Row] = []
     for name in names:
         failed = [f"{'AB'[i]} did not run: {why}" for i in (0, 1) if (why := failures[i][name])]
@@ -170,7 +177,7 @@ def table(sides: Sequence[Side], names: Sequence[str], failures: Sequence[Failur
             if part == name and failed:
                 rows.append((part, "; ".join(failed)))
             elif part == name or one.exists():
-                rows.append((part, first_difference(one, other) or "equal"))
+                rows.append((part, first_difference(one, other, new) or "equal"))
     return rows
 
 

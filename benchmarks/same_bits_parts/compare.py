@@ -4,6 +4,7 @@ files is no difference, but a missing row, column, tensor or file is one."""
 import json
 import re
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,15 @@ NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "
 KINDS = (".jsonl", ".parquet", ".safetensors", ".json", ".md", ".html", ".txt")
 
 
-def first_difference(one: Path, other: Path) -> str | None:
+def first_difference(one: Path, other: Path, new: Collection[str] = ()) -> str | None:
     """Where two folders differ first, with both values and the number of further differences; None
-    if they are equal."""
+    if they are equal. Columns and keys of the names `new` may be missing in one of them."""
     mine, yours = contents(one), contents(other)
     found = []
     for name in sorted(mine.keys() | yours.keys(), key=_order):
         if name not in mine or name not in yours:
             found.append(f"{name}: only in {'A' if name in mine else 'B'}")
-        elif where := _difference(_read(mine[name]), _read(yours[name])):
+        elif where := _difference(_read(mine[name]), _read(yours[name]), new):
             found.append(f"{name}{where}")
     if not mine and not yours:
         return "nothing to compare in either"
@@ -110,18 +111,20 @@ def _timeless(value: Any) -> Any:
     return [_timeless(each) for each in value] if isinstance(value, list) else value
 
 
-def _difference(one: Any, other: Any) -> str | None:
+def _difference(one: Any, other: Any, new: Collection[str] = ()) -> str | None:
     """The path to the first difference, and the two values; None without one."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             if key not in one or key not in other:
+                if key in new:
+                    continue
                 return f", {key}: only in {'A' if key in one else 'B'}"
-            if where := _difference(one[key], other[key]):
+            if where := _difference(one[key], other[key], new):
                 return f", {key}{where}"
         return None
     if isinstance(one, list) and isinstance(other, list):
         for index, (mine, yours) in enumerate(zip(one, other, strict=False)):
-            if where := _difference(mine, yours):
+            if where := _difference(mine, yours, new):
                 return f" [{_name(mine, index)}]{where}"
         both = f": {len(one)} in A, {len(other)} in B"
         return None if len(one) == len(other) else both

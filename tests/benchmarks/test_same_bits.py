@@ -73,3 +73,13 @@ def test_what_is_missing_is_named(pair):
     for folder in pair:
         shutil.rmtree(folder / "run")
     assert first_difference(*pair) == "nothing to compare in either"
+
+
+def test_a_column_that_one_commit_lacks_is_a_difference_unless_it_is_called_new(pair):
+    path = pair[1] / ROLLOUTS
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("confidence", pa.array([0.5] * len(table))), path)
+    assert "confidence: only in B" in first_difference(*pair)
+    assert first_difference(*pair, new=["confidence"]) is None
+    change(path, 0, 0.75)
+    assert "advantage: 0.5 in A, 0.75 in B" in first_difference(*pair, new=["confidence"])
