@@ -139,7 +139,8 @@ class Collector:
     ) -> None:
         self._settings, self._recipe, self._prompts = settings, settings.recipe, prompts
         self._decode, self._scorer, self._send = decode, scorer, send
-        clients = [VllmServer(url, settings.run) for url in settings.urls]
+        adapters = settings.recipe.pushes_adapters
+        clients = [VllmServer(u, settings.run, with_adapters=adapters) for u in settings.urls]
         self._dispatcher: Dispatcher[Member] = Dispatcher(
             Servers(clients, settings.recipe.sampling.servers),
             settings.stop_token_ids,

@@ -370,7 +370,7 @@ class SamplingSection(Section):
     lora: Literal["adapter", "merged"] = "adapter"
     """With `model.lora`, what a weight sync brings the sampler. `adapter`: the adapters, exactly,
     beside a base of its own. `merged`: all weights with the adapters merged in, rounded to
-    `model.dtype`; vLLM servers and a sampler of your own get these in any case."""
+    `model.dtype`; a sampler of your own gets these in any case."""
     vllm: VllmSection = Field(default_factory=VllmSection)
     """vLLM's engine arguments, in process and for servers launched by the run."""
     servers: ServersSection = Field(default_factory=ServersSection)
@@ -399,8 +399,7 @@ class SamplingSection(Section):
 
     def takes_adapters(self, model: ModelSection) -> bool:
         """Whether updates bring the sampler of `model` LoRA's adapters, and no other weights."""
-        by_us = self.with_transformers or self.vllm_in_ranks
-        return model.lora.r is not None and self.lora == "adapter" and by_us
+        return model.lora.r is not None and self.lora == "adapter" and not self.own_class
 
     @property
     def own_class(self) -> bool:

@@ -84,6 +84,10 @@ class FakePolicyServer(FakeServer):
         if name == "reload_weights":
             self._keys_are_new = False
             return self._load(body["kwargs"]["weights_path"])
+        if name == "v1/load_lora_adapter":
+            if self.settings.get("lora_config") is None:
+                return 404, {"detail": "Not Found"}
+            return self._load(body["lora_path"] or "nowhere")
         if name == "reset_prefix_cache":
             self._keys_are_new = "reset_running_requests=true" in query
         if name == "update_weight_version":

@@ -1,26 +1,34 @@
-"""Real vLLM servers for tests: started, frozen, killed, and looked for afterwards."""
+"""vLLM servers for tests: real ones are started, frozen, killed, and looked for afterwards; a fake
+one is updated while it samples."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiny_policy import Policy, tiny_recipe
+import pytest
+from fake_policy_server import EOS, FakePolicyServer
+from tiny_policy import Policy, make_requests, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.recipe import LoraSection, ServersSection
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer
-from grpo_replay.sampling.server.sampler import VllmServerSampler
+from grpo_replay.sampling.server.sampler import ADAPTERS_KEPT, VllmServerSampler
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     launch_servers,
     wait_until_healthy,
 )
 from grpo_replay.sampling.vllm_requests import engine_arguments
+from grpo_replay.types import Completion, Span
 
 START_SECONDS = 240
 
@@ -39,15 +47,18 @@ def free_ports(count: int) -> list[int]:
     raise AssertionError("no free ports")
 
 
-def launch(folder: Path, logs: Path, count: int) -> list[LaunchedServer]:
-    """Servers of the model in `folder`, ready."""
+def launch(
+    folder: Path, logs: Path, count: int, lora: LoraSection | None = None
+) -> list[LaunchedServer]:
+    """Servers of the model in `folder`, ready, with `lora` for adapters."""
     recipe = tiny_recipe(
         folder,
         backend="vllm_server",
         servers={"launch": count, "address": f"127.0.0.1:{free_ports(count)[0]}"},
     )
+    model = recipe.model.model_copy(update={"lora": lora or LoraSection()})
     arguments = engine_arguments(
-        recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
+        recipe.sampling, model, recipe.longest_sequence, on_gpu=False, adapters=ADAPTERS_KEPT
     )
     servers = launch_servers(recipe.sampling, arguments, on_gpu=False, log_folder=logs)
     clients = [VllmServer(server.url, "tests") for server in servers]
@@ -121,3 +132,38 @@ def wait_for(condition: Any, seconds: float) -> bool:
             return True
         time.sleep(0.1)
     return bool(condition())
+
+
+def sampled_during(
+    update: Callable[[], None],
+    server: FakePolicyServer,
+    run: str,
+    version: int,
+    with_adapters: bool = False,
+) -> tuple[Completion, tuple[Span, ...], int]:
+    """A completion that was in flight during the update, its spans, and how often it was sent
+    again."""
+    found: list[tuple[Completion, tuple[Span, ...], int]] = []
+
+    async def play() -> None:
+        section = ServersSection(max_in_flight=1, request_timeout_seconds=30.0)
+        client = VllmServer(server.url, run, with_adapters=with_adapters)
+        servers = Servers([client], section)
+        done = asyncio.Event()
+        dispatcher: Dispatcher[Job] = Dispatcher(
+            servers,
+            (EOS,),
+            tuple,
+            lambda job, *answer: found.append((*answer, job.tries)) or done.set(),
+            lambda job, reason: pytest.fail(reason),
+            version,
+        )
+        dispatcher.waiting.append(Job(replace(make_requests(count=1)[0], seed=3)))
+        dispatcher.fill()
+        assert await asyncio.to_thread(server.holding.wait, 10)
+        await asyncio.to_thread(update)
+        await asyncio.wait_for(done.wait(), 10)
+        await dispatcher.close()
+
+    asyncio.run(play())
+    return found[0]

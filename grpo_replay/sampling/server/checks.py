@@ -15,14 +15,21 @@ from grpo_replay.sampling.server.routes import (
     block_on,
 )
 
+HTTP_NOT_FOUND = 404
+
 OLDEST_VLLM = (0, 32)
 """The first whose completions say which weights sampled which token."""
 
 HOW_TO_START = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
     "--model MODEL --dtype {dtype} --max-model-len {length} --logprobs-mode processed_logprobs "
-    "--generation-config vllm --skip-tokenizer-init --enable-scale-out (on a CPU also "
+    "--generation-config vllm --skip-tokenizer-init --enable-scale-out{lora} (on a CPU also "
     "--no-enable-chunked-prefill, and VLLM_CPU_KVCACHE_SPACE=1 before it)"
+)
+
+HOW_WITH_LORA = (
+    " --enable-lora --max-lora-rank {max_lora_rank} --max-loras {max_loras} --max-cpu-loras "
+    "{max_cpu_loras}, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 before it"
 )
 
 
@@ -37,11 +44,14 @@ def check_server(
             *_version_problems(server),
             *_model_problems(server, config, arguments["max_model_len"]),
             *_setting_problems(server, arguments),
+            *_adapter_problems(server, arguments),
         ]
     except (Refused, KeyError, IndexError, TypeError, ValueError) as error:
         problems = [f"it does not answer like vLLM 0.32 in development mode ({error!r})"]
     if problems:
-        how = HOW_TO_START.format(dtype=arguments["dtype"], length=arguments["max_model_len"])
+        lora = HOW_WITH_LORA.format_map(arguments) if "enable_lora" in arguments else ""
+        length = arguments["max_model_len"]
+        how = HOW_TO_START.format(dtype=arguments["dtype"], length=length, lora=lora)
         raise SamplerError(
             f"the vLLM server {server.url} does not match this run: {'; '.join(problems)}; {how}"
         )
@@ -81,7 +91,8 @@ def read_outline(outline: str) -> dict[str, int]:
     org_vocab_size=151936 …)` and, one level below `(layers): ModuleList()(`, `(0-27): 28 x …`.
     """
     facts = {}
-    embedding = re.search(r"\(embed_tokens\): \w+\(([^)]*)\)", outline)
+    wrapped = r"(?:\)\(\s*\(base_layer\): \w+\()?"  # with LoRA
+    embedding = re.search(rf"\(embed_tokens\): \w+\({wrapped}([^)]*)\)", outline)
     if embedding:
         for name, key in (("vocabulary", "org_vocab_size"), ("hidden size", "embedding_dim")):
             if number := re.search(rf"\b{key}=(\d+)", embedding[1]):
@@ -118,3 +129,22 @@ def _setting_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Itera
     on_cpu = settings["device_config"]["device"] == "cpu"
     if on_cpu and settings["scheduler_config"]["enable_chunked_prefill"]:
         yield "it splits prompts, and vLLM 0.32 then dies on a CPU: --no-enable-chunked-prefill"
+
+
+def _adapter_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Iterator[str]:
+    if "enable_lora" not in arguments:
+        return
+    settings = server.get("/server_info?config_format=json")["vllm_config"]
+    lora = settings.get("lora_config")
+    if lora is None:
+        yield "it takes no LoRA adapters: --enable-lora is missing (or set sampling.lora merged)"
+        return
+    for name in ("max_lora_rank", "max_loras", "max_cpu_loras"):
+        if lora[name] < arguments[name]:
+            option = name.replace("_", "-")
+            yield f"its --{option} is {lora[name]}, less than {arguments[name]}"
+    try:
+        server.load_adapter("", "", CONTROL_SECONDS)
+    except Refused as error:
+        if error.status == HTTP_NOT_FOUND:
+            yield "it loads no adapters later: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is missing"

@@ -3,7 +3,8 @@
 Every rank spreads its own requests over all servers. Rank 0 launches and validates the servers and
 brings them new weights; at every update the ranks agree on the servers in use, and those that were
 lost and answer again are taken back. Requests in flight are frozen during an update and go on with
-the new weights (`pause` with mode keep).
+the new weights (`pause` with mode keep). Of LoRA they get the adapter, under a name of its own for
+every version, and a request in flight keeps that which it began with.
 """
 
 import contextlib
@@ -13,12 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from threading import Lock
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.engine.models import load_config, load_policy
 from grpo_replay.engine.weights import (
     CheckedWeights,
+    expected_adapters,
     expected_weights,
     named_weights,
     refuse_problems,
@@ -34,11 +39,23 @@ from grpo_replay.sampling.server.server_process import (
     launch_servers,
     wait_until_healthy,
 )
-from grpo_replay.sampling.server.weight_transfer import FolderTransfer, switch_server
+from grpo_replay.sampling.server.weight_transfer import (
+    AdapterTransfer,
+    FolderTransfer,
+    load_weights,
+    switch_server,
+)
 from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
+
+ADAPTERS_KEPT = 16
+"""Newest versions of the adapter that stay on disk in asynchronous runs, and in a server's memory:
+that of the oldest request in flight must be among them. In others one that ends may be there."""
 
 RETURN_SECONDS = 2.0
 """Longest wait, before an update, for the answer of a server that was lost."""
@@ -60,12 +77,16 @@ class VllmServerSampler:
         """Use `open`."""
         self._opening, self._comm = opening, opening.comm
         self._config = load_config(opening.model)
+        self._kept = ADAPTERS_KEPT if opening.pushed_while_sampling else 2
         self._arguments = engine_arguments(
-            opening.sampling, opening.model, opening.longest, opening.on_gpu
+            opening.sampling, opening.model, opening.longest, opening.on_gpu, self._kept
         )
-        self._expected = expected_weights(opening.model)
+        of_push = expected_adapters(opening.model)[0] if opening.with_adapters else None
+        self._expected = of_push or expected_weights(opening.model)
         self._launched: Sequence[LaunchedServer] = ()
         self._transfer: FolderTransfer | None = None  # on rank 0
+        self._base: FolderTransfer | None = None  # on rank 0, during an update
+        self._staging_base = Lock()
         self._weights = WeightState()
         self.stop_token_ids = tuple(opening.stop_token_ids)
         self.policy_version = 0
@@ -109,8 +130,11 @@ class VllmServerSampler:
         opening, settings = self._opening, self._opening.sampling.servers
         if not self._comm.is_main:
             return
-        needed = self._expected.bytes_needed
-        self._transfer = FolderTransfer(settings.sync_folder, needed, SYNC_BUCKET_BYTES)
+        if opening.with_adapters:
+            self._transfer = AdapterTransfer(settings.sync_folder, opening.model, self._kept)
+        else:
+            needed = self._expected.bytes_needed
+            self._transfer = FolderTransfer(settings.sync_folder, needed, SYNC_BUCKET_BYTES)
         if settings.launch:
             self._launched = launch_servers(
                 opening.sampling, self._arguments, opening.on_gpu, opening.log_folder
@@ -122,7 +146,10 @@ class VllmServerSampler:
         own = {each.url: str(each.log) for each in self._launched}
         logs = self._comm.broadcast_json(own or dict.fromkeys(settings.urls))
         run = self._comm.broadcast_json(secrets.token_hex(4))
-        servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
+        adapters = self._opening.with_adapters
+        servers = [
+            VllmServer(url, run, Path(log) if log else None, adapters) for url, log in logs.items()
+        ]
         self.servers = Servers(servers, settings, self._comm.world_size)
 
     def _check_servers(self) -> None:
@@ -140,16 +167,21 @@ class VllmServerSampler:
 
     def _push_initial_weights(self) -> None:
         """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
-        read it from the model's files."""
-        if self._comm.broadcast_json(bool(self._launched)):
+        read it from the model's files. Adapters begin at zero."""
+        if self._opening.with_adapters:
+            shapes = self._expected.shapes.items()
+            zeros = ((name, torch.zeros(shape)) for name, shape in shapes)
+            self._update(zeros if self._comm.is_main else None, 0)
+        elif self._comm.broadcast_json(bool(self._launched)):
             self._publish(None, 0)
         else:
-            weights = None
-            if self._comm.is_main:
-                plain = self._opening.model.model_copy(update={"attn_implementation": "eager"})
-                weights = named_weights(load_policy(plain, self._opening.seed))
+            weights = named_weights(self._first_policy()) if self._comm.is_main else None
             self._update(weights, 0)
         self.servers.refuse_none()
+
+    def _first_policy(self) -> "PreTrainedModel":
+        plain = self._opening.model.model_copy(update={"attn_implementation": "eager"})
+        return load_policy(plain, self._opening.seed)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request, all sampled by
@@ -166,7 +198,7 @@ class VllmServerSampler:
         return sample(self.servers, requests, self.stop_token_ids, self.policy_version)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights on all servers. Collective.
+        """Replace all weights, or the adapter, on all servers. Collective.
 
         A server that does not confirm the new version is lost; if it was the last one, what is
         sampled next raises ServersLost. If the tensors do not fit the model, raises SamplerError on
@@ -220,15 +252,32 @@ class VllmServerSampler:
             at_once = 1 if self._opening.pushed_while_sampling else len(live)
             with ThreadPoolExecutor(max_workers=max(at_once, 1)) as threads:
                 list(threads.map(lambda server: self._switch(server, staged, version), live))
+            if self._base is not None:
+                self._base.close()
+                self._base = None
         self.servers.lost = self._comm.broadcast_json(self.servers.lost)
+
+    def _give_base(self, server: VllmServer) -> None:
+        """Bring a server the weights that adapters belong to. They are staged once an update."""
+        with self._staging_base:
+            if self._base is None:
+                parent = self._opening.sampling.servers.sync_folder
+                needed = expected_weights(self._opening.model).bytes_needed
+                self._base = FolderTransfer(parent, needed, SYNC_BUCKET_BYTES)
+                self._base.stage(named_weights(self._first_policy()), 0)
+        load_weights(server, str(self._base.path), self.servers.timeout_seconds)
+        server.resume()
 
     def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
         """Bring one server the version, or lose it. One that was restarted is validated first."""
         started = time.monotonic()
         try:
             label = block_on(server.weight_label())
-            if not label.startswith(server.prefix) and version > 0:
+            is_new = not label.startswith(server.prefix)
+            if is_new and version > 0:
                 check_server(server, self._config, self._arguments)
+            if is_new and server.with_adapters and not self._launched:
+                self._give_base(server)
             timeout = self.servers.timeout_seconds
             folder = str(staged.path) if staged else None
             reason = switch_server(server, folder, version, timeout)

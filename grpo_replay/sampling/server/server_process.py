@@ -192,6 +192,7 @@ def _server_environment(device: str | None, on_gpu: bool) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
     set_environment(environment, on_gpu)
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that update weights
+    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # and adapters
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     return environment

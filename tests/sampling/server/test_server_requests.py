@@ -1,7 +1,6 @@
 """What goes over HTTP to vLLM servers and comes back: requests, weight updates, the checks at the
 start. Held against a fake server that keeps every request, for both modes of a run."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +10,17 @@ import pytest
 from fake_policy_server import EOS, OUTLINE, FakePolicyServer
 from fake_server import GENERATE, Answer
 from safetensors.torch import load_file
+from server_helpers import sampled_during
 from small_runs.asynchronous import async_recipe
 from tiny_policy import changed, make_requests, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
-from grpo_replay.recipe import Recipe, ServersSection
+from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.sampler_protocol import Sampler, SamplerOpening
-from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
-from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.tiny import BASE_DIR
-from grpo_replay.types import Completion, GenerationRequest, Span
+from grpo_replay.types import GenerationRequest
 
 
 def recipe_of(mode: str, url: str, folder: Path, **vllm: object) -> Recipe:
@@ -169,36 +167,6 @@ def test_every_token_of_a_straddler_has_the_log_prob_and_the_version_of_its_own_
     assert (completion.policy_version, completion.policy_version_end) == (old, old + 1)
     own = [-0.25 - old] * 2 + [-1.25 - old] * (count - 2)
     assert completion.sampler_logprobs.tolist() == own
-
-
-def sampled_during(
-    update: Callable[[], None], server: FakePolicyServer, run: str, version: int
-) -> tuple[Completion, tuple[Span, ...], int]:
-    """A completion that was in flight during the update, its spans, and how often it was sent
-    again."""
-    found: list[tuple[Completion, tuple[Span, ...], int]] = []
-
-    async def play() -> None:
-        section = ServersSection(max_in_flight=1, request_timeout_seconds=30.0)
-        servers = Servers([VllmServer(server.url, run)], section)
-        done = asyncio.Event()
-        dispatcher: Dispatcher[Job] = Dispatcher(
-            servers,
-            (EOS,),
-            tuple,
-            lambda job, *answer: found.append((*answer, job.tries)) or done.set(),
-            lambda job, reason: pytest.fail(reason),
-            version,
-        )
-        dispatcher.waiting.append(Job(replace(make_requests(count=1)[0], seed=3)))
-        dispatcher.fill()
-        assert await asyncio.to_thread(server.holding.wait, 10)
-        await asyncio.to_thread(update)
-        await asyncio.wait_for(done.wait(), 10)
-        await dispatcher.close()
-
-    asyncio.run(play())
-    return found[0]
 
 
 def with_setting(section: str, name: str, value: object) -> Callable[[FakePolicyServer], None]:

@@ -1,0 +1,150 @@
+"""LoRA over HTTP, against a fake server: one adapter a version, named in every request."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_policy_server import OUTLINE, FakePolicyServer
+from fake_server import GENERATE
+from peft import PeftModel
+from server_helpers import sampled_during
+from small_runs.asynchronous import async_recipe, check_ledger, replay_run, train_async_run
+from small_runs.trained import same_weights
+from tiny_policy import make_requests
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.weights import expected_adapters
+from grpo_replay.errors import SamplerError
+from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.recipe import Recipe
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.server.sampler import ADAPTERS_KEPT, VllmServerSampler
+
+LORA = {"model": {"lora": {"r": 4}}}
+ROOM = {"max_lora_rank": 8, "max_loras": 4, "max_cpu_loras": ADAPTERS_KEPT}
+
+
+@pytest.fixture
+def server() -> Iterator[FakePolicyServer]:
+    server = FakePolicyServer()
+    server.settings["lora_config"] = dict(ROOM)
+    plain = "VocabParallelEmbedding(org_vocab_size=24, embedding_dim=64)"
+    wrapped = f"VocabParallelEmbeddingWithLoRA(\n      (base_layer): {plain}\n    )"
+    server.outline = OUTLINE.replace(plain, wrapped)  # as vLLM prints it
+    yield server
+    server.stop()
+
+
+def open_sampler(recipe: Recipe) -> VllmServerSampler:
+    return VllmServerSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
+
+
+def filled(sampler: VllmServerSampler, value: float) -> list[tuple[str, torch.Tensor]]:
+    shapes = sampler._expected.shapes.items()
+    return [(name, torch.full(shape, value)) for name, shape in shapes]
+
+
+def test_base_once_then_an_adapter_a_version_which_its_requests_name(server, tmp_path):
+    recipe = async_recipe(
+        [server.url], LORA, {"sampling": {"servers": {"weight_transfer": str(tmp_path)}}}
+    )
+    sampler = open_sampler(recipe)
+    run = sampler.servers.all[0].prefix
+    assert server.loaded == ["version-0", "version-0"], "the base, then adapters of zeros"
+    server.calls.clear()
+    for version in range(1, ADAPTERS_KEPT + 2):
+        sampler.load_weights(filled(sampler, version / 100), version)
+    assert server.calls[:2] == ["v1/load_lora_adapter", f"{run}1"], "nothing is paused"
+    assert len(server.calls) == 2 * (ADAPTERS_KEPT + 1)
+    kept = sorted(each.name for each in tmp_path.glob("*/version-*"))
+    assert len(kept) == ADAPTERS_KEPT and "version-1" not in kept
+    (newest,) = tmp_path.glob(f"*/version-{version}")
+    by_peft = PeftModel.from_pretrained(load_policy(recipe.model, 0), newest).state_dict()
+    names = [name for name in by_peft if "lora_" in name]
+    assert len(names) == len(expected_adapters(recipe.model)[0].shapes) > 30
+    assert all((by_peft[name] == version / 100).all() for name in names)
+    assert len(list(sampler.generate(make_requests(count=2)))) == 2
+    assert [each.body["model"] for each in server.asked(GENERATE)] == [f"{run}{version}"] * 2
+    sampler.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_straddler_is_of_the_adapter_that_it_named_whatever_the_server_says(server, tmp_path):
+    """The label of a server's weights is that of all its requests."""
+    recipe = async_recipe([server.url], LORA)
+    sampler = open_sampler(recipe)
+    run = sampler.servers.all[0].prefix.removesuffix("/")
+    server.hold_after = 1
+    completion, spans, tries = sampled_during(
+        lambda: sampler.load_weights(filled(sampler, 0.1), 1), server, run, 0, with_adapters=True
+    )
+    assert len(completion.token_ids) > 1
+    assert tries == 0 and spans == ((0, 0, len(completion.token_ids)),)
+    assert (completion.policy_version, completion.policy_version_end) == (0, 0)
+    sampler.close()
+
+
+def test_a_server_that_was_restarted_gets_the_base_again(server):
+    sampler = open_sampler(async_recipe([server.url], LORA))
+    server.label = "default"
+    server.loaded.clear()
+    sampler.load_weights(filled(sampler, 0.1), 1)
+    assert server.loaded == ["version-0", "version-1"] and server.label.endswith("/1")
+    sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"lora_config": None}, r"--enable-lora is missing \(or set sampling.lora merged\)"),
+        ({"lora_config": ROOM | {"max_lora_rank": 1}}, "its --max-lora-rank is 1, less than 8"),
+        ({"lora_config": ROOM | {"max_loras": 1}}, "its --max-loras is 1, less than 4"),
+    ],
+)
+def test_a_server_without_room_for_the_adapters_is_refused(server, change, problem):
+    server.settings |= change
+    with pytest.raises(SamplerError, match=problem) as refused:
+        open_sampler(async_recipe([server.url], LORA))
+    assert "--enable-lora --max-lora-rank 8 --max-loras 4" in str(refused.value)
+
+
+def test_a_server_that_loads_no_adapters_later_is_refused(server, monkeypatch):
+    control = server.control
+    monkeypatch.setattr(
+        server, "control",
+        lambda path, body: (404, {}) if "load_lora" in path else control(path, body),
+    )  # fmt: skip
+    with pytest.raises(SamplerError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is missing"):
+        open_sampler(async_recipe([server.url], LORA))
+
+
+def test_a_server_that_does_not_take_the_adapter_is_lost_with_the_way_out(server):
+    sampler = open_sampler(async_recipe([server.url], LORA))
+    server.load_status = 400
+    sampler.load_weights(filled(sampler, 0.1), 1)
+    (reason,) = sampler.servers.lost.values()
+    assert "HTTP 400" in reason and "sampling.lora merged" in reason
+    sampler.close()
+
+
+def test_an_asynchronous_run_knows_the_version_of_every_rollout(server, tmp_path: Path, processes):
+    """By the adapters that its requests named. The journal alone gives the same adapters."""
+    named = {}
+    sample = server.sample
+
+    def noting(body):
+        named[body["sampling_params"]["seed"]] = int(body["model"].rpartition("/")[2])
+        return sample(body)
+
+    server.sample, server.seconds = noting, 0.05
+    run = train_async_run(async_recipe([server.url], LORA), tmp_path / "run")
+    rows = [row for step in range(1, 7) for row in run.rollouts(step)]
+    versions = {row["policy_version"] for row in rows}
+    assert len(versions) > 2 and versions <= set(named.values())
+    assert all(row["policy_version"] == row["policy_version_end"] for row in rows)
+    check_ledger(run)
+    report = verify_run(run.path)
+    assert report.passed, report.to_json()
+    assert same_weights(run.weights(), replay_run(run, tmp_path / "again").weights())
