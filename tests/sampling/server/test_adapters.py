@@ -31,7 +31,7 @@ def server() -> Iterator[FakePolicyServer]:
     server = FakePolicyServer()
     server.settings["lora_config"] = dict(ROOM)
     plain = "VocabParallelEmbedding(org_vocab_size=24, embedding_dim=64)"
-    wrapped = f"VocabParallelEmbeddingWithLoRA(\n      (base_layer): {plain}\n    )"
+    wrapped = f"VocabParallelEmbeddingWithLoRA()(\n      (base_layer): {plain}\n    )"
     server.outline = OUTLINE.replace(plain, wrapped)  # as vLLM prints it
     yield server
     server.stop()
