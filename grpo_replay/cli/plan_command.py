@@ -140,8 +140,7 @@ def print_plan(inputs: PlanInputs, designs: dict[str, Design], console: Console)
     for name, source in inputs.sources.items():
         value = getattr(inputs, name)
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"
-        shown_name = "μ" if name == "mu" else name
-        console.print(f"{shown_name} {shown}: {source}", style="dim")
+        console.print(f"{'μ' if name == 'mu' else name} {shown}: {source}", style="dim")
     settings = replay_settings(inputs, designs["best FIFO"].x, designs["best FIFO"].y)
     words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
     console.print(f"best FIFO, computed and not run: {words}", soft_wrap=True)

@@ -293,7 +293,7 @@ def _benchmark_result(
         mean_tokens=float(problems.tokens_N.mean()),
         **_intervals([problems]),
         **_lengths(rows),
-        mean_score=_mean_score(rows),
+        mean_score=pc.mean(rows["score"]).as_py(),
         truncation_rate=_share(rows["finish_reason"], "length"),
         unparsed_rate=_share(rows["verdict"], "unparsable"),
         verdicts=dict(sorted(Counter(rows["verdict"].to_pylist()).items())),
@@ -344,10 +344,6 @@ def _lengths(samples: pa.Table) -> dict[str, Any]:
         "mean_tokens_correct": float(tokens[correct].mean()) if correct.any() else None,
         "mean_tokens_incorrect": float(tokens[~correct].mean()) if not correct.all() else None,
     }
-
-
-def _mean_score(samples: pa.Table) -> float | None:
-    return pc.mean(samples["score"]).as_py()
 
 
 def _mean_of_all(scores: Sequence[float | None]) -> float | None:

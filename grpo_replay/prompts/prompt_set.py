@@ -24,7 +24,6 @@ from grpo_replay.prompts.sources import (
     checked_column,
     column_of,
     fingerprint,
-    is_local_source,
     known_field,
     notices_of_duplicates,
     notices_of_reading,
@@ -37,7 +36,7 @@ from grpo_replay.prompts.sources import (
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.input_sections import GYM
-from grpo_replay.recipe.layers import short_path
+from grpo_replay.recipe.layers import is_on_hub, short_path
 from grpo_replay.tiny import TASKS
 from grpo_replay.types import Prompt, stream
 
@@ -347,7 +346,7 @@ def _open_source(section: PromptsSection, seed: int | None) -> tuple[ProblemRows
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
         )
     options = section.dataset_options.model_dump()
-    if not is_local_source(source):
+    if is_on_hub(source):
         return read_hub_rows(source, options), section.id_field
     given = {name: value for name, value in options.items() if value is not None}
     return read_local_rows(source, given), section.id_field

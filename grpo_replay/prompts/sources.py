@@ -97,12 +97,6 @@ def _as_written(value: float | None, kind: str) -> float | None:
     return None if value is None else float(str(np.dtype(kind).type(value)))
 
 
-def is_local_source(source: str) -> bool:
-    """True if `source` is a local file or folder, by its suffix or because it exists."""
-    local = source.startswith(("/", ".", "~")) or Path(source).exists()
-    return local or source.endswith(DATA_SUFFIXES)
-
-
 def read_local_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
     """The rows of a file, or of a folder of `save_to_disk`; `options` are those of `datasets` for a
     CSV or Parquet file.

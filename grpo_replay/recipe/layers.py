@@ -328,8 +328,10 @@ def short_path(path: str) -> str:
 
 
 def is_on_hub(source: str) -> bool:
-    """True if a model or data source is a hub id, not a builtin or a local path."""
-    return not source.startswith(("builtin:", GYM, "/", ".", "~")) and not Path(source).exists()
+    """True if a model or data source is a hub id: neither made here nor a local path, by its
+    beginning, its suffix or because it exists."""
+    is_named = source.startswith(("builtin:", GYM, "/", ".", "~")) or source.endswith(DATA_SUFFIXES)
+    return not is_named and not Path(source).exists()
 
 
 _SHORT = reprlib.Repr()

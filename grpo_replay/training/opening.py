@@ -38,7 +38,6 @@ from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, read_from_hub
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
-from grpo_replay.prompts.sources import is_local_source
 from grpo_replay.recipe import BUILTIN_VERIFIERS, ModelSection, Recipe
 from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
@@ -489,5 +488,4 @@ def missing_packages(recipe: Recipe) -> list[str]:
 
 def _on_hub(recipe: Recipe) -> list[str]:
     """The sources of prompts that are data sets of the hub."""
-    names = recipe.prompts.source_names
-    return [name for name in names if is_on_hub(name) and not is_local_source(name)]
+    return list(filter(is_on_hub, recipe.prompts.source_names))

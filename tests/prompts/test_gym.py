@@ -40,7 +40,7 @@ def test_no_held_out_question_is_trained_on_whatever_the_seed_and_the_settings()
     assert len(held_out) > 350 and not held_out & trained
 
 
-def test_a_shortage_of_different_questions_is_refused(monkeypatch):
+def test_a_shortage_of_different_questions_is_refused():
     one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(DatasetError, match=r"only \d+ different training .* 1000 are needed"):
         rows(0, size=1000, **one_digit)

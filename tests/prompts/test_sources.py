@@ -12,6 +12,7 @@ from grpo_replay.errors import DatasetError
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
 from grpo_replay.recipe import PromptsSection
+from grpo_replay.recipe.layers import is_on_hub
 
 TOKENIZER = byte_tokenizer()
 
@@ -245,3 +246,25 @@ def test_an_unavailable_hub_dataset_is_refused_with_its_download_command(monkeyp
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     refused("nobody/no-dataset", "hf download --repo-type dataset nobody/no-dataset")
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("openai/gsm8k", True),
+        ("missing.jsonl", False),  # a file by its suffix, although it is not there
+        ("./folder", False),
+        ("~/folder", False),
+        ("builtin:tiny", False),
+        ("reasoning_gym:gcd", False),
+    ],
+)
+def test_what_is_of_the_hub_is_told_by_its_name(source, expected):
+    assert is_on_hub(source) is expected
+
+
+def test_a_folder_that_exists_is_not_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_on_hub("owner/name")
+    (tmp_path / "owner/name").mkdir(parents=True)
+    assert not is_on_hub("owner/name")

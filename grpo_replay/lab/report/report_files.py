@@ -118,10 +118,8 @@ def report_table(found: Document) -> TextTable:
     columns: dict[str, Callable[[Document], str]] = {
         "seeds": seeds_of,
         "final, %": lambda arm: _final_cell(arm, found),
-        _ahead(found, _equal_final(found)): (
-            lambda arm: _points_cell(_final_difference(arm, found))
-        ),
-        _ahead(found, _equal_cost(found)): (lambda arm: _points_cell(_cost_difference(arm, found))),
+        _ahead(found, _equal_final(found)): lambda arm: _points_cell(_final_difference(arm, found)),
+        _ahead(found, _equal_cost(found)): lambda arm: _points_cell(_cost_difference(arm, found)),
         f"{_main_cost(found)} to\n{percent(shown_target(found) or 0.0)} %": (
             lambda arm: _reach_cell(arm, found)
         ),
@@ -135,7 +133,8 @@ def report_table(found: Document) -> TextTable:
 
 def _ahead(found: Document, where: str) -> str:
     """The heading of a difference, on two lines."""
-    return f"− {found['baseline']} {where.replace(' ', chr(10), 1)}"
+    word, rest = where.split(" ", 1)
+    return f"− {found['baseline']} {word}\n{rest}"
 
 
 def _here(found: Document) -> str:
