@@ -162,7 +162,8 @@ def engine_arguments(
     No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
     each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
     Raises ModelError for a random initialisation, because vLLM reads weights from files, and for a
-    model whose log-probs vLLM computes otherwise than transformers.
+    model whose log-probs vLLM computes otherwise than transformers; RecipeError for adapters that
+    it does not take.
     """
     if section.random_init:
         raise ModelError(
@@ -172,11 +173,18 @@ def engine_arguments(
     length = model_length(sampling, section, longest)
     _refuse_wider_window(section, length)
     vllm = sampling.vllm
+    dtype = section.dtype if vllm.dtype == "auto" else vllm.dtype
+    with_adapters = sampling.takes_adapters(section)
+    if with_adapters and on_gpu and dtype == "float32":
+        raise RecipeError(
+            "model.dtype float32 with model.lora: vLLM's kernels for adapters take bfloat16 on a "
+            "GPU: set model.dtype bfloat16, or sampling.lora merged"
+        )
     return {
         "model": resolve_model_path(section.path),
         "revision": section.revision,
         "trust_remote_code": section.trust_remote_code,
-        "dtype": section.dtype if vllm.dtype == "auto" else vllm.dtype,
+        "dtype": dtype,
         "max_model_len": length,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": vllm.enable_prefix_caching,
@@ -186,14 +194,14 @@ def engine_arguments(
         "tensor_parallel_size": vllm.tensor_parallel_size,
         # On a CPU, compiling takes longer than a small run. On a GPU, CUDA graphs are worth it.
         "enforce_eager": vllm.enforce_eager or not on_gpu,
-        **(_lora_arguments(section.lora, adapters) if sampling.takes_adapters(section) else {}),
+        **(_lora_arguments(section.lora, adapters) if with_adapters else {}),
         **vllm.others,
         **_device_arguments(vllm, on_gpu),
     }
 
 
 ADAPTERS_AT_ONCE = 4
-"""Versions that requests of one server run with at most; those of a further one wait there."""
+"""Versions that requests of one server run with at most; none is sent with a further one."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM 0.32 has room for (config/lora.py); a lower one takes that of the next."""

@@ -52,9 +52,11 @@ class SynchronousSource:
         return source
 
     def _restore(self, checkpoint: Path) -> None:
+        """A sampler that takes adapters now, and took merged weights before, gets the policy."""
         lags = self.recipe.run.sync_every_steps > 1
         older = read_pushed_weights(checkpoint) if lags else None
-        if older is None:
+        adapters = older is not None and any(".lora_A." in name for name in older[0])
+        if older is None or adapters != self.recipe.pushes_adapters:
             self._push(self.state.policy_version)
             return
         weights, version = older

@@ -10,7 +10,7 @@ from tiny_policy import Policy, adapted, gaps, lora_recipe, make_requests, named
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.weights import pushed_weights
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import LoraSection
+from grpo_replay.recipe import LoraSection, resolve_recipe
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.vllm_requests import engine_arguments
 
@@ -105,3 +105,12 @@ def test_a_rank_takes_the_room_of_the_next_that_vllm_has(tied):
     assert room() == {}
     with pytest.raises(RecipeError, match=r"model.lora.r 513: .*sampling.lora merged"):
         room(r=513)
+
+
+def test_a_gpu_takes_no_adapters_in_float32(tied):
+    recipe = lora_recipe(tied, LoraSection(r=4))
+    with pytest.raises(RecipeError, match=r"model.dtype float32 with model.lora.*merged"):
+        engine_arguments(recipe.sampling, recipe.model, 100, on_gpu=True)
+    for words in ({"model": {"dtype": "bfloat16"}}, {"sampling": {"lora": "merged"}}):
+        other = resolve_recipe([recipe.model_dump(mode="json"), words])
+        assert engine_arguments(other.sampling, other.model, 100, on_gpu=True)

@@ -44,6 +44,7 @@ class FakePolicyServer(FakeServer):
         self.seconds = seconds
         self.calls: list[str] = []
         self.loaded: list[str] = []
+        self.adapters: set[str] = set()
         self.load_status = 200
         self.longest = 5
         self.hold_after: int | None = None
@@ -87,7 +88,9 @@ class FakePolicyServer(FakeServer):
         if name == "v1/load_lora_adapter":
             if self.settings.get("lora_config") is None:
                 return 404, {"detail": "Not Found"}
-            return self._load(body["lora_path"] or "nowhere")
+            status, answer = self._load(body["lora_path"] or "nowhere")
+            self.adapters |= {body["lora_name"]} if status == 200 else set()
+            return status, answer
         if name == "reset_prefix_cache":
             self._keys_are_new = "reset_running_requests=true" in query
         if name == "update_weight_version":
@@ -98,6 +101,12 @@ class FakePolicyServer(FakeServer):
         if name == "resume":
             self._resumed.set()
         return 200, {"success": True}
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        named = body.get("model")
+        if named is not None and named not in self.adapters:
+            return 404, {"error": {"message": f"The model `{named}` does not exist."}}
+        return super()._complete(body)
 
     def _load(self, folder: str) -> tuple[int, Any]:
         files = list(Path(folder).glob("*.safetensors"))

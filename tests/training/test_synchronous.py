@@ -109,6 +109,15 @@ def test_a_lagging_sampler_gets_the_weights_it_had_at_the_checkpoint(tmp_path, m
     assert synchronous.read_pushed_weights(tmp_path)[1] == 3
 
 
+def test_a_sampler_of_adapters_gets_the_policy_where_it_had_merged_weights(tmp_path, monkeypatch):
+    """`sampling.lora` was changed at the resume."""
+    pushed = []
+    monkeypatch.setattr(synchronous, "read_pushed_weights", lambda _: ({"w": torch.ones(1)}, 3))
+    monkeypatch.setattr(synchronous, "sync_weights", lambda *words: pushed.append(words[2]))
+    opened(tmp_path, "sampler", 4, model={"lora": {"r": 2}}, **LAGGING)
+    assert pushed == [4]
+
+
 @pytest.mark.parametrize("survive, sleeps", [(True, 1), (False, 0)])
 def test_a_sampler_rests_as_soon_as_no_group_is_missing(monkeypatch, survive, sleeps):
     """With two refills. The last refill puts the sampler to sleep itself."""

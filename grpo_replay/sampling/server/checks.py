@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -14,8 +15,6 @@ from grpo_replay.sampling.server.routes import (
     VllmServer,
     block_on,
 )
-
-HTTP_NOT_FOUND = 404
 
 OLDEST_VLLM = (0, 32)
 """The first whose completions say which weights sampled which token."""
@@ -146,5 +145,5 @@ def _adapter_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Itera
     try:
         server.load_adapter("", "", CONTROL_SECONDS)
     except Refused as error:
-        if error.status == HTTP_NOT_FOUND:
+        if error.status == HTTPStatus.NOT_FOUND:
             yield "it loads no adapters later: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is missing"

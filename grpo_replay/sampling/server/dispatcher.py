@@ -29,7 +29,7 @@ from grpo_replay.sampling.server.routes import (
     VllmServer,
     background_loop,
 )
-from grpo_replay.sampling.vllm_requests import build_completion
+from grpo_replay.sampling.vllm_requests import ADAPTERS_AT_ONCE, build_completion
 from grpo_replay.types import Completion, GenerationRequest, Span
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,13 @@ class Dispatcher(Generic[J]):
 
     def _has_room(self, server: ServerState[J]) -> bool:
         room = self._servers.in_flight_per_server - len(server.running)
-        return room > 0 and self._is_used(server)
+        return room > 0 and self._is_used(server) and self._can_name_its_version(server)
+
+    def _can_name_its_version(self, server: ServerState[J]) -> bool:
+        """Whether vLLM would run a request with the newest adapter beside those of older versions.
+        One that waited there might find its adapter gone, which ends the engine."""
+        named = {server.version, *(job.version for job in server.running.values())}
+        return not server.client.with_adapters or len(named) <= ADAPTERS_AT_ONCE
 
     def _next_job(self, server: ServerState[J]) -> J | None:
         """The next waiting job that has not failed at this server, or failed at all that are used;

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Coroutine, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -167,9 +168,9 @@ class VllmServer:
         version: int | None = None,
     ) -> Choice:
         """vLLM's answer to one request, without a time limit. Cancelling closes the connection, and
-        vLLM then aborts the request. An adapter is that of `version`, to the last token, whatever
-        vLLM says of its weights. Raises msgspec.DecodeError or IndexError for an answer that is not
-        one of vLLM 0.32."""
+        vLLM then aborts the request. An adapter is that of `version`, to the last token, on a base
+        whose label is any of this run. Raises msgspec.DecodeError or IndexError for an answer that
+        is not one of vLLM 0.32."""
         body: dict[str, Any] = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
@@ -178,9 +179,15 @@ class VllmServer:
             assert version is not None, "it was sent to a server with a version"
             body["model"] = self.label(version)
         path = "/inference/v1/generate"
-        answer = await self.request("POST", path, body, None, repeatable=True)
+        try:
+            answer = await self.request("POST", path, body, None, repeatable=True)
+        except Refused as error:
+            if self.with_adapters and error.status == HTTPStatus.NOT_FOUND:
+                raise Unreachable(f"it does not have its adapter: {error}") from error
+            raise
         choice = _answers.decode(answer).choices[0]
-        if self.with_adapters:
+        labels = [span.version for span in choice.weight_versions]
+        if self.with_adapters and None not in map(self.version_of, labels):
             choice.weight_versions = [WeightSpan(body["model"], 0, len(choice.token_ids))]
         return choice
 

@@ -66,7 +66,7 @@ class VllmServerSampler:
 
     In asynchronous runs the servers are updated one after the other, so that the others go on
     sampling; `on_switch(url, version)` is called after each, with None if it did not confirm the
-    version, and `paused_seconds` sums the time that servers spent in updates.
+    version, and `paused_seconds` sums the time that servers were paused for weights.
     """
 
     reads_files: ClassVar[bool] = True
@@ -263,17 +263,22 @@ class VllmServerSampler:
             if self._base is None:
                 parent = self._opening.sampling.servers.sync_folder
                 needed = expected_weights(self._opening.model).bytes_needed
-                self._base = FolderTransfer(parent, needed, SYNC_BUCKET_BYTES)
-                self._base.stage(named_weights(self._first_policy()), 0)
+                base = FolderTransfer(parent, needed, SYNC_BUCKET_BYTES)
+                try:
+                    base.stage(named_weights(self._first_policy()), 0)
+                except BaseException:
+                    base.close()
+                    raise
+                self._base = base
         load_weights(server, str(self._base.path), self.servers.timeout_seconds)
         server.resume()
 
     def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
-        """Bring one server the version, or lose it. One that was restarted is validated first."""
+        """Bring one server the version, or lose it. One without a version is validated first."""
         started = time.monotonic()
         try:
             label = block_on(server.weight_label())
-            is_new = not label.startswith(server.prefix)
+            is_new = server.version_of(label) is None  # restarted, or a load of weights failed
             if is_new and version > 0:
                 check_server(server, self._config, self._arguments)
             if is_new and server.with_adapters and not self._launched:
@@ -283,7 +288,8 @@ class VllmServerSampler:
             reason = switch_server(server, folder, version, timeout)
         except (Refused, Unreachable, SamplerError) as error:
             reason = str(error)
-        self.paused_seconds += time.monotonic() - started
+        if not server.with_adapters:
+            self.paused_seconds += time.monotonic() - started
         if reason is not None:
             self.servers.lose(server, reason)
         self.on_switch(server.url, None if reason else version)

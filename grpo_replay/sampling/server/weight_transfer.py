@@ -63,12 +63,13 @@ class FolderTransfer:
             size += tensor.nbytes
         save_file(bucket, self.path / f"model-{files:05d}.safetensors")
 
-    def _make_folder(self, version: int) -> None:
-        free = shutil.disk_usage(self._parent).free
-        if free < self._bytes_needed:
+    def _make_folder(self, version: int, sets: int = 1) -> None:
+        """Raises SamplerError without room for so many sets of weights."""
+        free, needed = shutil.disk_usage(self._parent).free, sets * self._bytes_needed
+        if free < needed:
             raise SamplerError(
-                f"{self._parent} has {free / 2**30:.2f} GiB free, one set of weights needs "
-                f"{self._bytes_needed / 2**30:.2f} GiB: set sampling.servers.weight_transfer to "
+                f"{self._parent} has {free / 2**30:.2f} GiB free, {sets} set(s) of weights need "
+                f"{needed / 2**30:.2f} GiB: set sampling.servers.weight_transfer to "
                 "the path of a larger folder that the servers share (in a container, raise "
                 "--shm-size)"
             )
@@ -95,15 +96,19 @@ class AdapterTransfer(FolderTransfer):
         self._versions = versions
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Write one version. Raises SamplerError if the disk has no room."""
-        self._make_folder(version)
+        """Write one version. Raises SamplerError if the disk has no room for all that stay."""
+        self._make_folder(version, max(self._versions - len(self._staged()), 1))
         write_adapters(self.path, named_tensors, self._config)
 
     def discard(self) -> None:
         """Remove versions that no request has."""
-        staged = sorted(self._held.path.glob("version-*"), key=lambda each: each.stat().st_mtime_ns)
-        for old in staged[: -self._versions]:
+        for old in self._staged()[: -self._versions]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def _staged(self) -> list[Path]:
+        """The folders of versions, the oldest first."""
+        found = self._held.path.glob("version-*")
+        return sorted(found, key=lambda each: each.stat().st_mtime_ns)
 
 
 def switch_server(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,16 @@ from tiny_policy import make_requests
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.weights import expected_adapters
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.lab.verification.verify import verify_run
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import Recipe, ServersSection
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.server import weight_transfer
+from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
+from grpo_replay.sampling.server.routes import VllmServer, block_on
 from grpo_replay.sampling.server.sampler import ADAPTERS_KEPT, VllmServerSampler
+from grpo_replay.sampling.server.weight_transfer import AdapterTransfer
+from grpo_replay.sampling.vllm_requests import ADAPTERS_AT_ONCE
 
 LORA = {"model": {"lora": {"r": 4}}}
 ROOM = {"max_lora_rank": 8, "max_loras": 4, "max_cpu_loras": ADAPTERS_KEPT}
@@ -93,6 +99,82 @@ def test_a_server_that_was_restarted_gets_the_base_again(server):
     sampler.load_weights(filled(sampler, 0.1), 1)
     assert server.loaded == ["version-0", "version-1"] and server.label.endswith("/1")
     sampler.close()
+
+
+def test_a_server_whose_base_did_not_load_is_no_more_used_until_it_has_it(server):
+    """It is lost while it is paused, and comes back with the label of a load that never ended."""
+    sampler = open_sampler(async_recipe([server.url], LORA))
+    server.label, server.load_status = "default", 500
+    sampler.load_weights(filled(sampler, 0.1), 1)
+    assert list(sampler.servers.lost) == [server.url] and server.label.endswith("/updating")
+    server.load_status = 200
+    server.loaded.clear()
+    server.calls.clear()
+    sampler.load_weights(filled(sampler, 0.2), 2)
+    assert server.loaded == ["version-0", "version-2"]
+    assert "resume" in server.calls and not sampler.servers.lost
+    assert len(list(sampler.generate(make_requests(count=1)))) == 1
+    sampler.close()
+
+
+def test_a_server_that_forgot_its_adapter_gets_no_requests_until_it_has_one(server):
+    """It was restarted while it was idle, so that no request failed."""
+    other = FakePolicyServer()
+    other.settings, other.outline = server.settings, server.outline
+    sampler = open_sampler(async_recipe([server.url, other.url], LORA))
+    server.adapters.clear()
+    server.label = "default"
+    assert len(list(sampler.generate(make_requests(count=8)))) == 8
+    assert "it was restarted" in sampler.servers.lost[server.url]
+    sampler.close()
+    other.stop()
+
+
+def test_a_completion_on_the_base_of_another_run_is_not_taken(server):
+    sampler = open_sampler(async_recipe([server.url], LORA))
+    server.label = "foreign/3"
+    with pytest.raises(ServersLost, match="another run updates it"):
+        list(sampler.generate(make_requests(count=1)))
+    sampler.close()
+
+
+def test_no_request_is_sent_with_more_versions_than_run_beside_each_other():
+    """With those of four versions running, one of a fifth waits until one of them is no more."""
+    client = VllmServer("http://127.0.0.1:1", "run", with_adapters=True)
+    servers = Servers([client], ServersSection(max_in_flight=64))
+
+    async def sent() -> list[int]:
+        pool = Dispatcher(servers, (), tuple, print, print, version=0)
+        (state,) = pool.servers.values()
+        found = []
+        for version in range(ADAPTERS_AT_ONCE + 1):
+            state.version = version
+            pool.waiting.extend(map(Job, make_requests(count=2)))
+            pool.fill()
+            found.append(len(state.running))
+        pool.withdraw([job for job in state.running.values() if job.version == 0])
+        pool.fill()
+        found.append(len(state.running))
+        await pool.close()
+        return found
+
+    assert block_on(sent()) == [2, 4, 6, 8, 8, 8]
+
+
+def test_the_room_of_all_versions_that_stay_is_looked_for_at_first(tmp_path, monkeypatch):
+    recipe = async_recipe(["http://127.0.0.1:1"], LORA)
+    needed = expected_adapters(recipe.model)[0].bytes_needed
+    usage = SimpleNamespace(free=5 * needed - 1)
+    monkeypatch.setattr(weight_transfer.shutil, "disk_usage", lambda _: usage)
+    for versions in (5, 4):
+        transfer = AdapterTransfer(str(tmp_path), recipe.model, versions)
+        zeros = [(name, torch.zeros(shape)) for name, shape in transfer.expected.shapes.items()]
+        if versions == 5:
+            with pytest.raises(SamplerError, match=r"5 set\(s\) of weights need"):
+                transfer.stage(zeros, 0)
+        else:
+            transfer.stage(zeros, 0)
+        transfer.close()
 
 
 @pytest.mark.parametrize(
