@@ -130,11 +130,14 @@ class EntryStore:
         number. Between steps the buffer then holds entries of at most `max_age_steps` births."""
         return self._evict_born_before(step, step + 1)
 
-    def _drawable(self, step: int) -> np.ndarray:
+    def drawable(self, step: int) -> np.ndarray:
         """The places of entries that `replay.max_uses` and `replay.cooldown_steps` let be drawn in
-        `step`, int64 [N]."""
+        `step`, int64 [N]. Rollouts of priority 0 are not among them, unless all have it."""
         columns, settings = self._columns, self.settings
         drawable_N = np.ones(len(self), dtype=np.bool_)
+        weighs = settings.unit == "rollout" and settings.priority_exponent > 0
+        if weighs and columns["priority"].any():
+            drawable_N &= columns["priority"] > 0
         if settings.max_uses is not None:
             drawable_N &= columns["times_used"] < settings.max_uses
         if settings.cooldown_steps > 0:
@@ -160,7 +163,7 @@ class EntryStore:
         they are inserted. The draw is empty if there are no candidates.
         """
         rests = self.settings.max_uses is not None or self.settings.cooldown_steps > 0
-        places = self._drawable(step) if rests else np.arange(len(self))
+        places = self.drawable(step) if rests else np.arange(len(self))
         stored = len(places)
         if count <= 0 or stored + len(fresh) == 0:
             return Draw.empty()

@@ -207,7 +207,7 @@ class MainSource(FollowerSource):
     def _wait(self, step: int) -> bool:
         """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
         until the buffer can give one batch. False if a stop was requested, or no server is left."""
-        arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
+        arrivals, stored = self.intake.arrivals, len(self.parts.buffer.drawable(step))
         groups, version = arrivals.groups_per_step, self.state.policy_version
 
         def is_ready() -> bool:

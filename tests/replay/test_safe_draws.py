@@ -84,6 +84,28 @@ def test_a_rollout_rests_for_so_many_steps_after_a_use():
     assert drawn == [1, 0, 0, 0, 1]
 
 
+def test_rollouts_of_priority_0_alone_are_no_reason_to_stop():
+    """While one with a priority rests; where all have none, no law can draw."""
+    signed = f"{__file__}:only_positive"
+    buffer = ReplayBuffer(
+        replay_settings(priority=signed, priority_exponent=1, cooldown_steps=2), 1
+    )
+    rows = [make_rollout(i, birth_step=0, advantage=a) for i, a in enumerate((1.0, -1.0))]
+    buffer.insert(rows[1:], 0)
+    with pytest.raises(RecipeError, match="all 1 priorities are 0"):
+        buffer.draw(1, 1, np.random.default_rng(0))
+    buffer.insert(rows[:1], 1)
+    drawn = [len(buffer.draw(1, step, np.random.default_rng(0)).rollouts) for step in (2, 3, 5)]
+    assert drawn == [1, 0, 1]
+
+
+def only_positive(columns):
+    return np.maximum(columns["advantage"], 0.0)
+
+
+only_positive.columns, only_positive.epsilon = ("advantage",), False
+
+
 def test_neutral_values_draw_the_same_bits():
     plain = aged(replay_settings(), count=50)
     neutral = aged(replay_settings(max_uses=10**6, age_decay_steps=1e300), count=50)

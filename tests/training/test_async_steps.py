@@ -108,6 +108,17 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
     assert intake.is_ready()
 
 
+def test_buffer_only_waits_for_rollouts_that_may_be_drawn_again():
+    changes = {"replay": BUFFER_ONLY | {"with_replacement": False, "max_uses": 1}}
+    recipe = async_recipe(URLS, {"sampling": {"prompts_per_step": 1, "group_size": 4}} | changes)
+    source, intake = main_source(recipe)
+    buffer = source.parts.buffer
+    buffer.insert([make_rollout(i) for i in range(4)], 1)
+    assert source._wait(2) and intake.is_ready()
+    buffer.draw(4, 2, np.random.default_rng(0))
+    assert source._wait(3) and not intake.is_ready()
+
+
 def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough():
     recipe = async_recipe(
         URLS,
