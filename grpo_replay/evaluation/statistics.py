@@ -293,12 +293,19 @@ def _benchmark_result(
         mean_tokens=float(problems.tokens_N.mean()),
         **_intervals([problems]),
         **_lengths(rows),
-        mean_score=pc.mean(rows["score"]).as_py(),
+        mean_score=_mean_score(rows["score"]),
         truncation_rate=_share(rows["finish_reason"], "length"),
         unparsed_rate=_share(rows["verdict"], "unparsable"),
         verdicts=dict(sorted(Counter(rows["verdict"].to_pylist()).items())),
         unparsable_answers=tuple(dict.fromkeys(i for i, gold in of_answers if gold in bad_answers)),
     )
+
+
+def _mean_score(scores: pa.ChunkedArray) -> float | None:
+    """None if nothing was scored; a completion whose scorer failed counts as 0."""
+    if scores.null_count == len(scores):
+        return None
+    return pc.mean(pc.fill_null(scores, 0.0)).as_py()
 
 
 def _mean_result(

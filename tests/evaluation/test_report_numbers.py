@@ -171,7 +171,8 @@ def test_every_number_of_the_mean(a):
 
 
 def test_the_mean_score_of_a_function_of_the_user(a):
-    scores = pa.array([1, 1, 0.5, 0, 0, 0, 0, 0.5] + [1] * 9, pa.float64())
+    """Of eight, one of which has no score, because its function failed."""
+    scores = pa.array([1, 1, 0.5, 0, None, 0, 0, 0.5] + [1] * 9, pa.float64())
     rows = table(A).set_column(SAMPLE_SCHEMA.names.index("score"), "score", scores)
     found, _ = summarise_both(rows, [])
     assert found.benchmarks["alpha"].mean_score == 3 / 8

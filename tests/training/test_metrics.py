@@ -269,6 +269,9 @@ def test_weights_of_the_sampler_by_hand():
         "sampler/weight_mean": pytest.approx((math.exp(0.5) + 2) / 2, rel=1e-6),
         "sampler/weight_capped_fraction": 0.5,
     }
+    masked = replace(rollout, completion_mask=np.array([True, False]))
+    one = {"sampler/weight_mean": pytest.approx(math.exp(0.5)), "sampler/weight_capped_fraction": 0}
+    assert sampler_weight_metrics([masked], capped) == one
     assert set(sampler_weight_metrics([], capped).values()) == {None}
     assert sampler_weight_metrics([rollout], LossSection()) == {}
 

@@ -159,8 +159,11 @@ def stored_when_drawn(replay: ReplaySection, survivors: float) -> float:
 def drawn_rollouts(
     replay: ReplaySection, generated: float, survivors: float, draws_per_step: int
 ) -> float:
-    """Rollouts that a step draws; without replacement, a draw has at most what is stored."""
+    """Rollouts that a step draws: without replacement at most what is stored, and none more often
+    than `replay.max_uses` allows."""
     drawn = replay.ratio * (generated if replay.stores_first else survivors)
+    if replay.max_uses is not None:
+        drawn = min(drawn, replay.max_uses * survivors)
     if replay.with_replacement:
         return drawn
     return min(drawn, draws_per_step * stored_when_drawn(replay, survivors))

@@ -191,7 +191,9 @@ def kept_under(log: Rollouts, settings: ReplaySection) -> Rollouts:
     """The log as a run with these settings keeps it: without the groups whose rewards are all
     equal, or with them, at advantage 0. What an asynchronous run dropped as stale or straddling
     stays out, and so does what arrived later than these settings allow."""
-    kept = log.kept | ((log.group_reward_std == 0) & np.isfinite(log.reward))
+    equal = (log.group_reward_std == 0) & np.isfinite(log.reward)
+    kept_equal = bool((log.kept & equal).any())  # what it left out nonetheless is masked
+    kept = log.kept | (equal & (not kept_equal))
     if settings.max_age_steps is not None:
         kept &= log.logged_step - log.birth_step <= settings.max_age_steps
     rows = log.copy()

@@ -173,6 +173,8 @@ def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | 
     half_b = extra_S.mean() * saved_S.mean() - squared * both
     c = extra_S.mean() ** 2 - squared * of_extra
     root = math.sqrt(max(half_b**2 - a * c, 0.0))
+    if a == half_b == 0 < c:
+        return None
     if a <= 0:  # every x but those between two roots, of which one is below 0 if c > 0
         return (float((half_b - root) / a) if a < 0 < c else 0.0, math.inf)
     low, high = (half_b - root) / a, (half_b + root) / a

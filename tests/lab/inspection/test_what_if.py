@@ -168,6 +168,16 @@ def test_a_shorter_age_limit_drops_what_arrives_late():
         assert kept_under(log, settings).kept.sum() == kept
 
 
+def test_what_a_run_masked_stays_out_where_it_kept_groups_of_equal_rewards():
+    log = stale_group()
+    log.group_reward_std[:] = 0.0
+    everything = asynchronous("replay.preset=fifo").replay
+    log.kept[:] = (True, True, True, False)
+    assert kept_under(log, everything).kept.tolist() == [True, True, True, False]
+    log.kept[:] = False  # a run that dropped such groups
+    assert kept_under(log, everything).kept.all()
+
+
 def test_an_age_limit_that_needs_what_was_dropped_is_refused():
     log = stale_group()
     refuse_what_was_not_kept(log, None, 6)
