@@ -18,9 +18,10 @@ from grpo_replay.recipe import load_recipe
         (["replay.ratio=20"], 1000),  # all that ten steps store
         (["replay.ratio=20", "replay.capacity_rollouts=500"], 500),
         (["replay.ratio=20", "replay.with_replacement=true"], 2000),
+        (["replay.ratio=20", "replay.max_uses=3"], 300),
     ],
 )
-def test_no_more_is_drawn_without_replacement_than_is_stored(words, replayed):
+def test_no_more_is_drawn_than_is_stored_or_may_be_used_again(words, replayed):
     """100 of 256 rollouts survive, and are stored for ten steps."""
     recipe = load_recipe("qwen3-1.7b", words)
     found = describe_step(recipe, expected_of(recipe, {"survival": 100 / 256}))
