@@ -250,7 +250,7 @@ def take_in(
             while (left := until - time.monotonic()) > 0:
                 intake.poll(0, left)
             step += 1
-            rollouts += len(intake.cut(step, 0, 0))
+            rollouts += len(intake.cut(step))
 
     while intake.arrivals.arrived_groups == 0:
         intake.poll(0, 1.0)

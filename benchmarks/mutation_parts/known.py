@@ -266,8 +266,7 @@ KNOWN = (
     ),
     Known(
         "a step is journalled under another number", "grpo_replay/collection/intake.py",
-        "            step, self.arrivals.records, version, sampler_version,",
-        "            step - 1, self.arrivals.records, version, sampler_version,",
+        "Step(step, self.arrivals.records,", "Step(step - 1, self.arrivals.records,",
         "tests/collection/test_intake.py::test_the_journal_alone_repeats_every_selection",
     ),
     Known(

@@ -61,7 +61,6 @@ class OpenGroup:
 
     place: Place
     prompt: Prompt
-    started: float
     members: list[Member] = field(default_factory=list)
 
     @property
@@ -90,17 +89,14 @@ class OpenGroup:
     def drop(self, reason: Any) -> Drop:
         return Drop(*self.place, reason, *self.finished())
 
-    def complete(self, finished: float) -> Group:
+    def complete(self) -> Group:
         """The message of a graded group."""
         return Group(
             epoch=self.place[0],
             prompt_index=self.place[1],
-            attempt=sum(member.tries for member in self.members),
             prompt_id=self.prompt.prompt_id,
             prompt_token_ids=pack(self.prompt.token_ids, TOKEN_IDS),
             rows=tuple(_row(member) for member in self.members),
-            started=self.started,
-            finished=finished,
         )
 
 
@@ -204,7 +200,7 @@ class Collector:
             return ()
         self._started += 1
         place, prompt = self._next_prompt()
-        group = OpenGroup(place, prompt, time.time())
+        group = OpenGroup(place, prompt)
         sampling, seed = self._recipe.sampling, self._recipe.run.seed
         requests = group_requests({place[1]: prompt}, place[0], sampling, seed)
         group.members = [
@@ -274,7 +270,7 @@ class Collector:
                 group.members[index].verdict = verdict
                 if group.is_graded:
                     del self._open[place]
-                    self._deliver(group.complete(time.time()))
+                    self._deliver(group.complete())
 
     def _deliver(self, body: Group | Drop) -> None:
         self._seq += 1

@@ -117,14 +117,12 @@ class Intake:
         self._recorded_steps -= 1
         return self._record(self.arrivals.select(step), record)
 
-    def cut(self, step: int, version: int, sampler_version: int) -> tuple[Rollout, ...]:
+    def cut(self, step: int) -> tuple[Rollout, ...]:
         """End the arrivals of a step, and take its groups."""
         assert self._journal is not None
         report, ledger = self.newest_report, self.arrivals.ledger
-        record = Step(
-            step, self.arrivals.records, version, sampler_version, *ledger.generated,
-            report.held_rollouts, report.held_tokens,
-        )  # fmt: skip
+        held = Amount(report.held_rollouts, report.held_tokens)
+        record = Step(step, self.arrivals.records, *ledger.generated, *held)
         self._journal.append(record)
         return self._record(self.arrivals.select(step), record)
 

@@ -57,17 +57,13 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True, tag="group"):
-    """All G completions of one prompt. `attempt` counts the requests that had to be repeated.
-    `started` and `finished` are in seconds since the epoch."""
+    """All G completions of one prompt."""
 
     epoch: int
     prompt_index: int
-    attempt: int
     prompt_id: str
     prompt_token_ids: bytes
     rows: tuple[Row, ...]
-    started: float
-    finished: float
 
     @property
     def place(self) -> Place:
@@ -96,16 +92,12 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Everything journalled before this record, and nothing else, was there when `step` began.
 
-    `arrivals` counts the groups and drops before it. `version` is the policy at the start of the
-    step, `sampler_version` the newest that a server had confirmed. The other fields are the
-    collector's report: rollouts and tokens generated in the run so far, and those of them that it
-    still held.
+    `arrivals` counts the groups and drops before it. The other fields are the collector's report:
+    rollouts and tokens generated in the run so far, and those of them that it still held.
     """
 
     step: int
     arrivals: int
-    version: int
-    sampler_version: int
     generated_rollouts: int
     generated_tokens: int
     held_rollouts: int

@@ -155,11 +155,10 @@ class MainSource(FollowerSource):
 
     def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
         self._waited_seconds = waited_seconds
-        version, sampler = self.state.policy_version, self._server_sampler()
-        taken = self.intake.cut(step, version, sampler.policy_version)
+        taken = self.intake.cut(step)
         report, scorer = self.intake.newest_report, self.parts.scorer
         scorer.first_error = scorer.first_error or report.first_error
-        share = self._times.step(report, sampler.paused_seconds)
+        share = self._times.step(report, self._server_sampler().paused_seconds)
         return self._step_rollouts(taken, share)
 
     def _server_sampler(self) -> VllmServerSampler:

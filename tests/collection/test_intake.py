@@ -87,7 +87,7 @@ class Run:
             ready = lambda: len(intake.arrivals.young(step)) >= needed  # noqa: E731
             assert intake.wait(ready, StopToken(), self.done)
             intake.poll(self.done)
-            taken = intake.cut(step, self.done, self.done)
+            taken = intake.cut(step)
         self.taken[step] = [rollout.rollout_id for rollout in taken]
         self.done = step
         intake.give_credit(self.done)

@@ -17,9 +17,9 @@ RECORDS = [
     group((0, 0)),
     group((0, 1), version=3, rewards=(1.0, 1.0)),
     Drop(0, 2, "cancelled", 1, 12),
-    Step(1, 3, 0, 0, 5, 24, 0, 0),
+    Step(1, 3, 5, 24, 0, 0),
     Restart(2, 7),
-    Step(2, 3, 1, 1, 7, 31, 0, 0),
+    Step(2, 3, 7, 31, 0, 0),
 ]
 
 

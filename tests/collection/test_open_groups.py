@@ -11,7 +11,7 @@ RIGHT = Verdict(1.0, "correct", (1.0,))
 
 def open_group(size: int = 3) -> OpenGroup:
     prompt = Prompt("p4", "", np.array([5, 6], np.int32), "2", {})
-    group = OpenGroup((1, 4), prompt, started=10.0)
+    group = OpenGroup((1, 4), prompt)
     for index in range(size):
         request = GenerationRequest(RequestKey(1, 4, index), prompt.token_ids, 7, 9)
         group.members.append(Member(request, tries=index, group=group, index=index))

@@ -40,12 +40,9 @@ def group(
     return Group(
         epoch=place[0],
         prompt_index=place[1],
-        attempt=0,
         prompt_id=f"p{place[1]}",
         prompt_token_ids=pack(np.array(prompt_ids, dtype=np.int32), TOKEN_IDS),
         rows=tuple(row(reward, tokens, [(version, 0, tokens)]) for reward in rewards),
-        started=1.0,
-        finished=2.0,
     )
 
 

@@ -268,7 +268,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     intake.cut = lambda *words: intake.done.append(("cut", *words)) or arrived
     intake.newest_report = Report(idle_seconds=1.0, server_seconds=4.0)
     taken = source.take(3)
-    assert intake.done == [("went_live",), ("poll", 2), ("cut", 3, 2, 2)]
+    assert intake.done == [("went_live",), ("poll", 2), ("cut", 3)]
     assert (taken.generated, taken.generation_seconds) == (arrived, 3.0)
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 12.0})
     source.parts.buffer.insert(arrived, 3)

@@ -30,7 +30,7 @@ def recorded(folder: Path, *layers: dict, steps: int = 0) -> Path:
         journal.append(group((0, place), version=place // PROMPTS))
         step, left = divmod(place + 1, PROMPTS)
         if not left:
-            journal.append(Step(step, place + 1, step - 1, step - 1, 0, 0, 0, 0))
+            journal.append(Step(step, place + 1, 0, 0, 0, 0))
     journal.close()
     return folder
 
