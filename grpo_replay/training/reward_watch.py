@@ -137,28 +137,6 @@ def _described(first_error: str | None, failed: Sequence[str]) -> str:
     return first_error or "none was raised; see log/"
 
 
-class MissingWatch:
-    """Says once that rewards do not come. The metric `reward/missing_fraction` goes on."""
-
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(
-        self, step: int, generated: Sequence[Rollout], first_error: str | None
-    ) -> list[str]:
-        """The notice, after the first step with a rollout without a reward; else nothing."""
-        missing = [rollout.verdict for rollout in generated if rollout.reward is None]
-        if self._told or not missing:
-            return []
-        self._told = True
-        return [
-            f"step {step}: the reward function gave no reward for {len(missing)} of "
-            f"{len(generated)} completions ({describe_failures(missing)}). They are left out of "
-            "their groups, neither trained on nor stored; the metric reward/missing_fraction has "
-            f"the share of every step. First error: {_described(first_error, missing)}"
-        ]
-
-
 def notices_of_ids(step: int, generated: Sequence[Rollout], known: int) -> list[str]:
     """A notice if completions have ids that are not among the `known` ones of the tokenizer."""
     beyond = sum(bool((each.completion_token_ids >= known).any()) for each in generated)

@@ -68,8 +68,9 @@ def run_training(
         return run.train()
 
 
-WARNINGS_SHOWN = ("grpo_replay.sampling", "grpo_replay.collection")
-"""Loggers whose warnings are for the user at once: a server or a collector is lost, or back."""
+WARNINGS_SHOWN = ("grpo_replay.sampling", "grpo_replay.collection", "grpo_replay.rewards")
+"""Loggers whose warnings are for the user at once: a server or a collector is lost, or back; a
+reward function has failed for the first time."""
 
 
 class _ShownWarnings(logging.Handler):

@@ -28,7 +28,6 @@ from grpo_replay.training.metrics import step_metrics
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
-    MissingWatch,
     notices_of_ids,
     refuse_failed_verdicts,
 )
@@ -55,7 +54,6 @@ class Trainer:
         self._learning = LearningWatch(
             self.recipe.reward, self.recipe.sampling, self.recipe.run.steps, self.end_tokens
         )
-        self._missing = MissingWatch()
         self._rounding_reported = self._ids_reported = False
         self._correct = CorrectWatch(self.recipe.reward)
 
@@ -195,9 +193,6 @@ class Trainer:
         self._warn_if_capacity_binds(step)
         self._warn_if_merging_rounds(step)
         if record.generated:
-            self.notices += self._missing.observe(
-                step, record.generated, self.parts.scorer.first_error
-            )
             self.notices += self._learning.observe(step, record.generated)
             self.notices += self._correct.observe(step, record.generated)
             if not self._ids_reported:

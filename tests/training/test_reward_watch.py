@@ -1,7 +1,6 @@
 """A run that cannot learn says so: when, why, and with which exit code."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
-    MissingWatch,
     advice_on_cut_off,
     notices_of_ids,
     refuse_failed_verdicts,
@@ -116,15 +114,6 @@ def test_a_correct_completion_or_a_builtin_verifier_needs_no_such_notice():
     assert not any(watch.observe(step, scores_of(0.0, 0.5)) for step in range(2, 20))
     builtin = CorrectWatch(recipe_of().reward)
     assert not any(builtin.observe(step, scores_of(-1.0, 0.5)) for step in range(1, 20))
-
-
-def test_missing_rewards_are_told_once_with_the_first_error():
-    missing = [SimpleNamespace(reward=None, verdict="crash")]
-    watch = MissingWatch()
-    assert watch.observe(2, [SimpleNamespace(reward=1.0, verdict="correct")], None) == []
-    (notice,) = watch.observe(3, missing, "ValueError: boom")
-    assert "step 3" in notice and "ValueError: boom" in notice
-    assert watch.observe(4, missing, "ValueError: boom") == []
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_counted():
