@@ -112,7 +112,6 @@ class RunState:
     processed_tokens: int = 0
     replayed_rollouts: int = 0
     wall_seconds: float = 0.0
-    capacity_warned: bool = False
     world_size: int = 1
     zero_stage: int = 0
     reward: dict[str, Any] = field(default_factory=dict)

@@ -151,20 +151,6 @@ class Trainer:
         rows = train_rows(rollouts, reference, self.recipe.loss, longest)
         return engine.update(rows if is_main else None)
 
-    def _warn_if_capacity_binds(self, step: int) -> None:
-        """Say once that the capacity evicts before the age limit does. Without an age limit the
-        capacity is meant to bind."""
-        settings = self.recipe.replay
-        if settings.max_age_steps is None or self.state.capacity_warned:
-            return
-        if self.buffer.stats(step).evicted_by_capacity:
-            self.state.capacity_warned = True
-            self.notices.append(
-                f"step {step}: replay.capacity_rollouts {settings.capacity_rollouts} binds: "
-                f"rollouts leave before they are {settings.max_age_steps} steps old; raise it, or "
-                "lower replay.max_age_steps"
-            )
-
     def _warn_if_merging_rounds(self, step: int) -> None:
         """Say so at the first push, and at the end, if the sampler holds too little of what LoRA's
         adapters change."""
@@ -190,7 +176,6 @@ class Trainer:
         """Write the files of the step, and notice what goes wrong. Returns its metrics."""
         self.generated = record.generated
         recipe, step = self.recipe, record.step
-        self._warn_if_capacity_binds(step)
         self._warn_if_merging_rounds(step)
         if record.generated:
             self.notices += self._learning.observe(step, record.generated)

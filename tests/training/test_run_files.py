@@ -44,13 +44,10 @@ class Watcher(Observer):
     """Keeps what it is shown, and what the sampler is told to do."""
 
     def __init__(self) -> None:
-        self.samples, self.notices, self.told_sampler = {}, [], []
+        self.samples, self.told_sampler = {}, []
 
     def on_samples(self, step, rows) -> None:
         self.samples[step] = rows
-
-    def on_notice(self, text) -> None:
-        self.notices.append(text)
 
     def noted(self, name: str):
         """The sampler's method, which says that it was called."""
@@ -208,11 +205,6 @@ def test_texts_that_are_long_or_hostile_to_a_terminal_fit_on_a_line():
     row = {"rollout_id": 1, "prompt": "[/a]", "completion": "[bold]", "reward": 1.0,
            "verdict": "correct"}  # fmt: skip
     assert samples_table(1, [row]).columns[4]._cells[0].plain == "[bold]"
-
-
-def test_a_capacity_that_binds_is_said_once(run, watcher):
-    (notice,) = watcher.notices
-    assert "replay.capacity_rollouts 32 binds" in notice
 
 
 def test_the_sampler_drops_its_weights_only_where_a_push_comes_next(run, watcher):
