@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
@@ -28,7 +27,6 @@ REWRITES = (
 )
 """Usual ways to write an answer otherwise, each a pattern and what replaces it."""
 THOUSANDS = r"\d{1,3}(,\d{3})+"
-USUAL_WORKERS_PER_CORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +38,6 @@ class Sample:
     total: int
     place: str
     encode: Callable[[str], Sequence[int]]
-
-
-def notices_of_workers(workers: int, ranks: int) -> list[str]:
-    """A notice if the workers of all ranks on a node are many more than its cores."""
-    cores = available_cores()
-    if workers * ranks <= USUAL_WORKERS_PER_CORE * cores:
-        return []
-    return [
-        f"reward.workers {workers} on each of {ranks} rank(s) are {workers * ranks} processes for "
-        f"{cores} CPU cores: they slow each other down unless the reward function waits for a "
-        "server"
-    ]
 
 
 def right_completion(answer: str) -> str:

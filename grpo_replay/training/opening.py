@@ -45,7 +45,6 @@ from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.rewards.trial import notices_of_workers
 from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.sampling.sampler_protocol import (
     NoSampler,
@@ -330,8 +329,6 @@ class RunOpener:
         before, state.reward = state.reward, reward_facts(recipe.reward, scorer.sources())
         if self.start.checkpoint is not None:
             notices += notices_of_change(recipe, self.start.checkpoint, before, state.reward)
-        if not self.place.elsewhere:
-            notices += notices_of_workers(recipe.reward.workers, recipe.engine.num_processes)
         if self.prompts is not None:
             text = CompletionText.of(recipe, self.tokenizer)
             notices += notices_of_rewards(recipe.reward, scorer, self.prompts, text)
