@@ -52,9 +52,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QWEN_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 """Both end a Qwen turn, but base and chat configurations name one each (QwenLM/Qwen3#927)."""
 
-SHAPES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-"""What of a configuration is named first if the weights of two models do not fit."""
-
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -130,20 +127,6 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
             "the folder to train"
         )
     return _overridden(config, model.config_overrides) if model.config_overrides else config
-
-
-def refuse_other_shapes(model: ModelSection, saved: Path) -> None:
-    """Raise RecipeError if the weights in the folder `saved`, a checkpoint's, are those of another
-    architecture, or of another size, than the section's model."""
-    place, now = f"model.path {short_path(model.path)!r}", load_config(model)
-    then = _load(AutoConfig.from_pretrained, str(saved), place, "config.json", model)
-    values = [(name, getattr(now, name, None), getattr(then, name, None)) for name in SHAPES]
-    changes = [f"{name} {ours}, was {theirs}" for name, ours, theirs in values if ours != theirs]
-    if changes:
-        raise RecipeError(
-            f"{place} is another model than that of {saved}: {'; '.join(changes)}. A resume goes "
-            "on with the checkpoint's weights: leave model.path as it was, or start a new run"
-        )
 
 
 def base_digest(model: PreTrainedModel) -> str:

@@ -112,8 +112,6 @@ class RunState:
     processed_tokens: int = 0
     replayed_rollouts: int = 0
     wall_seconds: float = 0.0
-    world_size: int = 1
-    zero_stage: int = 0
     reward: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
     base: str = ""

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.engine.attention_scores import float32_warning
 from grpo_replay.engine.compiled import refuse_stage_3
-from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine, notices_of_precision
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import (
     DTYPES,
     base_digest,
@@ -30,7 +29,6 @@ from grpo_replay.engine.models import (
     load_tokenizer,
     notices_of_weights,
     refuse_other_base,
-    refuse_other_shapes,
     resolve_model_path,
 )
 from grpo_replay.engine.passed_settings import check_passed_settings
@@ -60,7 +58,7 @@ from grpo_replay.stop import StopToken
 from grpo_replay.storage.checkpoint import INITIAL_MODEL, CheckpointSize, RunState, checkpoint_size
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
-from grpo_replay.training import Notice, Observer
+from grpo_replay.training import Notice
 from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.resuming import (
     StartingPoint,
@@ -145,7 +143,6 @@ class RunOpener:
         comm: Comm,
         device: Any,
         run_dir: RunDirectory,
-        observer: Observer,
         stack: ExitStack,
         scorer: RewardScorer | None = None,
         stop: StopToken | None = None,
@@ -155,7 +152,7 @@ class RunOpener:
     ) -> None:
         self.recipe, self.comm, self.device, self.scorer = recipe, comm, device, scorer
         self.stop, self.resume = stop or StopToken(), resume
-        self.run_dir, self.observer, self.stack = run_dir, observer, stack
+        self.run_dir, self.stack = run_dir, stack
         ranks_here = rank_environment().local_world_size
         self.place = place or Place(comm.world_size, ranks_here, device.type == "cuda")
         self.sized = recipe.model_copy(update={"model": known_model or recipe.model})
@@ -211,7 +208,6 @@ class RunOpener:
         comm, start = self.comm, self.start
         if self.resume:
             run_on_main(comm, lambda: go_back(self.recipe, self.run_dir, start))
-        start.state.world_size, start.state.zero_stage = comm.world_size, self.zero_stage
         return OpenedRun(
             self.parts, start.state, self.source, self.evaluation, self.checkpoint_size,
             self.notices,
@@ -338,7 +334,6 @@ class RunOpener:
         return notices
 
     def _check_engine(self) -> None:
-        self._say("engine", *notices_of_precision(self.recipe.model.dtype, self.zero_stage))
         run_collectively(self.comm, self._check_disk)
         run_collectively(self.comm, self._check_model)
 
@@ -346,14 +341,9 @@ class RunOpener:
         """What can be known of the model without its weights."""
         recipe, model = self.recipe, self.sized.model
         config = load_config(model)
-        saved = None if self.start.checkpoint is None else self.start.checkpoint / "model"
-        if saved is not None and saved.is_dir():  # with LoRA the base itself is compared
-            refuse_other_shapes(recipe.model, saved)
         if self.tokenizer is not None:
             check_vocabulary(model, config, self.tokenizer)
         check_attention(model)
-        warning = float32_warning(model, config, recipe.longest_rollout, self.place.on_cuda)
-        self._say("engine", *([] if warning is None else [warning]))
         self._say("engine", *notices_of_weights(recipe.model))
 
     def _check_disk(self) -> None:
@@ -386,7 +376,6 @@ class RunOpener:
                 f"{parameters:,} of {recipe.model.path} are frozen",
             )
         if start.checkpoint is not None:
-            self._say_if_resharded(start.state)
             engine.load(start.checkpoint / "engine")
         self.engine = engine
 
@@ -394,14 +383,6 @@ class RunOpener:
         """In the state. Raises ModelError for another than the run began with."""
         refuse_other_base(self.recipe.model, state.base, digest)
         state.base = digest
-
-    def _say_if_resharded(self, state: RunState) -> None:
-        ranks, stage = state.world_size, state.zero_stage
-        if (ranks, stage) != (self.comm.world_size, self.zero_stage):
-            self.observer.on_status(
-                f"restoring the engine state of {ranks} ranks at ZeRO {stage} on "
-                f"{self.comm.world_size} at ZeRO {self.zero_stage}"
-            )
 
     def _check_sampler(self) -> None:
         recipe, sampling = self.recipe, self.recipe.sampling

@@ -62,7 +62,7 @@ def run_training(
         comm, device = initialize_processes(recipe)
         # Ranks that a launcher started apart would name a directory after different times.
         run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
-        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer, stop, resume)
+        opener = RunOpener(recipe, comm, device, run_dir, stack, scorer, stop, resume)
         run = Run(opener.open(), observer, stack)
         stop.can_save = True
         return run.train()

@@ -34,6 +34,12 @@ def test_every_threshold_reaches_deepspeed_and_has_its_default():
         assert getattr(scaled, leaf) == SCALED["zero"][leaf], leaf
 
 
+@pytest.mark.parametrize(("stage", "in_fp32"), [(0, False), (1, False), (2, True), (3, True)])
+def test_gradients_of_bfloat16_are_summed_in_fp32_from_stage_2_on(stage, in_fp32):
+    config = config_of(engine_recipe(model={"dtype": "bfloat16"}), stage, on_cuda=False)
+    assert (config["data_types"]["grad_accum_dtype"] == "fp32") is in_fp32
+
+
 def test_a_cpu_steps_with_the_fused_adamw_and_a_gpu_with_torch_s_choice(processes):
     stage = 3
     with open_engine(processes, engine={"zero_stage": stage}) as engine:

@@ -1,4 +1,4 @@
-"""A float32 policy on a GPU holds whole score matrices: said at the start, counted beforehand."""
+"""A float32 policy on a GPU holds whole score matrices, which the plan counts."""
 
 import pytest
 

@@ -12,7 +12,6 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer
 from grpo_replay.training.opening import RunOpener
 
 REFUSED = {
@@ -30,7 +29,7 @@ def quick(monkeypatch):
 def start(recipe: Recipe, folder: Path) -> None:
     with ExitStack() as stack:
         device = SimpleNamespace(type="cpu")
-        RunOpener(recipe, Comm(), device, RunDirectory(folder), Observer(), stack).open()
+        RunOpener(recipe, Comm(), device, RunDirectory(folder), stack).open()
 
 
 @pytest.mark.parametrize("override", REFUSED)

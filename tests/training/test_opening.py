@@ -24,7 +24,7 @@ def opener(folder: Path, **sections) -> RunOpener:
     """Of one rank."""
     device = SimpleNamespace(type="cpu")
     recipe = resolve_recipe([sections])
-    return RunOpener(recipe, Comm(), device, RunDirectory(folder), Observer(), ExitStack())
+    return RunOpener(recipe, Comm(), device, RunDirectory(folder), ExitStack())
 
 
 class Listener(Observer):
@@ -32,27 +32,21 @@ class Listener(Observer):
         self.notices = [each.text for each in notices]
 
 
-def test_a_run_says_what_it_leaves_out_and_what_its_sequences_cost(
-    tmp_path, processes, monkeypatch
-):
+def test_a_run_says_what_it_leaves_out(tmp_path, processes, monkeypatch):
     """The room that the model has is compared with the longest prompt that remains."""
-    asked, rooms = [], []
+    rooms = []
 
-    def warn(model, config, longest: int, on_cuda: bool) -> str:
-        asked.append((model.dtype, longest, on_cuda))
+    def check_room(recipe, longest: int) -> None:
+        rooms.append(longest)
         logging.getLogger("grpo_replay.engine").warning("said by a check")
-        return "scores are large"
 
-    monkeypatch.setattr(opening, "float32_warning", warn)
-    monkeypatch.setattr(opening, "check_room", lambda *words: rooms.append(words[-1]))
+    monkeypatch.setattr(opening, "check_room", check_room)
     recipe = small_recipe(
         run={"steps": 1}, replay={"preset": "grpo"}, prompts={"max_prompt_length": 6}
     )
     listener = Listener()
     run_training(recipe, tmp_path / "run", False, listener)
-    assert "scores are large" in listener.notices
     assert "said by a check" in (tmp_path / "run/log/attempt_001.log").read_text()
-    assert asked == [("float32", 6 + 16, False)]
     assert len(rooms) == 1 and 3 <= rooms[0] <= 6
     (left_out,) = [each for each in listener.notices if "left out" in each]
     assert "prompts.max_prompt_length 6" in left_out

@@ -129,14 +129,13 @@ def _check_start(
     from grpo_replay.distributed.comm import Comm
     from grpo_replay.engine.processes import choose_device
     from grpo_replay.terminal.quiet import quiet_libraries
-    from grpo_replay.training import Observer
     from grpo_replay.training.opening import Place, RunOpener
 
     ranks, elsewhere = max(machines.ranks), machines.elsewhere or len(machines.ranks) > 1
     stack.enter_context(quiet_libraries())
     place = Place(machines.total_ranks, ranks, machines.on_cuda, is_plan=True, elsewhere=elsewhere)
     opener = RunOpener(
-        recipe, Comm(), None, folder, Observer(), stack,
+        recipe, Comm(), None, folder, stack,
         resume=resume, place=place, known_model=with_known_model(recipe.model),
     )  # fmt: skip
     try:

@@ -102,7 +102,6 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
     from grpo_replay.engine.processes import initialize_processes
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
-    from grpo_replay.training import Observer
     from grpo_replay.training.opening import RunOpener
     from grpo_replay.training.trainer import Trainer
 
@@ -112,8 +111,8 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         scorer = stack.enter_context(RewardScorer.open(recipe.reward))
         comm, device = initialize_processes(recipe)
-        run_dir, observer = RunDirectory(folder / "first-look"), Observer()
-        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
+        run_dir = RunDirectory(folder / "first-look")
+        opener = RunOpener(recipe, comm, device, run_dir, stack, scorer)
         opened = opener.open()
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()

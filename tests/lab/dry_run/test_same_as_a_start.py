@@ -26,7 +26,7 @@ from grpo_replay.shipped_recipes import shipped_recipes
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import LOCK, RunDirectory
 from grpo_replay.tiny import BASES
-from grpo_replay.training import Notice, Observer, checkpoint_writer
+from grpo_replay.training import Notice, checkpoint_writer
 from grpo_replay.training.opening import RunOpener, missing_packages
 
 QUICK = [
@@ -50,9 +50,7 @@ def start(
     """What a start on this machine says, and is refused with."""
     device = SimpleNamespace(type="cpu")
     with ExitStack() as stack:
-        opener = RunOpener(
-            recipe, Comm(), device, RunDirectory(folder), Observer(), stack, resume=resume
-        )
+        opener = RunOpener(recipe, Comm(), device, RunDirectory(folder), stack, resume=resume)
         try:
             opener.open() if opens else opener.check()
         except GrpoReplayError as error:
@@ -224,7 +222,6 @@ def test_of_a_folder_whose_journal_has_groups(tmp_path, has_groups):
 RESUMES = [
     (["reward.correct=0.5"], "the reward is another than before step 13"),
     (["run.steps=8"], "run.steps 8"),
-    (["model.path=builtin:tiny-long"], "another model"),
     (["prompts.max_prompt_length=1"], "none of"),
 ]
 
