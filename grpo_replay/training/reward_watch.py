@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,33 +182,19 @@ def describe_failures(verdicts: Sequence[str]) -> str:
     return ", ".join(f"{counts[status]} {status}" for status in FAILED if counts[status])
 
 
-NEARLY_ALL = 0.95
-"""Share of completions cut off from which on `sampling.stop_tokens` may be what the model never
-samples."""
-
-
-def advice_on_cut_off(share: float, sampling: SamplingSection, ends: str) -> str:
-    """What to do if this share of the completions was cut off. `ends` names the tokens that end
-    one (`name_stop_tokens`). Of the model's own, only if not one completion ended."""
-    advice = f"raise sampling.max_completion_length, {sampling.max_completion_length} tokens"
-    if share < (1.0 if sampling.stop_tokens is None else NEARLY_ALL):
-        return advice
-    return f"{advice}, or set sampling.stop_tokens: the model may never sample {ends}"
+def advice_on_cut_off(sampling: SamplingSection) -> str:
+    """What to do if many completions were cut off."""
+    return (
+        f"raise sampling.max_completion_length, {sampling.max_completion_length} tokens, or set "
+        "sampling.stop_tokens: the model may never sample those that end a completion now"
+    )
 
 
 class LearningWatch:
-    """Counts consecutive steps in which no rollout had an advantage, and says why. `ends` names the
-    tokens that end a completion."""
+    """Counts consecutive steps in which no rollout had an advantage, and says why."""
 
-    def __init__(
-        self,
-        reward: RewardSection,
-        sampling: SamplingSection,
-        last_step: int,
-        ends: Callable[[], str],
-    ) -> None:
+    def __init__(self, reward: RewardSection, sampling: SamplingSection, last_step: int) -> None:
         self._reward, self._sampling, self._last_step = reward, sampling, last_step
-        self._ends = ends
         self._counts: Counter[str] = Counter()  # of steps and rollouts since the last signal
         self._next_notice = FIRST_NOTICE_STEPS
 
@@ -263,9 +249,7 @@ class LearningWatch:
         if counts["correct"] > most:
             return "The problems are too easy: choose harder ones"
         if counts["truncated"] > most:
-            share = counts["truncated"] / counts["rollouts"]
-            advice = advice_on_cut_off(share, self._sampling, self._ends())
-            return advice[0].upper() + advice[1:]
+            return f"The completions are cut off: {advice_on_cut_off(self._sampling)}"
         if counts["unparsable"] > most:
             return (
                 "The completions have no answer in the form that the verifier reads: check "

@@ -21,7 +21,6 @@ from grpo_replay.replay.batch import logprob_row, train_rows, update_indices
 from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import with_behavior_logprobs
-from grpo_replay.sampling.sampler_protocol import name_stop_tokens
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.rollout_log import write_step
 from grpo_replay.training.metrics import step_metrics
@@ -51,15 +50,10 @@ class Trainer:
         self.buffer = parts.buffer
         self.generated: Sequence[Rollout] = ()  # of the last step, on rank 0
         self.notices: list[str] = []  # messages for the user; the caller shows and clears them
-        self._learning = LearningWatch(
-            self.recipe.reward, self.recipe.sampling, self.recipe.run.steps, self.end_tokens
-        )
+        recipe = self.recipe
+        self._learning = LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
         self._rounding_reported = self._ids_reported = False
         self._correct = CorrectWatch(self.recipe.reward)
-
-    def end_tokens(self) -> str:
-        """The tokens that end a completion, in words."""
-        return name_stop_tokens(self.parts.sampler.stop_token_ids, self.parts.tokenizer)
 
     def train_step(self) -> dict[str, Any] | None:
         """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks;

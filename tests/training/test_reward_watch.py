@@ -10,7 +10,6 @@ from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
-    advice_on_cut_off,
     notices_of_ids,
     refuse_failed_verdicts,
 )
@@ -32,7 +31,7 @@ def recipe_of(steps: int = 200, **reward) -> Recipe:
 
 
 def watch_of(recipe: Recipe) -> LearningWatch:
-    return LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps, lambda: "<e> (2)")
+    return LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
 
 
 def group(**changes) -> list[Rollout]:
@@ -72,12 +71,6 @@ def test_the_notice_says_why(changes, share, advice):
     watch = watch_of(recipe_of())
     (notice,) = [each for step in range(1, 6) for each in watch.observe(step, group(**changes))]
     assert share in notice and advice in notice
-
-
-def test_where_not_one_completion_ends_the_stop_tokens_are_named():
-    for share, named in ((1.0, True), (0.96, False)):
-        advice = advice_on_cut_off(share, recipe_of().sampling, "<e> (2)")
-        assert ("sampling.stop_tokens" in advice and "<e> (2)" in advice) is named
 
 
 def test_a_step_stops_if_most_verdicts_are_failures():

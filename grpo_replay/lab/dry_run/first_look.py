@@ -58,8 +58,8 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     memory of the run, in one process. Raises what a run raises.
     """
     share = groups / recipe.sampling.prompts_per_step
-    rollouts, metrics, ends = _throwaway_step(_for_a_look(recipe, groups))
-    look = judge(rollouts, recipe.sampling, ends)
+    rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
+    look = judge(rollouts, recipe.sampling)
     look = replace(look, example=_example(recipe.model, rollouts[0]))
     survivors = sum(rollout.kept for rollout in rollouts)
     known = {"completion_tokens": look.completion_tokens, "prompt_tokens": look.prompt_tokens}
@@ -95,9 +95,8 @@ def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
     return recipe.model_copy(update=sections)
 
 
-def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any], str]:
-    """Rollouts and metrics of the recipe's first step, and the tokens that end a completion.
-    Nothing of it stays."""
+def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any]]:
+    """Rollouts and metrics of the recipe's first step, of which nothing stays."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.engine.processes import initialize_processes
     from grpo_replay.storage.run_directory import RunDirectory
@@ -117,7 +116,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()
         assert metrics is not None  # nobody asked it to stop
-        return trainer.generated, metrics, trainer.end_tokens()
+        return trainer.generated, metrics
 
 
 def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
@@ -133,8 +132,8 @@ def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
     )
 
 
-def judge(rollouts: Sequence[Rollout], sampling: SamplingSection, ends: str) -> FirstLook:
-    """What the groups of some rollouts say. `ends` names the tokens that end a completion."""
+def judge(rollouts: Sequence[Rollout], sampling: SamplingSection) -> FirstLook:
+    """What the groups of some rollouts say."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)
@@ -148,7 +147,7 @@ def judge(rollouts: Sequence[Rollout], sampling: SamplingSection, ends: str) -> 
     if unparsable:
         verdict += f"; {unparsable:.0%} have no answer that the verifier reads (unparsable)"
     if cut_off > OFTEN_CUT:
-        verdict += f"; {cut_off:.0%} are cut off: {advice_on_cut_off(cut_off, sampling, ends)}"
+        verdict += f"; {cut_off:.0%} are cut off: {advice_on_cut_off(sampling)}"
     return FirstLook(
         groups=len(groups),
         rollouts=len(rollouts),
@@ -186,16 +185,10 @@ def _verdict(seen: Sequence[Rollout], correct: int, groups: int, signal: int, mi
             f"no reward came for any of {rollouts} rollouts (verdict: {verdicts}): nothing to "
             "learn from; mend the reward function"
         )
-    elif correct == 0:
-        text = (
-            f"no success in {rollouts}: it cannot learn; try an easier task, examples in "
-            "prompts.user_template, or a model warmed up on solutions"
-        )
-    elif correct == rollouts:
-        text = f"all {rollouts} succeed: nothing to learn; try a harder task"
     else:
         text = (
-            f"none of {groups} groups has both right and wrong rollouts: look at more groups, or "
-            "raise sampling.group_size"
+            f"{correct} of {rollouts} succeed, and no group has both right and wrong rollouts: "
+            "nothing to learn from; choose problems that it solves now and then, or look at more "
+            "groups"
         )
     return text

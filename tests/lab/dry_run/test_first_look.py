@@ -36,7 +36,7 @@ def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
 ALWAYS_RIGHT = "def score(completion, answer):\n    return 1.0\n"
 
 
-@pytest.mark.parametrize("right, word", [(0, "no success in 16"), (16, "nothing to learn")])
+@pytest.mark.parametrize("right, word", [(0, "0 of 16 succeed"), (16, "16 of 16 succeed")])
 def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_path, right, word):
     file = tmp_path / "rewards.py"
     file.write_text(ALWAYS_RIGHT)
@@ -51,7 +51,7 @@ def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_p
 
 
 def judged(rollouts: list[Rollout]) -> FirstLook:
-    return judge(rollouts, small_recipe().sampling, "<end> (2)")
+    return judge(rollouts, small_recipe().sampling)
 
 
 def test_no_success_is_no_proof_of_none():
@@ -79,9 +79,9 @@ def looked_at(correct: list[int], signal: float, reward: float | None = 0.0) -> 
 
 def test_rewards_that_did_not_come_are_no_failures_of_the_model():
     look = looked_at([0, 0], signal=0.0, reward=None)
-    assert look.can_learn is False and "easier task" not in look.verdict
+    assert look.can_learn is False
     assert "no reward came for any of 8 rollouts (verdict: crash)" in look.verdict
-    assert "no success in 8: it cannot learn" in looked_at([0, 0], signal=0.0).verdict
+    assert "0 of 8 succeed" in looked_at([0, 0], signal=0.0).verdict
 
 
 def test_completions_without_an_answer_are_a_share_of_the_look():
