@@ -8,10 +8,9 @@
 A function of the user that raises, returns None, exceeds the time or memory limit or crashes its
 worker gives no reward; a completion that makes a built-in verifier fail earns the incorrect reward.
 The status of the verdict names the cause. With several functions, the failure of one is that of the
-verdict. If all functions are built in, equal (completion, answer) pairs are graded once.
+verdict.
 """
 
-import hashlib
 import json
 import logging
 import threading
@@ -31,10 +30,6 @@ from grpo_replay.types import FAILED, Verdict
 
 MEMORY_LIMIT_MIB = 2048
 """Maximum memory growth of a worker process."""
-
-CACHED_ANSWERS = 20_000
-"""Maximum number of cached verdicts, by digest of (completion, answer). Enough for
-the equal completions of a step or an evaluation; those of many steps ago seldom come again."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +65,6 @@ class RewardScorer:
         self._submitted: list[tuple[Hashable, _Graded]] = []
         self._pending = 0
         self._groups: dict[str, list[_Member]] = {}  # that are not complete
-        self._cache: dict[bytes | None, _Graded] = {}
         self._pool = VerifierPool(
             functions,
             section.workers,
@@ -113,24 +107,17 @@ class RewardScorer:
         come in the order of their keys. Raises DatasetError if the row holds what JSON cannot.
         """
         together = of > 1 and not self._builtin and self._takes_many()
-        digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
-            graded = self._cache.pop(digest, None)
-            if graded is None:
-                graded = _Graded(answer)
-                given = {"truncated": truncated, "prompt": prompt, "messages": list(messages)}
-                given |= {"step": step, "group": group, "completion_ids": completion_ids}
-                member = (key, graded, self._body(completion, answer, row, given))
-                self._pending += 1
-                if together:
-                    self._groups.setdefault(group, []).append(member)
-                    self._put_group(group, of)
-                else:
-                    self._put([member])
-            if digest is not None:
-                self._cache[digest] = graded  # the most recently used is the last
-                if len(self._cache) > CACHED_ANSWERS:
-                    del self._cache[next(iter(self._cache))]
+            graded = _Graded(answer)
+            given = {"truncated": truncated, "prompt": prompt, "messages": list(messages)}
+            given |= {"step": step, "group": group, "completion_ids": completion_ids}
+            member = (key, graded, self._body(completion, answer, row, given))
+            self._pending += 1
+            if together:
+                self._groups.setdefault(group, []).append(member)
+                self._put_group(group, of)
+            else:
+                self._put([member])
             self._submitted.append((key, graded))
 
     def _takes_many(self) -> bool:
@@ -318,10 +305,3 @@ def _plain(value: Any) -> Any:
         if hasattr(value, method):
             return getattr(value, method)()
     raise TypeError(f"a {type(value).__name__} cannot be sent to a verifier worker")
-
-
-def _digest(completion: str, answer: str) -> bytes:
-    # The length distinguishes ("ab", "c") from ("a", "bc"); surrogatepass, because samplers may
-    # emit invalid Unicode.
-    text = f"{len(answer)}:{answer}{completion}"
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

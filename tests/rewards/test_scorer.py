@@ -84,15 +84,6 @@ def test_rewards_are_those_of_the_recipe():
     assert [v.reward for v in verdicts] == [3.0, 0.5]
 
 
-def test_equal_pairs_of_a_builtin_are_graded_once(symbolic, monkeypatch):
-    put = []
-    original = symbolic._pool.put
-    monkeypatch.setattr(symbolic._pool, "put", lambda *task: (put.append(task), original(*task)))
-    pairs = [("\\boxed{77}", "77", None), ("\\boxed{7}", "777", None)] * 50
-    assert len(symbolic.score(pairs)) == 100
-    assert len(put) == 2
-
-
 def test_a_users_function_sees_the_row_and_is_called_every_time():
     with scorer("judge_rewards:half_for_hint") as opened:
         row = {"hint": "key", "n": np.int64(3), "v": np.arange(2)}
