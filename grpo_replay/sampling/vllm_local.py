@@ -9,8 +9,7 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +23,7 @@ from grpo_replay.engine.weights import (
     expected_weights,
     refuse_problems,
 )
-from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
+from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.sampler_protocol import (
     SamplerOpening,
     WeightState,
@@ -309,7 +308,6 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with preserved_process_state(), stdout_to_stderr():
         try:
-            import vllm
             from vllm.engine.arg_utils import EngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -318,7 +316,6 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
                 f"sampling.backend vllm: vLLM cannot be imported ({error}); "
                 "pip install 'grpo-replay[vllm]', or use sampling.backend hf"
             ) from error
-        _refuse_unknown(arguments, [each.name for each in fields(EngineArgs)], vllm.__version__)
         try:
             engine = LLMEngine.from_engine_args(
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
@@ -333,16 +330,6 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
-
-
-def _refuse_unknown(arguments: Iterable[str], known: Sequence[str], version: str) -> None:
-    """Raises RecipeError for a key of `sampling.vllm` that is no engine argument."""
-    for name in arguments:
-        if name not in known:
-            raise RecipeError(
-                f"sampling.vllm.{name}: vLLM {version} has no engine argument of this name"
-                f"{did_you_mean(name, known)}; remove it, or see EngineArgs in vLLM's documentation"
-            )
 
 
 def _refuse_experts(expected: ExpectedWeights) -> None:

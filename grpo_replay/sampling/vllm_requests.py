@@ -15,9 +15,6 @@ from grpo_replay.types import Completion, GenerationRequest
 NO_LOGPROB = -9999.0
 """Sent by a vLLM server in place of NaN and minus infinity, which JSON cannot express."""
 
-ROUNDING = 1e-3
-"""How far above 0 rounding may take the log-prob of a token."""
-
 
 def sampling_parameters(
     request: GenerationRequest, stop_token_ids: Sequence[int]
@@ -56,16 +53,13 @@ def build_completion(
     finish_reason: str | None,
     versions: tuple[int, int],
     stop_token_ids: Sequence[int],
-    vocabulary: int = 2**31,
 ) -> Completion:
     """The validated completion; `versions` are those of the policy that sampled its first and its
-    last token. Raises SamplerError for a missing, non-finite or positive log-prob, for what is no
-    token id, an aborted request, or an end that is neither a stop token nor the maximum length."""
+    last token. Raises SamplerError for a missing or non-finite log-prob, an aborted request, or an
+    end that is neither a stop token nor the maximum length."""
     place = f"completion {tuple(request.key)} of policy version {versions[0]}"
     if len(logprobs) != len(token_ids) or not token_ids:
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
-    if odd := _no_tokens(token_ids, vocabulary):
-        raise SamplerError(f"{place}: {str(odd[0])[:40]!r} is no id of {vocabulary} tokens")
     logprobs_T = _checked_logprobs(logprobs, place)
     stopped = finish_reason == "stop" and token_ids[-1] in stop_token_ids
     ended = stopped and len(token_ids) <= request.max_tokens
@@ -94,24 +88,7 @@ def _checked_logprobs(logprobs: Sequence[float], place: str) -> np.ndarray:
             f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
             "or infinity: look at grad_norm and loss of the last steps"
         )
-    if logprobs_T.max() > ROUNDING:
-        raise SamplerError(
-            f"{place}: the log-prob of token {logprobs_T.argmax()} is {logprobs_T.max():g}: at "
-            "most 0 is possible"
-        )
     return logprobs_T
-
-
-def _no_tokens(values: Sequence[Any], vocabulary: int) -> list[Any]:
-    """Those that are no token ids. Completions have thousands, nearly always of plain integers."""
-    if set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocabulary:
-        return []
-    return [value for value in values if not _is_token(value, vocabulary)]
-
-
-def _is_token(value: Any, vocabulary: int) -> bool:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_whole and 0 <= value < vocabulary
 
 
 def read_versions(labels: Sequence[Any], place: str) -> tuple[int, int]:

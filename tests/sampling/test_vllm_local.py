@@ -55,17 +55,17 @@ def test_vllm_has_an_fp32_head_and_takes_new_weights_with_it(tied):
     assert found.mean() < 0.05, "bfloat16 in the body; other weights differ by 0.2 and more"
 
 
-@pytest.mark.parametrize("vllm, error, message", [
+@pytest.mark.parametrize("vllm, message", [
     (
-        {"gpu_memory_utilisation": 0.5}, RecipeError,
-        r"sampling\.vllm\.gpu_memory_utilisation: vLLM \S+ has no engine argument of this name "
-        r"\(did you mean 'gpu_memory_utilization'\?\); remove it",
+        {"gpu_memory_utilisation": 0.5},
+        r"engine did not start: .* unexpected keyword argument 'gpu_memory_utilisation'; see "
+        r"sampling\.vllm in the recipe",
     ),
-    ({"max_num_seqs": "many"}, SamplerError, "engine did not start: '<' not supported .* see samp"),
+    ({"max_num_seqs": "many"}, "engine did not start: '<' not supported .* see samp"),
 ])  # fmt: skip
-def test_an_engine_argument_that_vllm_does_not_take_is_refused(tied, vllm, error, message):
+def test_an_engine_argument_that_vllm_does_not_take_is_refused(tied, vllm, message):
     recipe = tiny_recipe(tied.folder, vllm=vllm)
-    with pytest.raises(error, match=message):
+    with pytest.raises(SamplerError, match=message):
         VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
 
 
