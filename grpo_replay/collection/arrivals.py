@@ -198,7 +198,7 @@ class Arrivals:
             return
         self._queue.append(Arrived(self.arrived_groups, record))
         self.arrived_groups += 1
-        self.ledger.arrive(amount_of(record))
+        self.ledger.arrive(Amount(len(record.rows), record.tokens))
 
     def select(self, step: int) -> Selection:
         """Take the groups of `step` out of the queue, and those too old for it."""
@@ -216,10 +216,6 @@ class Arrivals:
     def _is_stale(self, arrived: Arrived, step: int) -> bool:
         limit = self.max_age_steps
         return limit is not None and step - arrived.birth_step > limit
-
-
-def amount_of(group: Group) -> Amount:
-    return Amount(len(group.rows), group.tokens)
 
 
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple[Rollout, ...]:

@@ -30,7 +30,7 @@ def run_on_main(
     `action` must not call collectives.
     """
     future = _started(action) if comm.is_main else None
-    while not comm.broadcast_json(future is not None and _is_done(future, poll_seconds)):
+    while not comm.broadcast_json(future is not None and bool(wait([future], poll_seconds).done)):
         pass  # rank 0 is still working
     error = None if future is None else future.exception()
     if error is not None and not isinstance(error, GrpoReplayError):
@@ -52,10 +52,6 @@ def _started(action: Callable[[], _Result]) -> "Future[_Result]":
     # A daemon thread, so that an interrupted process does not wait for it.
     threading.Thread(target=work, name="long work", daemon=True).start()
     return future
-
-
-def _is_done(future: "Future[_Result]", seconds: float) -> bool:
-    return bool(wait([future], timeout=seconds).done)
 
 
 _LOST_PEER = re.compile(

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,8 @@ class DeepSpeedEngine:
         packs = recipe.packs(self._device.type == "cuda")
 
         def forward_in(layout: Layout) -> Forward:
-            return partial(self._logprobs_of, self._engine, layout)
+            given = self._engine, layout
+            return lambda *rest: self._device_logprobs(*given, *rest).cpu().numpy()
 
         padded = Layout(budget)
         packed = Layout(budget, packing=True, pack_multiple=pack_multiple(attention, budget))
@@ -226,9 +226,6 @@ class DeepSpeedEngine:
     ) -> torch.Tensor:
         logprobs_C, _ = module(*self._inputs(microbatch, layout), through_logits=through_logits)
         return logprobs_C.float()
-
-    def _logprobs_of(self, *arguments: Any) -> np.ndarray:
-        return self._device_logprobs(*arguments).cpu().numpy()
 
     def _inputs(self, batch: MicroBatch, layout: Layout) -> tuple[torch.Tensor | int | None, ...]:
         if layout.pack_multiple is not None and len(batch.input_ids_SL) == 1:

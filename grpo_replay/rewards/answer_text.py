@@ -125,14 +125,10 @@ def without_thousands(text: str) -> str:
     return text if set(text) & set("[(⦃") else number.sub(lambda f: f[0].replace(",", ""), text)
 
 
-_LATEX = str.maketrans({
+LATEX = str.maketrans({
     "⦃": r"\{", "⦄": r"\}", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∈": r"\in ",
     "∪": r"\cup ", "∖": r"\setminus ", "ℝ": r"\mathbb{R}", "°": r"^{\circ}",
 })  # fmt: skip
-
-
-def as_latex(text: str) -> str:
-    return text.translate(_LATEX)
 
 
 def split(text: str, marks: str) -> list[str]:

@@ -225,18 +225,15 @@ def _remembered(function: Callable[[str], Any]) -> Callable[[str], Any]:
     return tried
 
 
-def _as_delta(found: re.Match[str]) -> str:
-    return found[1] or r"\delta "
-
-
 @_remembered
 def read(text: str) -> Any:
     """What sympy makes of a formula, a set or a relation, with exact decimals."""
     number = re.sub(r"^([+-]?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3", text)
     if re.fullmatch(r"[+-]?\d+(?:\.\d*|/\d+)?", number):
         return sympy.Rational(number)
+    letters = text if r"\int" in text else _LETTER_D.sub(lambda d: d[1] or r"\delta ", text)
     found = latex2sympy(
-        answer_text.as_latex(text if r"\int" in text else _LETTER_D.sub(_as_delta, text)),
+        letters.translate(answer_text.LATEX),
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True),
         conversion_config=ConversionConfig(lowercase_symbols=False),
         convert_degrees=True,

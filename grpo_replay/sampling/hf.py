@@ -95,7 +95,7 @@ class HfSampler:
             refuse_impossible(request, model.config.vocab_size, positions, limit)
         ordered = sorted(
             requests,
-            key=lambda r: (-len(r.prompt_token_ids), _prompt_bytes(r)),
+            key=lambda r: (-len(r.prompt_token_ids), r.prompt_token_ids.astype(np.int32).tobytes()),
         )
         return self._run(model, ordered)
 
@@ -185,7 +185,3 @@ class HfSampler:
         self._weights.refuse_closed()
         assert self._model is not None
         return self._model
-
-
-def _prompt_bytes(request: GenerationRequest) -> bytes:
-    return np.ascontiguousarray(request.prompt_token_ids, dtype=np.int32).tobytes()

@@ -226,7 +226,8 @@ class Run:
         if samples_are_due(metrics["step"], self.recipe.run.steps):
             self._show_samples(metrics["step"])
         for notice in self.trainer.notices:
-            self._notify(notice)
+            logger.warning(notice)
+            self.observer.on_notice(notice)
         self.trainer.notices.clear()
 
     def _show_samples(self, step: int) -> None:
@@ -236,10 +237,6 @@ class Run:
         for tracker in self.trackers:
             tracker.log_samples(step, rows)
         self.observer.on_samples(step, rows)
-
-    def _notify(self, notice: str) -> None:
-        logger.warning(notice)
-        self.observer.on_notice(notice)
 
     def _checkpoint(self) -> None:
         state = self.state
