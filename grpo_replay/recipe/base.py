@@ -1,15 +1,13 @@
 """The base classes of recipe sections, and the field types they share."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -24,16 +22,6 @@ MOST_COST_RATIO = 1e9
 """μ beyond it means nothing, and overflows."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this one, and logs it."""
-
-
-def _fits_fp32(score: float) -> float:
-    if abs(score) > 1e30:  # sums of scores too
-        raise ValueError("rewards are stored as fp32: at most 1e30, and at least -1e30")
-    return score
-
-
-Score = Annotated[float, AfterValidator(_fits_fp32)]
-"""A score, or the weight of one."""
 
 
 def one_of(functions: OpenList) -> Any:
@@ -54,30 +42,6 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _is_no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and is_number(cls.model_fields[str(info.field_name)].annotation):
-            raise ValueError("expected a number")
-        return value
-
-
-def is_number(annotation: Any) -> bool:
-    """Whether a setting of this type takes a number, and neither true nor false."""
-    parts = list(_parts(annotation))
-    if Any in parts or bool in parts:
-        return False
-    return any(part in (int, float) or type(part) is int for part in parts)
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    """The types and literal values that an annotation is made of."""
-    inner = get_args(annotation)
-    if not inner:
-        yield annotation
-    for each in inner:
-        yield from _parts(each)
 
 
 class Passthrough(Section):

@@ -11,7 +11,6 @@ from grpo_replay.recipe.base import (
     Fraction,
     Passthrough,
     Positive,
-    Score,
     Seconds,
     Section,
     one_of,
@@ -67,7 +66,7 @@ class WeightedReward(Section):
     """One of several reward functions."""
 
     function: str
-    weight: Score = 1.0
+    weight: float = 1.0
     name: str | None = None
 
 
@@ -76,9 +75,9 @@ class RewardSection(Section):
     """A verifier or a function of your own (docs/rewards.md). Several: a list of names or of
     `{function: …, weight: 1.0, name: null}`; the reward is their weighted sum, and the first alone
     decides which rollouts count as correct."""
-    correct: Score = 1.0
+    correct: float = 1.0
     """Score of a correct answer; your own function's score counts as correct from here on."""
-    incorrect: Score = -1.0
+    incorrect: float = -1.0
     """Score of any other answer."""
     overlong_buffer_tokens: Positive | None = None
     """L_cache of DAPO's soft overlong punishment: a score that falls from 0 to -1 over the last
