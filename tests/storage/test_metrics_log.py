@@ -34,9 +34,8 @@ def test_the_lines_up_to_the_checkpoint_are_kept_as_they_are(path):
         ([], "metrics.jsonl"),
         (LINES[:2], "metrics.jsonl ends after 2"),
         ([*LINES[:2], LINES[1], *LINES[2:]], "metrics.jsonl:3 is of step 2"),
-        ([LINES[0], '{"step": 2, "reward": "high"}', *LINES[2:]], "reward is 'high'"),
     ],
-    ids=["none", "short", "a doubled line", "text for a number"],
+    ids=["none", "short", "a doubled line"],
 )
 def test_other_lines_are_refused_with_their_place(path, lines, place):
     write(path, lines)
@@ -44,9 +43,8 @@ def test_other_lines_are_refused_with_their_place(path, lines, place):
         first_steps(path, 3)
 
 
-@pytest.mark.parametrize("line", ["7", '{"step": "1"}', '{"step": 2, '])
-def test_a_line_that_is_not_an_object_with_a_step_is_named(path, line):
-    write(path, [LINES[0], line])
+def test_a_line_that_is_not_json_is_named(path):
+    write(path, [LINES[0], '{"step": 2, '])
     with pytest.raises(SnapshotError, match=r"metrics\.jsonl:2:"):
         read_metrics(path)
 
