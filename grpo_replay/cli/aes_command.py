@@ -13,8 +13,7 @@ from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.evaluation.evaluation_tables import tokens
-from grpo_replay.evaluation.statistics import Interval
+from grpo_replay.evaluation.evaluation_tables import interval, tokens
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 
@@ -78,7 +77,10 @@ def print_scores(
         for score in scores
     ]
     if any(map(any, intervals)):
-        rows = [(n, *map(_interval, each)) for n, each in zip(names[1:], intervals, strict=True)]
+        rows = [
+            (name, *(interval(bounds, "{:+.3f}".format) for bounds in each))
+            for name, each in zip(names[1:], intervals, strict=True)
+        ]
         title = "95 % intervals over problems"
         print_table(console, plain_table(title, ("model", *header[3:]), rows))
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
@@ -110,7 +112,3 @@ def _numbers(text: str, place: str) -> tuple[float, float]:
     if not (0 <= accuracy <= 100 and 0 <= length < math.inf):
         raise UsageError(f"{place} {text!r}: expected an accuracy of 0 to 100 %, and tokens")
     return accuracy, length
-
-
-def _interval(bounds: Interval | None) -> str:
-    return "–" if bounds is None else f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"

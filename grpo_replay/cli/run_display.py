@@ -99,11 +99,11 @@ class RunDisplay(Observer):
         self._held_out = f"held-out {100 * mean:.1f} % after step {step}"
         greedy = report.greedy_accuracies()
         greedy_part = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
-        from grpo_replay.evaluation.evaluation_tables import percent_interval
+        from grpo_replay.evaluation.evaluation_tables import interval, percent
 
-        interval = percent_interval(report.sampled.mean.avg_at_k_interval)
+        bounds = interval(report.sampled.mean.avg_at_k_interval, percent)
         self._console.print(
-            f"step {step}: held-out accuracy {100 * mean:.1f} % {interval}{greedy_part}",
+            f"step {step}: held-out accuracy {100 * mean:.1f} % {bounds}{greedy_part}",
             soft_wrap=True,
         )
         if missing := report.missing_verdicts():
@@ -115,11 +115,10 @@ class RunDisplay(Observer):
         self._tokens_per_second = speed if before is None else 0.9 * before + 0.1 * speed
         self._line = line = self._describe_step(metrics)
         self._progress.update(self._task, completed=metrics["step"])
-        if self._live is None and self._is_due(metrics["step"]):
-            self._console.print(f"step {metrics['step']}/{self._steps}  {line}", soft_wrap=True)
-
-    def _is_due(self, step: int) -> bool:
-        return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
+        step = metrics["step"]
+        due = step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
+        if self._live is None and due:
+            self._console.print(f"step {step}/{self._steps}  {line}", soft_wrap=True)
 
     def _describe_step(self, metrics: Mapping[str, Any]) -> str:
         reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived

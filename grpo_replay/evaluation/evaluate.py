@@ -67,7 +67,9 @@ def evaluate(
     the report. `generations_folder` caches the completions of this model. `stop` is asked
     between completions, and a request to any rank ends it on all. Collective: all ranks call it.
     """
-    mine = [i for i, each in enumerate(plan.samples) if _rank_of(each, comm) == comm.rank]
+    # By problem, so that all samples of a prompt share one sampler's prefix cache.
+    ranks = [each.request.key.prompt_index % comm.world_size for each in plan.samples]
+    mine = [index for index, rank in enumerate(ranks) if rank == comm.rank]
     grading = _Grading(plan, tokenizer, scorer, len(mine), on_progress)
     missing = _recall(grading, mine, generations_folder) if generations_folder else mine
     stop = stop or StopToken()
@@ -212,8 +214,3 @@ def _generate(
             grading.submit(index, completion.token_ids, completion.finish_reason)
             if stop.requested:
                 break
-
-
-def _rank_of(planned: PlannedSample, comm: Comm) -> int:
-    # By problem, so that all samples of a prompt share one sampler's prefix cache.
-    return planned.request.key.prompt_index % comm.world_size

@@ -1,6 +1,6 @@
 """Evaluation results as terminal tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -21,16 +21,12 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def percent_interval(bounds: Interval | None) -> str:
-    return "–" if bounds is None else f"[{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
-
-
 def tokens(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def tokens_interval(bounds: Interval | None) -> str:
-    return "–" if bounds is None else f"[{tokens(bounds[0])}, {tokens(bounds[1])}]"
+def interval(bounds: Interval | None, written: Callable[[float], str]) -> str:
+    return "–" if bounds is None else f"[{written(bounds[0])}, {written(bounds[1])}]"
 
 
 def p_value(value: float) -> str:
@@ -71,10 +67,10 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
             percent(result.accuracy_a),
             percent(result.accuracy_b),
             f"{100 * result.difference:+.1f}",
-            percent_interval(result.difference_interval),
+            interval(result.difference_interval, percent),
             p_value(result.p_value),
             f"{result.tokens_difference:+,.1f}",
-            _signed_interval(result.tokens_difference_interval),
+            interval(result.tokens_difference_interval, "{:+,.1f}".format),
         )
         for name, result in results.items()
     ]
@@ -85,10 +81,6 @@ COMPARISON_LEGEND = (
     "accuracies and differences in %, with 95 % intervals over problems; p: two-sided, from "
     "sign flips over problems; tokens: B minus A."
 )
-
-
-def _signed_interval(bounds: Interval | None) -> str:
-    return "–" if bounds is None else f"[{bounds[0]:+,.1f}, {bounds[1]:+,.1f}]"
 
 
 def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
@@ -109,8 +101,8 @@ def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         (
             title,
             *((str(r.n), str(r.k)) if isinstance(r, BenchmarkResult) else ("", "")),
-            *(percent(r.avg_at_k), percent_interval(r.avg_at_k_interval)),
-            *(percent(r.pass_at_k), percent_interval(r.pass_at_k_interval)),
+            *(percent(r.avg_at_k), interval(r.avg_at_k_interval, percent)),
+            *(percent(r.pass_at_k), interval(r.pass_at_k_interval, percent)),
             *((percent(greedy[name]),) if greedy else ()),
             *(("–" if r.mean_score is None else f"{r.mean_score:.3f}",) if has_score else ()),
         )
@@ -126,7 +118,7 @@ def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         (
             title,
             tokens(r.mean_tokens),
-            tokens_interval(r.mean_tokens_interval),
+            interval(r.mean_tokens_interval, tokens),
             *(tokens(r.mean_tokens_correct), tokens(r.mean_tokens_incorrect)),
             *(percent(r.truncation_rate), percent(r.unparsed_rate)),
         )

@@ -245,9 +245,5 @@ def seconds_of_step(step: Mapping[str, Any], speed: Speed, overlaps: bool) -> fl
     generation = step["generated_tokens_expected"] / speed.generated
     training = step["trained_tokens_expected"] / speed.trained
     both = max(generation, training) if overlaps else generation + training
-    return _significant(both + speed.other_seconds)
-
-
-def _significant(value: float) -> float:
-    """Three significant digits: more would claim what no assumption gives."""
-    return float(f"{value:.3g}")
+    # Three significant digits: more would claim what no assumption gives.
+    return float(f"{both + speed.other_seconds:.3g}")

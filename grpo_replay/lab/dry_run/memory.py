@@ -70,10 +70,6 @@ class ModelShape:
     def trained(self) -> int:
         return self.adapters or self.parameters
 
-    @property
-    def largest_trained(self) -> int:
-        return self.largest_adapter or self.largest_parameter
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
@@ -199,7 +195,8 @@ def _flat_copy(count: int, setting: EngineSetting) -> int:
 def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
     temporaries = FP32 if setting.on_cuda else 0
     if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
-        return gradients + temporaries * shape.largest_trained
+        largest = shape.largest_adapter or shape.largest_parameter
+        return gradients + temporaries * largest
     kept = 0
     if setting.zero_stage == 3:
         kept = _bucket(shape.trained, setting)

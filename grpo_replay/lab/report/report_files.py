@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.evaluation.evaluation_tables import markdown_table, percent, percent_interval
+from grpo_replay.evaluation.evaluation_tables import interval, markdown_table, percent
 from grpo_replay.lab.report.collect import Experiment
 from grpo_replay.lab.report.costs import usable_axes
 from grpo_replay.lab.report.measure import Document, shown_target, shown_title
@@ -163,7 +163,7 @@ def _final_cell(arm: Document, found: Document) -> str:
     if arm["final"] is None:
         return MISSING
     each = arm["final"][found["shown"]["benchmark"]]
-    bounds = "" if each["interval"] is None else f"\n{percent_interval(each['interval'])}"
+    bounds = "" if each["interval"] is None else f"\n{interval(each['interval'], percent)}"
     return percent(each["mean"]) + bounds
 
 
