@@ -1,7 +1,8 @@
 """The Python API: recipe → train → evaluate → inspect → report, in this process. See docs/api.md.
 
-The functions print nothing. Each corresponds to a command, takes its options as Python values, and
-raises the errors of `grpo_replay.errors` that the command would print.
+The functions print nothing but, on a terminal, a bar while many files are read. Each corresponds to
+a command, takes its options as Python values, and raises the errors of `grpo_replay.errors` that
+the command would print.
 """
 
 import json
@@ -127,10 +128,8 @@ def inspect(path: str | Path, step: int | None = None) -> "Inspection":
     """What the buffer of a run, a checkpoint or a snapshot holds and did (docs/buffer.md)."""
     from grpo_replay.lab.inspection.compute import summarise
     from grpo_replay.lab.inspection.source import open_source
-    from grpo_replay.terminal.console import no_progress
 
-    with no_progress():
-        return summarise(open_source(str(path), step))
+    return summarise(open_source(str(path), step))
 
 
 def sweep(
@@ -170,14 +169,12 @@ def report(
     from grpo_replay.lab.report.collect import collect
     from grpo_replay.lab.report.measure import measure
     from grpo_replay.lab.report.report_files import as_json, refuse_other_files, write_report
-    from grpo_replay.terminal.console import no_progress
 
     given = [paths] if isinstance(paths, str | Path) else paths
     if output is not None:
         refuse_other_files(Path(output))
-    with no_progress():
-        experiment = collect([str(path) for path in given], baseline)
-        found = measure(experiment)
+    experiment = collect([str(path) for path in given], baseline)
+    found = measure(experiment)
     if output is not None:
         write_report(experiment, found, Path(output))
     return as_json(found)

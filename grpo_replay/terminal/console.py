@@ -8,29 +8,20 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 Item = TypeVar("Item")
-
-DELAY_SECONDS = 2.0
-"""Progress is shown for what takes longer."""
-
-_SHOWS_PROGRESS = ContextVar("_SHOWS_PROGRESS", default=True)
 
 WIDEST = 10_000  # columns; more than any table needs
 
@@ -155,50 +146,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_LEVELS[round(7 * (mean - low) / span)] for mean in means)
 
 
-@contextmanager
-def no_progress() -> Iterator[None]:
-    """A context in which `tracked` is silent, for callers who did not ask for a terminal."""
-    token = _SHOWS_PROGRESS.set(False)
-    try:
-        yield
-    finally:
-        _SHOWS_PROGRESS.reset(token)
+def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
+    """The items in order, with a bar while that lasts if stderr is a terminal."""
+    from rich.progress import track
 
-
-def tracked(items: Sequence[Item], description: str) -> Iterator[Item]:
-    """Yield the items in order, and report progress once this takes longer than two seconds.
-
-    Progress is a bar if stderr is a terminal, otherwise one plain line.
-    """
-    start = time.monotonic()
-    progress: Progress | None = None
-    announced = False
-    try:
-        for done, item in enumerate(items):
-            if not announced and _SHOWS_PROGRESS.get() and time.monotonic() - start > DELAY_SECONDS:
-                announced = True
-                progress = _announce(description, len(items))
-            if progress is not None:
-                progress.update(progress.task_ids[0], completed=done)
-            yield item
-    finally:
-        if progress is not None:
-            progress.stop()
-
-
-def _announce(description: str, total: int) -> "Progress | None":
-    if not sys.stderr.isatty():
-        print(f"{description}: {total:,} in total", file=sys.stderr)
-        return None
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn
-
-    text = TextColumn("{task.description}", markup=False)
-    columns = (text, *Progress.get_default_columns()[1:])
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    progress.add_task(description, total=total)
-    progress.start()
-    return progress
+    console, disable = Console(stderr=True), not sys.stderr.isatty()
+    return track(items, escape(description), console=console, transient=True, disable=disable)
 
 
 _READER_GONE = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung up

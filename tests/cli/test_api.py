@@ -136,8 +136,7 @@ def test_a_resume_goes_on_with_the_runs_own_recipe(started, tmp_path):
     assert (started[-1].recipe.run.steps, started[-1].recipe.optimizer.learning_rate) == (999, 1e-5)
 
 
-def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capfd, monkeypatch):
-    monkeypatch.setattr("grpo_replay.terminal.console.DELAY_SECONDS", -1.0)
+def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capfd):
     recipe = load_recipe("tiny", ["eval.samples=1", "eval.max_problems=3", "eval.greedy=false"])
     found = api.evaluate("builtin:tiny", tmp_path / "e.json", recipe, ["tiny_add"], reward=no_sum)
     assert found.verifier.endswith("test_api.py:no_sum") and found.accuracies()["mean"] == 0
