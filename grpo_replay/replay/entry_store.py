@@ -239,11 +239,6 @@ class EntryStore:
             columns = restored._new_columns(entries, newest, state["times_used"])
             last_used_N = np.asarray(state["last_used_step"], dtype=np.int64)
             columns["last_used_step"] = last_used_N
-            used_N = columns["times_used"] > 0
-            if not np.array_equal(used_N, last_used_N != NEVER_USED):
-                raise ValueError("times_used and last_used_step disagree")
-            if (last_used_N < columns["birth_step"])[used_N].any():
-                raise ValueError("a rollout was used before its birth")
             restored._append(columns)
         same_law = state["priority_kind"] == self.settings.priority
         if same_law and not np.array_equal(state["priority"], restored._columns["priority"]):

@@ -23,7 +23,7 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.replay.entry_store import NEVER_USED, EntryStore
 from grpo_replay.replay.insertion import entries_of
 from grpo_replay.replay.priorities import COLUMNS, ENTRY_FIELDS
-from grpo_replay.storage.parquet import kind_of, open_parquet, refuse_nulls, write_parquet
+from grpo_replay.storage.parquet import kind_of, open_parquet, write_parquet
 from grpo_replay.storage.rollout_log import (
     LOG_ONLY,
     ROLLOUT_SCHEMA,
@@ -56,7 +56,6 @@ _HANDLE_SCHEMA = pa.schema(
         *_USE_FIELDS,
     ]
 )
-_NEVER_NULL = frozenset(SNAPSHOT_SCHEMA.names) - {"last_used_step"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,13 +108,14 @@ def write_snapshot(
 def read_snapshot_facts(path: Path) -> dict[str, Any]:
     """A snapshot's metadata, without its rollouts: `step`, `group_size`, `settings` (the replay
     section, with the keys of today) and the counters of `get_state`. Raises SnapshotError."""
-    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
-        return _read_facts(path, file.schema_arrow.metadata)
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
+        facts: dict[str, Any] = json.loads(file.schema_arrow.metadata[_FACTS_KEY])
+    return facts
 
 
 def count_stored(path: Path) -> int:
     """The number of rollouts in a snapshot. Raises SnapshotError."""
-    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
         return file.metadata.num_rows
 
 
@@ -130,14 +130,12 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
             "function from a rollout id to its payload"
         )
     kind, schema = (HANDLES, _HANDLE_SCHEMA) if of_handles else ("buffer", SNAPSHOT_SCHEMA)
-    never_null = {*ENTRY_FIELDS, "priority", "times_used"} if of_handles else _NEVER_NULL
-    with open_parquet(path, kind, SNAPSHOT_VERSION, schema) as file:
-        facts = _read_facts(path, file.schema_arrow.metadata)
+    with open_parquet(path, kind, SNAPSHOT_VERSION) as file:
+        facts = json.loads(file.schema_arrow.metadata[_FACTS_KEY])
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
         entries: list[Entry] = []
         optional = [field.name for field in optional_fields(file.schema_arrow)]
         for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=[*schema.names, *optional]):
-            refuse_nulls(path, batch, never_null)
             if payload_of is not None and of_handles:
                 entries.extend(_handles(batch, payload_of))
             else:
@@ -215,23 +213,6 @@ def _uses(state: Mapping[str, Any], chunk: slice) -> list[pa.Array]:
         pa.array(state["times_used"][chunk]),
         pa.array(last_used, mask=last_used == NEVER_USED),
     ]
-
-
-def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
-    try:
-        facts = json.loads(metadata[_FACTS_KEY])
-        missing = {"step", "group_size", "settings", *_COUNTERS} - set(facts)
-        missing |= {"priority"} - set(facts.get("settings", ()))
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise SnapshotError(
-            f"{path}: its metadata has no readable {_FACTS_KEY.decode()} ({error}); restore the "
-            "file from a copy"
-        ) from error
-    if missing:
-        raise SnapshotError(
-            f"{path}: its metadata lacks {', '.join(sorted(missing))}; restore the file from a copy"
-        )
-    return facts
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Parquet files of grpo-replay: atomic writes; reads that check kind, version and columns."""
+"""Parquet files of grpo-replay: atomic writes; reads that check kind and version."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,20 +44,15 @@ def write_parquet(
 
 
 @contextmanager
-def open_parquet(
-    path: Path, kind: str, version: int, schema: pa.Schema
-) -> Iterator[pq.ParquetFile]:
-    """Open a file and check its kind, version and columns. Raises SnapshotError, also for damage
-    that is found while the caller reads."""
+def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile]:
+    """Open a file and check its kind and version. Raises SnapshotError, also for damage that
+    is found while the caller reads."""
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
-    if path.stat().st_size == 0:
-        raise SnapshotError(f"{path}: the file is empty (0 bytes); restore it from a copy")
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_marks(path, file.schema_arrow.metadata or {}, kind, version)
-            _check_columns(path, file.schema_arrow, schema)
             yield file
     except (pa.ArrowException, OSError) as error:
         raise SnapshotError(
@@ -74,16 +69,6 @@ def kind_of(path: Path) -> str | None:
     except (pa.ArrowException, OSError):
         return None
     return marks.get(_KIND_KEY, b"").decode(errors="replace")
-
-
-def refuse_nulls(path: Path, rows: pa.Table | pa.RecordBatch, never_null: Collection[str]) -> None:
-    """Raises SnapshotError if one of these columns, as far as `rows` has them, holds a null."""
-    for name, column in zip(rows.schema.names, rows.columns, strict=True):
-        if name in never_null and column.null_count:
-            raise SnapshotError(
-                f"{path}: column {name} contains a null, which a run never writes there: the file "
-                "was changed; restore it from a copy"
-            )
 
 
 def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:
@@ -103,14 +88,3 @@ def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int)
             f"{path}: a {marks[_KIND_KEY].decode(errors='replace')} file, where "
             f"a {kind} file is expected; check the path"
         )
-
-
-def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
-    for field in expected:
-        index = found.get_field_index(field.name)
-        kind = found.field(index).type if index >= 0 else "missing"
-        if kind != field.type:
-            raise SnapshotError(
-                f"{path}: column {field.name} is {kind}, expected {field.type}; the file was "
-                "changed by another program: restore it from a copy"
-            )

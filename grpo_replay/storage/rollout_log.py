@@ -254,7 +254,7 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
     schema = ROLLOUT_FILE_SCHEMA
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns if name != MASK.name])
-    with open_parquet(path, "rollouts", ROLLOUT_LOG_VERSION, schema) as file:
+    with open_parquet(path, "rollouts", ROLLOUT_LOG_VERSION) as file:
         found = optional_fields(file.schema_arrow)
         wanted = [field for field in found if columns is None or field.name in columns]
         schema = pa.schema([*schema, *wanted])
@@ -267,7 +267,7 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
 def read_draw_table(path: Path) -> pa.Table:
     """Read a draws/ file: DRAW_SCHEMA, and UPDATE_COLUMNS if the file has them. Raises
     SnapshotError."""
-    with open_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA) as file:
+    with open_parquet(path, "draws", ROLLOUT_LOG_VERSION) as file:
         return file.read(columns=draw_schema(file.schema_arrow).names)
 
 

@@ -305,20 +305,6 @@ def test_the_evicted_that_were_never_drawn_are_counted_by_step():
     assert (buffer.stats(7).evicted, buffer.stats(7).evicted_undrawn) == (4, 3)
 
 
-@pytest.mark.parametrize(
-    ("times_used", "last_used", "message"),
-    [
-        ([0, 4, 0], [-1, -1, -1], "times_used and last_used_step disagree"),
-        ([0, 4, 0], [-1, 1, -1], "a rollout was used before its birth"),
-    ],
-)
-def test_a_state_with_impossible_uses_is_refused(times_used, last_used, message):
-    buffer = filled(replay_settings(), births=[1, 2, 3])
-    uses = {"times_used": np.array(times_used), "last_used_step": np.array(last_used)}
-    with pytest.raises(ValueError, match=message):
-        ReplayBuffer(replay_settings(), 2).set_state(buffer.get_state() | uses)
-
-
 def test_what_was_evicted_by_age_is_counted():
     buffer = filled(replay_settings(max_age_steps=2), births=[1, 2, 3, 4])
     buffer.evict(4)

@@ -89,14 +89,3 @@ def test_a_snapshot_that_was_edited_is_refused(tmp_path):
     pq.write_table(table.set_column(index, table.schema.field(index), edited), path)
     with pytest.raises(SnapshotError, match=r"buffer\.parquet"):
         restore_snapshot(path, ReplayBuffer(drawn_buffer().settings, 4))
-
-
-@pytest.mark.parametrize("facts", [b"{", b"{}"])
-def test_a_snapshot_without_its_facts_is_refused(tmp_path, facts):
-    path = tmp_path / "buffer.parquet"
-    write_snapshot(path, drawn_buffer(), 10)
-    table = pq.read_table(path)
-    marks = table.schema.metadata | {b"grpo_replay.buffer": facts}
-    pq.write_table(table.replace_schema_metadata(marks), path)
-    with pytest.raises(SnapshotError, match=r"buffer\.parquet"):
-        read_snapshot(path)

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
+from grpo_replay.replay.snapshot import SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
 from grpo_replay.terminal.console import tracked
@@ -79,7 +79,7 @@ def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) ->
 
 def read_stored(path: Path) -> Rollouts:
     """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
-    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=list(_READ))
         return _joined(ROLLOUT, (_rollouts(pa.Table.from_batches([each])) for each in batches))
 

@@ -35,7 +35,7 @@ from grpo_replay.lab.verification.run_files import (
 )
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.entry_store import NEVER_USED
-from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
+from grpo_replay.replay.snapshot import SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.rollout_log import optional_fields, read_rollout_table, step_path
 
@@ -127,7 +127,7 @@ class _Replay:
 
     def _check_snapshot(self, step: int, path: Path) -> None:
         """A buffer's rollouts, uses and priorities; its other columns are those of rollouts/."""
-        with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+        with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
             table = file.read()
         ids, expected_ids = table["rollout_id"].to_numpy(), self.run.rollouts["rollout_id"]
         whole = np.array_equal(ids, expected_ids[self.stored])
