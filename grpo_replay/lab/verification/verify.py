@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from grpo_replay.lab.inspection.source import checkpoint_snapshots
 from grpo_replay.lab.verification.draw_checks import DrawChecks, priorities
 from grpo_replay.lab.verification.metric_checks import (
     check_ledger,
@@ -35,9 +33,6 @@ from grpo_replay.lab.verification.run_files import (
 )
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.entry_store import NEVER_USED
-from grpo_replay.replay.snapshot import SNAPSHOT_VERSION
-from grpo_replay.storage.parquet import open_parquet
-from grpo_replay.storage.rollout_log import optional_fields, read_rollout_table, step_path
 
 
 def verify_run(run_dir: Path, open_policy: Callable[[int], Any] | None = None) -> VerifyReport:
@@ -67,19 +62,15 @@ class _Replay:
         self.metrics = Check(
             "metrics", "metrics.jsonl agrees with rollouts/, draws/ and the buffer"
         )
-        self.snapshots = Check("snapshots", "buffer.parquet: rollouts and uses; all as at birth")
 
     def checks(self) -> list[Check]:
-        files = checkpoint_snapshots(self.run.folder)
         for line in self.run.metrics:
             step = int(line["step"])
             if step in self.run.rows_of_step:
                 self._step(step, line)
-                if step in files and self.run.recipes.at(step).replays:
-                    self._check_snapshot(step, files[step])
         draws = self.draws
         of_draws = [draws.stored, draws.counts, draws.units, draws.ages, draws.probabilities]
-        return [*of_draws, self.metrics, self.snapshots]
+        return [*of_draws, self.metrics]
 
     def _step(self, step: int, line: Mapping[str, Any]) -> None:
         columns, rows = self.run.rollouts, self.run.rows_of_step[step]
@@ -124,49 +115,6 @@ class _Replay:
 
     def _priorities(self, step: int) -> np.ndarray:
         return priorities(self.run, self.run.recipes.at(step).replay, self.stored)
-
-    def _check_snapshot(self, step: int, path: Path) -> None:
-        """A buffer's rollouts, uses and priorities; its other columns are those of rollouts/."""
-        with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
-            table = file.read()
-        ids, expected_ids = table["rollout_id"].to_numpy(), self.run.rollouts["rollout_id"]
-        whole = np.array_equal(ids, expected_ids[self.stored])
-        self.snapshots.expect(
-            whole, f"checkpoint {step}: holds other rollouts than expected, or in another order"
-        )
-        if not whole or not len(ids):
-            return
-        last_use = self.last_use[self.stored]
-        expected = self._born()
-        for name, values in (
-            ("times_used", self.uses[self.stored]),
-            ("last_used_step", pa.array(last_use, mask=last_use == NEVER_USED)),
-            ("priority", self._priorities(step)),
-        ):
-            expected = expected.append_column(name, pa.array(values))
-        optional = [field.name for field in optional_fields(expected.schema)]
-        for name in {*table.column_names, *optional}:
-            pairs = zip(ids, _values(table, name), _values(expected, name), strict=True)
-            for rollout, now, then in pairs:
-                self.snapshots.expect(
-                    now == then or repr(now) == repr(then),  # extras may be NaN
-                    f"checkpoint {step}, rollout {rollout}: {name} is not what it was at birth, or "
-                    "what draws/ says",
-                )
-
-    def _born(self) -> pa.Table:
-        """The stored rollouts as rollouts/ has them."""
-        tables = []
-        for step, rows in self.run.rows_of_step.items():
-            here = self.stored[(rows.start <= self.stored) & (self.stored < rows.stop)]
-            if len(here):
-                table = read_rollout_table(step_path(self.run.folder / "rollouts", step))
-                tables.append(table.take(here - rows.start))
-        return pa.concat_tables(tables, promote_options="default")
-
-
-def _values(table: pa.Table, name: str) -> list[Any]:
-    return table[name].to_pylist() if name in table.column_names else [None] * len(table)
 
 
 def _after(
