@@ -5,7 +5,6 @@
 
 A checkpoint is valid only if its manifest matches its files (but the cards, README.md in model/ and
 adapter/) and its state has the step of its name.
-`latest` may also be a folder, a copy: what tools that follow links leave.
 """
 
 import hashlib
@@ -207,40 +206,12 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
     return [found[step] for step in sorted(step for step in found if step is not None)]
 
 
-def adopt_latest(checkpoints: Path) -> None:
-    """Give `latest` as a folder, when only that was copied, the name of its step."""
-    found = _copy_of_latest(checkpoints)
-    if found is not None:
-        rename_folder(found, checkpoints / checkpoint_name(read_state(found).step))
-
-
-def _copy_of_latest(checkpoints: Path) -> Path | None:
-    """`latest` as a folder, if it is complete and no folder has the name of its step. Raises
-    CheckpointError if it is damaged and the only checkpoint."""
-    found = checkpoints / LATEST
-    if found.is_symlink() or not found.is_dir():
-        return None
-    try:
-        if (checkpoints / checkpoint_name(read_state(found).step)).exists():
-            return None
-        verify_checkpoint(found)
-    except CheckpointError:
-        if not list_checkpoints(checkpoints):
-            raise
-        return None
-    return found
-
-
 def find_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest checkpoint, after verification; None if there is none. It may be `latest`, to
-    which `adopt_latest` gives its name.
+    """The newest checkpoint, after verification; None if there is none.
 
     Raises CheckpointError if it is damaged. The message names the newest complete one before it.
     """
-    found, copy = list_checkpoints(checkpoints), _copy_of_latest(checkpoints)
-    newest = step_of(found[-1]) or 0 if found else -1
-    if copy is not None and read_state(copy).step > newest:
-        return copy
+    found = list_checkpoints(checkpoints)
     if not found:
         return None
     try:
@@ -370,7 +341,7 @@ def _sha256(path: Path) -> str:
 
 def point_latest(checkpoint: Path) -> None:
     """Point the symbolic link `latest`, in the same folder, at a checkpoint. A folder of that name,
-    the copy of a checkpoint, is replaced."""
+    what tools that follow links leave, is replaced."""
     latest = checkpoint.with_name(LATEST)
     copy = checkpoint.with_name(f"{_TEMPORARY}{LATEST}")
     if latest.is_dir() and not latest.is_symlink():

@@ -23,7 +23,6 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.storage.checkpoint import (
     RunState,
-    adopt_latest,
     checkpoint_name,
     find_checkpoint,
     newest_state,
@@ -142,7 +141,6 @@ def take_directory(
         else:
             run_dir.lock()
             _refuse_moved(run_dir, start)
-            adopt_latest(run_dir.checkpoints)
         attempt = run_dir.next_attempt()
         run_dir.open_log(attempt)
         run_dir.write_environment(attempt, environment_facts(comm.world_size))
