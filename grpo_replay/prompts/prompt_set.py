@@ -424,7 +424,7 @@ def _chat_texts(
         return tokenizer.apply_chat_template(
             list(chats), tokenize=False, add_generation_prompt=True, **section.chat_template_kwargs
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise RecipeError(
             f"prompts.template 'chat': the tokenizer's chat template failed: {error}; if it "
             "does not support system messages, set prompts.system_prompt null"

@@ -1,7 +1,6 @@
 """What a run starts from, the model and the prompts, and how completions are sampled: the backend,
 in-process vLLM, and vLLM servers."""
 
-import string
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -22,15 +21,6 @@ PAPER_USER_TEMPLATE = (
     "Problem: {problem}\n\n"
     "Please reason step by step, and put your final answer within \\boxed{{}}."
 )
-
-RENDERING_ARGUMENTS = frozenset(
-    (
-        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
-)
-"""Arguments of transformers' `apply_chat_template` that are not variables of the template."""
 
 GYM = "reasoning_gym:"
 """What a source of problems begins with that reasoning-gym makes."""
@@ -152,25 +142,15 @@ class PromptsSection(Section):
     max_prompt_length: Positive = 1024
     """In tokens. Longer prompts are skipped and counted."""
 
-    @field_validator("template")
-    @classmethod
-    def _leaves_the_call_alone(cls, template: str | dict[str, Any]) -> str | dict[str, Any]:
-        taken = sorted(RENDERING_ARGUMENTS & set(template)) if isinstance(template, dict) else []
-        if taken:
-            raise ValueError(f"{', '.join(taken)}: not a variable of the chat template; remove it")
-        return template
-
     @field_validator("user_template")
     @classmethod
     def _has_one_placeholder(cls, template: str) -> str:
         remedy = "the only placeholder is {problem}; other braces are written twice, {{ and }}"
         try:
-            parts = {(field, form) for _, field, form, _ in string.Formatter().parse(template)}
-            if not any(form for _, form in parts):  # such as a width beyond the memory
-                template.format(problem="")
+            filled = template.format(problem="\0")
         except (LookupError, ValueError, AttributeError) as error:
             raise ValueError(f"{error!r}; {remedy}") from None
-        if parts - {(None, None)} != {("problem", "")}:
+        if "\0" not in filled:
             raise ValueError(f"it must contain {{problem}}; {remedy}")
         return template
 
@@ -181,14 +161,6 @@ class PromptsSection(Section):
         if not isinstance(source, list):
             return source
         return [{"source": each} if isinstance(each, str) else each for each in source]
-
-    @field_validator("source")
-    @classmethod
-    def _are_distinct(cls, source: Any) -> Any:
-        whole = [] if isinstance(source, str) else [(e.source, e.dataset_options) for e in source]
-        if twice := [each for each in whole if whole.count(each) > 1]:
-            raise ValueError(f"{twice[0][0]} is named twice: name it once, with a weight")
-        return source
 
     @property
     def sources(self) -> "tuple[PromptsSection, ...]":

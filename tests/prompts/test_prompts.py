@@ -265,8 +265,6 @@ def test_several_sources_are_visited_by_their_weights(tmp_path, tokenizer):
     assert [p.text for p in again.take(7, 30)] == [p.text for p in prompts.take(0, 37)[7:]]
     assert {p.prompt_id for p in prompts.sample(100)[:3]} == {"a.jsonl:0", "a.jsonl:1", "a.jsonl:2"}
     assert len(prompts.sample(100)) == 9, "each problem once"
-    with pytest.raises(ValueError, match=r"a\.jsonl"):
-        section([f"{tmp_path}/a.jsonl"] * 2)
 
 
 def test_the_tiny_set_has_ids_of_its_own():
