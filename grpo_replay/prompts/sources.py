@@ -245,9 +245,6 @@ PROBLEM_FIELDS = ("problem", "prompt", "question", "messages")
 ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
 """Where TRL, verl, open-instruct and GSM8K have problems and answers; the first is the default."""
 
-LARGEST_WHOLE = 1e15
-"""Whole numbers below it are exact as floats."""
-
 _Value = TypeVar("_Value")
 
 
@@ -312,12 +309,6 @@ def answer_text(value: Any) -> str:
     """A reference answer or an id as text. Text is unchanged; a number becomes its digits, without
     a fraction if it is whole."""
     if isinstance(value, float | Decimal) and math.isfinite(value):
-        if float(value).is_integer() and abs(float(value)) >= LARGEST_WHOLE:
-            raise ValueError(
-                f"found {value!r}, a number with more digits than this column keeps (fractions "
-                "beside it, or an exponent, make floating-point numbers of all its values): write "
-                "its values as text"
-            )
         return str(int(value)) if float(value).is_integer() else str(value)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return str(value) if is_whole else text(value)

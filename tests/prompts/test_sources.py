@@ -102,14 +102,6 @@ def test_numeric_answers_become_text_with_all_their_digits(jsonl):
     path = jsonl(*({"problem": "a", "answer": n} for n in numbers))
     texts = ["72", "-3", "18", "0.25", "12345678901234567"]
     assert [answer for _, answer in found(path)] == texts
-    refused(jsonl({"problem": "a", "answer": 1e300}), r":1: .*1e\+300")
-
-
-def test_a_number_that_lost_digits_beside_a_fraction_is_refused(tmp_path):
-    """A file with one type for a column has floats for all its numbers."""
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"problem": ["a", "b"], "answer": [0.5, 12345678901234567.0]}), path)
-    refused(path, r"row 1: field 'answer' found 1.234.*e\+16")
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
