@@ -63,7 +63,7 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
     return {each: found for each in packages if (found := installed_version(each)) is not None}
 
 
-LOCK = ".lock"
+LOCK, JOURNAL_FOLDER = ".lock", "journal"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
 
@@ -141,11 +141,17 @@ class RunDirectory:
     @property
     def is_free(self) -> bool:
         """True for a folder in which a run may start: there is nothing in it, or a run that ended
-        before its first step, checkpoint or evaluation."""
+        before its first step, checkpoint or evaluation, and before its journal."""
         if not self.path.is_dir():
             return not self.path.exists()
         # Without a lock what is there is somebody's: a run locks its folder first.
-        begun = {*STEP_FOLDERS, "checkpoints", CHANGES_FOLDER, self.metrics_path.name}
+        begun = {
+            *STEP_FOLDERS,
+            "checkpoints",
+            JOURNAL_FOLDER,
+            CHANGES_FOLDER,
+            self.metrics_path.name,
+        }
         return self.only_opened or ((self.path / LOCK).exists() and not begun & self._names)
 
     @property

@@ -26,7 +26,7 @@ from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.replay.compose import draw_count
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.training.resuming import JOURNAL_FOLDER
+from grpo_replay.storage.run_directory import JOURNAL_FOLDER
 from grpo_replay.training.rollout_source import (
     Metrics,
     Parts,

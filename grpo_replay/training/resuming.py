@@ -38,12 +38,15 @@ from grpo_replay.storage.recipe_history import (
     recipe_file,
     refuse_secrets,
 )
-from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
+from grpo_replay.storage.run_directory import (
+    JOURNAL_FOLDER,
+    RunDirectory,
+    environment_facts,
+    refuse_missing,
+)
 from grpo_replay.training.reward_watch import changes_of_reward, reward_facts
 
 NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
-
-JOURNAL_FOLDER = "journal"
 
 JOURNAL_RULES = (
     "sampling.prompts_per_step",
@@ -109,7 +112,6 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     if not resume or run_dir.only_opened:
         run_dir.refuse_occupied()
         run_dir.refuse_unwritable()
-        refuse_recorded_groups(run_dir.path)
         notices = ["the run had not begun yet: it starts now"] if resume else []
         return StartingPoint(None, notices=notices)
     refuse_missing(run_dir.path)
@@ -157,21 +159,6 @@ def _refuse_moved(run_dir: RunDirectory, start: StartingPoint) -> None:
         raise OutputDirectoryError(
             f"{run_dir.path} has a newer checkpoint than when this process began: another one went "
             "on with the run meanwhile. Resume again"
-        )
-
-
-def refuse_recorded_groups(run_dir: Path) -> None:
-    """Raises OutputDirectoryError if a run that made no step here left groups in its journal: a new
-    run would take them for its own."""
-    folder = run_dir / JOURNAL_FOLDER
-    if not folder.is_dir():
-        return
-    from grpo_replay.collection.journal import read_journal
-
-    if next(read_journal(folder), None) is not None:
-        raise OutputDirectoryError(
-            f"output directory {run_dir} holds a run without a step, and {folder} has groups that "
-            "it sampled: go on with them with --resume, or choose another --output-dir"
         )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from collected import group
 
 from grpo_replay.collection.journal import Journal
 from grpo_replay.distributed.comm import Comm
@@ -23,8 +22,8 @@ from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server import server_process
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.shipped_recipes import shipped_recipes
-from grpo_replay.storage.recipe_history import recipe_to_resume
-from grpo_replay.storage.run_directory import LOCK, RunDirectory
+from grpo_replay.storage.recipe_history import RECIPE_FILE, recipe_to_resume
+from grpo_replay.storage.run_directory import JOURNAL_FOLDER, LOCK, RunDirectory
 from grpo_replay.tiny import BASES
 from grpo_replay.training import Notice, checkpoint_writer
 from grpo_replay.training.opening import RunOpener, missing_packages
@@ -203,20 +202,14 @@ def test_of_a_full_disk(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("has_groups", [False, True])
-def test_of_a_folder_whose_journal_has_groups(tmp_path, has_groups):
-    """They are not lost: the run can go on with them. Without any, the folder is free."""
-    journal, _ = Journal.open(tmp_path / "journal")
-    if has_groups:
-        journal.append(group((0, 0), version=0))
-    journal.close()
-    (tmp_path / LOCK).touch()
-    refused = compare(load_recipe("tiny", QUICK), tmp_path, opens=has_groups)
-    if has_groups:
-        assert refused is not None and "--resume" in refused and "journal" in refused
-        assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "journal"]
-    else:
-        assert refused is None
+def test_of_a_folder_with_a_journal(tmp_path):
+    """Its groups are not lost: the run can go on with them."""
+    Journal.open(tmp_path / JOURNAL_FOLDER)[0].close()
+    for name in (LOCK, RECIPE_FILE):
+        (tmp_path / name).touch()
+    refused = compare(load_recipe("tiny", QUICK), tmp_path)
+    assert refused is not None and "--resume" in refused
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK, RECIPE_FILE, JOURNAL_FOLDER}
 
 
 RESUMES = [
