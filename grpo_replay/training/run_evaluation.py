@@ -5,10 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan
 from grpo_replay.evaluation.cache import sampler_facts
 from grpo_replay.evaluation.evaluate import evaluate
@@ -35,7 +33,6 @@ class RunEvaluation:
     ) -> None:
         self.parts, self.state, self.plan, self.observer = parts, state, plan, observer
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
-        self._damaged: set[Path] = set()
 
     def is_due(self, step: int) -> bool:
         """Whether the policy after `step` (0: the base model) is evaluated."""
@@ -99,27 +96,12 @@ class RunEvaluation:
         return RewardScorer.open(reward.alone(function), as_verdicts=True)
 
     def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
-        """The reports of the base model and of the current step; None where there is none, or a
-        damaged one. A recipe that was changed at a resume can make the two incomparable."""
+        """The reports of the base model and of the current step; None where there is none. A recipe
+        that was changed at a resume can make the two incomparable."""
         folder = self.run_dir.path / "eval"
-        first, last = (
-            self._read_if_whole(folder / f"step_{step:06d}.json") for step in (0, self.state.step)
-        )
+        paths = (folder / f"step_{step:06d}.json" for step in (0, self.state.step))
+        first, last = (read_report(p, with_samples=False) if p.exists() else None for p in paths)
         return first, last
-
-    def _read_if_whole(self, path: Path) -> EvaluationReport | None:
-        """Training can go on without a report that somebody damaged, which is said once."""
-        if not path.exists():
-            return None
-        try:
-            return read_report(path, with_samples=False)
-        except EvaluationFileError as error:
-            if path not in self._damaged:
-                self._damaged.add(path)
-                notice = f"left out of the summary: {error}"
-                logger.warning("%s", notice)
-                self.observer.on_notice(notice)
-            return None
 
 
 TAGS = ["grpo", "grpo-replay", "rollout-replay"]
