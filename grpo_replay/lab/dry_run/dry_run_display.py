@@ -172,12 +172,8 @@ def _step_table(report: Mapping[str, Any]) -> Table:
         rows.append(("one checkpoint / all kept, GiB", sizes))
     if report["model"] and report["model"]["adapter_parameters"]:
         rows.append(("weights to the sampler at a push, MiB", f"{storage['push_mib']:,}"))
-    for key, label in (
-        ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
-        ("sampler_host_gib_per_rank", "sleeping sampler in host memory, GiB per rank"),
-    ):
-        if storage[key]:
-            rows.append((label, str(storage[key])))
+    if offloaded := storage["offloaded_host_gib_per_rank"]:
+        rows.append(("offloaded to host memory, GiB per rank", str(offloaded)))
     return _facts("One step", [*rows, *_sampler_rows(report)])
 
 

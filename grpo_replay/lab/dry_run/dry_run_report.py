@@ -226,19 +226,17 @@ def _try_plan(
 
 
 def _model_sizes(plan: MemoryPlan | None, recipe: Recipe) -> dict[str, Any]:
-    """Of one checkpoint, the largest, and of all that are there at once; of what is held in host
-    memory; and of an update of the sampler."""
-    section, adapters = recipe.checkpoint, recipe.pushes_adapters
-    names = ("checkpoint_gib", "checkpoints_gib_most", "offloaded_host_gib_per_rank",
-             "sampler_host_gib_per_rank", "push_mib")  # fmt: skip
+    """Of one checkpoint, the largest, and of all that are there at once; of what is offloaded to
+    host memory; and of an update of the sampler."""
+    section = recipe.checkpoint
+    names = ("checkpoint_gib", "checkpoints_gib_most", "offloaded_host_gib_per_rank", "push_mib")
     if plan is None:
         return dict.fromkeys(names)
     usual, merged = map(to_gib, plan.checkpoint_size)
     count = section.keep + 1
     kept = round(count * usual + merged * (count if section.merged == "all" else 1), 3)
-    host = plan.sampler.host if adapters or recipe.eval.benchmarks else 0
-    push = round(plan.push_bytes(adapters) / 2**20, 2)
-    sizes = (round(usual + merged, 3), kept, to_gib(plan.engine.host), to_gib(host), push)
+    push = round(plan.push_bytes(recipe.pushes_adapters) / 2**20, 2)
+    sizes = (round(usual + merged, 3), kept, to_gib(plan.engine.host), push)
     return dict(zip(names, sizes, strict=True))
 
 

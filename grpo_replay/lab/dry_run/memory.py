@@ -35,9 +35,6 @@ VLLM_GRAPHS = int(1.0 * GIB)
 """vLLM's CUDA graphs (assumed; logs show 0.5 GiB for an 8B model and 1.6 GiB for 27B)."""
 VLLM_BUFFERS = int(0.5 * GIB)
 """Other vLLM memory outside its own allocator, and its profile run (assumed)."""
-PINNED_ROUNDING = 1.5
-"""Pinned host memory per byte of weights: torch rounds every block up to a power of two. Computed
-from the sizes of vLLM's fused tensors: 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 for 0.6B."""
 
 
 class ForwardMemory(NamedTuple):
@@ -208,13 +205,11 @@ def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients:
 @dataclass(frozen=True, slots=True)
 class SamplerMemory:
     """Bytes that a sampler adds to the device of one rank, while generating (`awake`) and while
-    training (`asleep`), and the capacity of its KV cache in tokens (None: no fixed limit). `host`
-    is the host memory that holds its weights while it sleeps after an evaluation."""
+    training (`asleep`), and the capacity of its KV cache in tokens (None: no fixed limit)."""
 
     awake: int
     asleep: int
     cache_tokens: int | None
-    host: int = 0
 
 
 def vllm_memory(
@@ -232,9 +227,7 @@ def vllm_memory(
     weights = dtype_bytes * held // tensor_parallel + _vllm_counters(shape, capacity)
     per_token = dtype_bytes * shape.kv_elements_per_token // tensor_parallel
     tokens = (awake - weights - overhead) // per_token
-    if not sleeps:
-        return SamplerMemory(awake, awake, int(tokens))
-    return SamplerMemory(awake, overhead, int(tokens), host=int(PINNED_ROUNDING * weights))
+    return SamplerMemory(awake, overhead if sleeps else awake, int(tokens))
 
 
 def _vllm_counters(shape: ModelShape, capacity: int) -> int:
