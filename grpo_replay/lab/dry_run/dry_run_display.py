@@ -55,7 +55,6 @@ def run(
     _print_sentences(console, report, "problems", "red")
     for notice in report["notices"]:
         console.print(f"[yellow]note[/]: {escape(notice['text'])}")
-    _print_sentences(console, report, "warnings", "yellow")
     _print_tables(console, report)
     _print_sentences(console, report, "unchecked", "yellow")
     _print_sentences(console, report, "assumptions", "dim")
@@ -223,5 +222,4 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
 
 def _advice(advice: Mapping[str, Any]) -> str:
     words = " ".join(f"--set {escape(each)}" for each in advice["set"])
-    slow = f"; but {advice['warning']}" if advice["warning"] else ""
-    return f"[bold]with these it fits[/]: {words} ({advice['peak_gib']:.1f} GiB){slow}"
+    return f"[bold]with these it fits[/]: {words} ({advice['peak_gib']:.1f} GiB)"

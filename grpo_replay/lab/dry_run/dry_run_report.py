@@ -30,7 +30,6 @@ from grpo_replay.lab.dry_run.planner import (
     advise,
     find_machines,
     plan_memory,
-    warning_of_rounds,
     with_known_model,
 )
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
@@ -43,12 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Findings:
-    """Sentences of the report by kind: a problem is what a start would be refused with, a warning
-    is about speed, unchecked is what cannot be seen from this machine. `exit_code` is that of the
-    first problem."""
+    """Sentences of the report by kind: a problem is what a start would be refused with, unchecked
+    is what cannot be seen from this machine. `exit_code` is that of the first problem."""
 
     problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     exit_code: int = 0
@@ -218,8 +215,6 @@ def _try_plan(
         findings.assumptions.append(
             f"sizes of {recipe.model.path} from the configuration shipped with the package"
         )
-    slow = warning_of_rounds(plan, recipe, machines)
-    findings.warnings += [] if slow is None else [slow]
     if not plan.fits:
         findings.exit_code = findings.exit_code or 2
     return plan
@@ -229,7 +224,10 @@ def _model_sizes(plan: MemoryPlan | None, recipe: Recipe) -> dict[str, Any]:
     """Of one checkpoint, the largest, and of all that are there at once; of what is offloaded to
     host memory; and of an update of the sampler."""
     section = recipe.checkpoint
-    names = ("checkpoint_gib", "checkpoints_gib_most", "offloaded_host_gib_per_rank", "push_mib")
+    names = (
+        *("checkpoint_gib", "checkpoints_gib_most"),
+        *("offloaded_host_gib_per_rank", "push_mib"),
+    )
     if plan is None:
         return dict.fromkeys(names)
     usual, merged = map(to_gib, plan.checkpoint_size)

@@ -46,8 +46,6 @@ SHARES = [round(0.05 * twentieths, 2) for twentieths in range(2, 19)]
 ROOM = 0.05
 """Share of the memory that advice leaves free. A plan that leaves less fits, but tightly: memory in
 pieces, or a GPU that shows less than it is sold with, may use it up."""
-FEW_AT_ONCE, MANY_ROUNDS = 8, 4
-"""Generation is slow if fewer of the longest rollouts fit in vLLM's cache, in so many rounds."""
 
 PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
@@ -203,30 +201,6 @@ class MemoryPlan:
         }
 
 
-def warning_of_rounds(plan: MemoryPlan, recipe: Recipe, machines: Machines) -> str | None:
-    """A sentence if vLLM's cache holds so few of the longest rollouts that generation is slow."""
-    sampling, longest_prompt = recipe.sampling, recipe.prompts.max_prompt_length
-    tokens, tensor = plan.sampler.cache_tokens, sampling.vllm.tensor_parallel_size
-    if tokens is None or not plan.fits:
-        return None
-    completion = sampling.max_completion_length
-    longest = min(longest_prompt + completion, plan.model_length)
-    rollouts = -(-sampling.rollouts_per_step * tensor // machines.total_ranks)
-    at_once = tokens // longest
-    rounds = -(-rollouts // at_once)
-    if at_once >= FEW_AT_ONCE or rounds < MANY_ROUNDS:
-        return None
-    shorter = completion
-    while shorter > 1 and tokens // (longest_prompt + shorter) < FEW_AT_ONCE:
-        shorter //= 2
-    return (
-        f"generation is very slow: vLLM's cache holds {at_once} rollouts of the longest "
-        f"{longest:,} tokens at once, of {rollouts} on an engine in a step: {rounds} rounds. "
-        f"Shorter completions help: with sampling.max_completion_length={shorter} it holds "
-        f"{tokens // (longest_prompt + shorter)}"
-    )
-
-
 def known_config(model: ModelSection) -> "PreTrainedConfig":
     """The configuration of a model, without a download if it is a published one.
 
@@ -338,15 +312,13 @@ def plan_sampler(
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Overrides with which the run fits, and what `warning_of_rounds` says of it then."""
+    """Overrides with which the run fits."""
 
     overrides: tuple[str, ...]
     plan: MemoryPlan
-    warning: str | None
 
     def describe(self) -> dict[str, Any]:
-        peak = to_gib(self.plan.peak)
-        return {"set": list(self.overrides), "peak_gib": peak, "warning": self.warning}
+        return {"set": list(self.overrides), "peak_gib": to_gib(self.plan.peak)}
 
 
 def advise(
@@ -362,7 +334,7 @@ def advise(
                 there = machines.with_ranks(tried.engine.num_processes)
                 plan = plan_memory(tried, there, config, evaluation)
                 if plan.fits and not plan.tight:
-                    return Advice(tuple(words), plan, warning_of_rounds(plan, tried, there))
+                    return Advice(tuple(words), plan)
     return None
 
 

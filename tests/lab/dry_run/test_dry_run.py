@@ -265,7 +265,6 @@ def test_a_plan_that_does_not_fit_gets_overrides_with_which_it_does(monkeypatch)
     assert done.exit_code == report["exit_code"] == 2 and report["fits"] is False
     advice = report["advice"]
     assert advice["set"][0].startswith("model.lora.r=")
-    assert "86 rounds" in advice["warning"] and "generation is very slow" in advice["warning"]
     again = report_of("qwen3-4b", one, *advice["set"], gpu=24)
     assert again["memory"]["fits"] and again["memory"]["peak_gib"] == advice["peak_gib"] <= 24
 
