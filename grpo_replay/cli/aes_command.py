@@ -11,7 +11,6 @@ from rich.console import Console
 from grpo_replay.cli.options import AesOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, score_reports
-from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.evaluation_tables import interval, tokens
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
@@ -28,20 +27,15 @@ def run(options: AesOptions) -> int:
             "may be in different units"
         )
     gain, loss, reference = options.gain, options.loss, options.reference
-    notes: dict[str, list[str]] = {}
     if options.files:
-        point, scores, notes = _from_files(reference, options.files, gain, loss)
+        point, scores = _from_files(reference, options.files, gain, loss)
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
         scores = score_points(point, [_candidate(word) for word in options.candidates], gain, loss)
     if options.as_json:
-        print_json(document(point, scores, gain, loss) | {"differences": notes})
+        print_json(document(point, scores, gain, loss))
         return 0
-    console = open_console()
-    print_scores(point, scores, gain, loss, console)
-    for name, sentences in notes.items():
-        for sentence in sentences:
-            console.print(f"A = {reference}, B = {name}: {sentence}", soft_wrap=True)
+    print_scores(point, scores, gain, loss, open_console())
     return 0
 
 
@@ -88,13 +82,12 @@ def print_scores(
 
 def _from_files(
     reference: str, files: Sequence[str], gain: float, loss: float
-) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
-    """The reference, the scores, and notes on other differences by candidate."""
+) -> tuple[Point, list[AesScore]]:
+    """The reference and the scores."""
     report = read_report(Path(reference))
     candidates = [(file, read_report(Path(file))) for file in files]
     scores = score_reports((reference, report), candidates, gain, loss)
-    notes = {file: found for file, each in candidates if (found := differences(report, each))}
-    return point_of(reference, report), scores, notes
+    return point_of(reference, report), scores
 
 
 def _candidate(word: str) -> Point:

@@ -18,7 +18,7 @@ from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import OutputDirectoryError, UsageError
-from grpo_replay.evaluation.comparison import compare, differences
+from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluate import OnProgress
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
@@ -180,7 +180,6 @@ def _compare(path_a: str, path_b: str, as_json: bool) -> int:
     """Print how evaluation B differs from A, with a paired test."""
     a, b = (read_report(Path(path)) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
-    notes = differences(a, b)
     if as_json:
         document = {
             "a": {"file": path_a, "model": a.model},
@@ -188,14 +187,12 @@ def _compare(path_a: str, path_b: str, as_json: bool) -> int:
             "benchmarks": {name: asdict(r) for name, r in results.items() if name != "mean"},
             "mean": asdict(results["mean"]),
             "graded_by": a.settings.get("reward"),
-            "differences": notes,
         }
         print_json(document)
         return 0
     console = open_console()
-    console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
+    for name, path, report in (("A", path_a, a), ("B", path_b, b)):
+        console.print(f"{name}  {path}: {heading(report)}", soft_wrap=True)
     print_table(console, comparison_table(results))
     console.print(COMPARISON_LEGEND)
-    for sentence in notes:
-        console.print(sentence)
     return 0

@@ -9,7 +9,6 @@ import numpy as np
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.evaluation_report import (
-    VERIFIER_PACKAGES,
     EvaluationReport,
     refuse_incomparable,
 )
@@ -56,37 +55,6 @@ def compare(
             )
     pairs = pairs_of(a, b)
     return {**{pair.name: _result([pair]) for pair in pairs}, "mean": _result(pairs)}
-
-
-_OF_SAMPLER = (
-    ("in", "dtype"),
-    ("with engine options", "sampler_options"),
-    ("by a class whose file has SHA-256", "sampler_sha256"),
-)
-
-
-def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
-    """Sentences on other differences that may affect a comparison; empty if there are none."""
-    found = []
-    if a.model.get("sha256") and a.model["sha256"] == b.model.get("sha256"):
-        found.append("A and B are the same model, by its SHA-256")
-    for what, one, other in (
-        ("sampled on", a.settings.get("backend"), b.settings.get("backend")),
-        *(("sampled " + what, a.model.get(key), b.model.get(key)) for what, key in _OF_SAMPLER),
-    ):
-        if None not in (one, other) and one != other:
-            found.append(f"{what} {one or 'none'} in A, {other or 'none'} in B")
-    for name, result in a.sampled.benchmarks.items():
-        k_a, k_b = result.k, b.sampled.benchmarks[name].k
-        if k_a != k_b:
-            found.append(f"{name}: {k_a} samples of each problem in A, {k_b} in B")
-    for package in VERIFIER_PACKAGES:
-        if a.versions.get(package) != b.versions.get(package):
-            found.append(
-                f"graded with {package} {a.versions.get(package)} in A, "
-                f"{b.versions.get(package)} in B"
-            )
-    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

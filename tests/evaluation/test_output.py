@@ -11,16 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_statistics import SETTINGS, report
+from test_statistics import report
 
 from grpo_replay.cli.eval_command import run
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
-from grpo_replay.evaluation.comparison import differences
-from grpo_replay.evaluation.evaluation_report import (
-    EvaluationReport,
-)
 from grpo_replay.evaluation.session import model_sha256
 from grpo_replay.types import Completion, GenerationRequest, RequestKey
 
@@ -128,19 +124,3 @@ def test_revisions_of_a_hub_model_have_different_digests(tmp_path, monkeypatch):
     assert main == model_sha256("me/tiny", {}, "main") != other
     with pytest.raises(CheckpointError, match="at revision 'third' is not in the local cache"):
         model_sha256("me/tiny", {}, "third")
-
-
-def test_a_comparison_notes_another_backend_precision_or_number_of_samples():
-    def made(backend: str, dtype: str, sha256: str, samples: int = 1, **model) -> EvaluationReport:
-        plain = report({"x": [[1] * samples]}, {**SETTINGS, "backend": backend})
-        facts = {"dtype": dtype, "sha256": sha256, **model}
-        return EvaluationReport(facts, plain.settings, {}, plain.sampled)
-
-    one = made("hf", "float32", "s")
-    assert differences(one, made("hf", "float32", "t")) == []
-    assert len(differences(one, made("vllm", "bfloat16", "s"))) == 3  # and the same weights
-    (said,) = differences(one, made("hf", "float32", "t", samples=2))
-    assert said.startswith("x: 1 samples of each problem in A, 2 in B")
-    plain = made("hf", "float32", "s", sampler_options={}, sampler_sha256="1")
-    other = made("hf", "float32", "t", sampler_options={"quantization": "fp8"}, sampler_sha256="2")
-    assert len(differences(plain, other)) == 2

@@ -20,7 +20,7 @@ from share_bounds import share_bounds
 from grpo_replay.cli.aes_command import print_scores
 from grpo_replay.errors import EvaluationFileError, UsageError
 from grpo_replay.evaluation.aes import point_of, score_reports
-from grpo_replay.evaluation.comparison import compare, differences
+from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationReport
 from grpo_replay.evaluation.evaluation_tables import (
     comparison_table,
@@ -272,12 +272,6 @@ def test_a_reference_of_zero_is_refused(word, message):
     zero = report({"x": [word, word]})
     with pytest.raises(UsageError, match=message):
         score_reports(("A", zero), [("B", zero)])
-
-
-def test_a_comparison_notes_another_version_of_a_grading_package(a):
-    one, other = (replace(a, versions={"sympy": version}) for version in "12")
-    (said,) = differences(one, other)
-    assert said == "graded with sympy 1 in A, 2 in B"
 
 
 def test_the_numbers_are_on_the_terminal(a, b):
