@@ -12,8 +12,8 @@ from grpo_replay.terminal.console import plain_table
 Row = Sequence[str]
 LEGEND = (
     "avg@k, pass@k and rates in %; 95 %: intervals over problems; tokens: mean completion length; "
-    "right, wrong: the same of correct and of incorrect completions; cut: reached the length "
-    "limit; none: no answer could be parsed; score: the mean that a function of the user gave."
+    "cut: reached the length limit; none: no answer could be parsed; score: the mean that a "
+    "function of the user gave."
 )
 
 
@@ -113,13 +113,12 @@ def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
 
 
 def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
-    header = ("benchmark", "tokens", "95 %", "right", "wrong", "cut", "none")
+    header = ("benchmark", "tokens", "95 %", "cut", "none")
     rows: list[Row] = [
         (
             title,
             tokens(r.mean_tokens),
             interval(r.mean_tokens_interval, tokens),
-            *(tokens(r.mean_tokens_correct), tokens(r.mean_tokens_incorrect)),
             *(percent(r.truncation_rate), percent(r.unparsed_rate)),
         )
         for _, title, r in _titled(report)

@@ -27,8 +27,7 @@ class Numbers:
     fractions, tokens those of completions.
 
     Intervals and the standard error are over problems: None if a benchmark has one problem. The
-    lengths of correct and of incorrect completions are pooled over samples: None if there are none.
-    The mean score is that of a function of the user, which may give part of the points.
+    mean score is that of a function of the user, which may give part of the points.
     """
 
     avg_at_k: float
@@ -39,8 +38,6 @@ class Numbers:
     pass_at_j: dict[str, float]
     mean_tokens: float
     mean_tokens_interval: Interval | None
-    mean_tokens_correct: float | None
-    mean_tokens_incorrect: float | None
     truncation_rate: float
     unparsed_rate: float
     mean_score: float | None
@@ -237,7 +234,7 @@ def summarise(samples: pa.Table, bad_answers: Collection[str], greedy: bool = Fa
         rows = samples.filter(pc.field("benchmark") == name)
         tables.append(problem_table(rows, name, greedy))
         results[name] = _benchmark_result(rows, tables[-1], bad_answers)
-    return Results(results, _mean_result(samples, results, tables))
+    return Results(results, _mean_result(results, tables))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,7 +289,6 @@ def _benchmark_result(
         pass_at_j={str(j): float(value) for j, value in enumerate(pass_J, start=1)},
         mean_tokens=float(problems.tokens_N.mean()),
         **_intervals([problems]),
-        **_lengths(rows),
         mean_score=_mean_score(rows["score"]),
         truncation_rate=_share(rows["finish_reason"], "length"),
         unparsed_rate=_share(rows["verdict"], "unparsable"),
@@ -308,9 +304,7 @@ def _mean_score(scores: pa.ChunkedArray) -> float | None:
     return pc.mean(pc.fill_null(scores, 0.0)).as_py()
 
 
-def _mean_result(
-    samples: pa.Table, results: dict[str, BenchmarkResult], tables: Sequence[ProblemTable]
-) -> MeanResult:
+def _mean_result(results: dict[str, BenchmarkResult], tables: Sequence[ProblemTable]) -> MeanResult:
     each = list(results.values())
     errors = [result.avg_at_k_stderr for result in each]
     known = [error for error in errors if error is not None]
@@ -327,7 +321,6 @@ def _mean_result(
             for j in range(1, min(result.k for result in each) + 1)
         },
         **_intervals(tables),
-        **_lengths(samples),
         mean_score=_mean_of_all([result.mean_score for result in each]),
         benchmarks=tuple(results),
     )
@@ -340,16 +333,6 @@ def _intervals(tables: Sequence[ProblemTable]) -> dict[str, Any]:
         "avg_at_k_interval": accuracy_interval([each.accuracy_N for each in tables]),
         "pass_at_k_interval": accuracy_interval([each.passed_N for each in tables]),
         "mean_tokens_interval": tokens and (max(0.0, tokens[0]), tokens[1]),
-    }
-
-
-def _lengths(samples: pa.Table) -> dict[str, Any]:
-    """Mean lengths of correct and of incorrect completions, over all rows."""
-    correct = samples["correct"].to_numpy(zero_copy_only=False)
-    tokens = samples["tokens"].to_numpy()
-    return {
-        "mean_tokens_correct": float(tokens[correct].mean()) if correct.any() else None,
-        "mean_tokens_incorrect": float(tokens[~correct].mean()) if not correct.all() else None,
     }
 
 

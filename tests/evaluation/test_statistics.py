@@ -87,7 +87,6 @@ def test_a_small_report_by_hand():
     assert found.pass_at_j == pytest.approx({"1": 3 / 8, "2": 2 / 3, "3": 7 / 8, "4": 1})
     assert found.pass_at_k == 1
     assert found.mean_tokens == pytest.approx((3 * 10 + 5 * 40) / 8)
-    assert (found.mean_tokens_correct, found.mean_tokens_incorrect) == (10, 40)
     assert found.truncation_rate == found.unparsed_rate == 5 / 8
     assert found.verdicts == {"correct": 3, "unparsable": 5}
     # With 0 and 1 the values have mean 7/16 and squares 21/16, so variance 35/192 and of the mean
@@ -100,7 +99,6 @@ def test_a_small_report_by_hand():
 def test_undefined_is_none():
     found = report({"a": [[1, 1]]}).sampled
     assert found.benchmarks["a"].avg_at_k_stderr is None
-    assert found.benchmarks["a"].mean_tokens_incorrect is None
     assert found.mean.avg_at_k_stderr is None
     assert standard_error(np.array([0.5])) is None
 
@@ -111,7 +109,6 @@ def test_the_mean_weights_benchmarks_equally():
     assert found.mean.avg_at_k == 0.75
     error = np.sqrt(np.var([1, 1, 0, 0], ddof=1) / 4)
     assert found.mean.avg_at_k_stderr == pytest.approx(error / 2)
-    assert found.mean.mean_tokens_incorrect == 10
     assert found.accuracies() == {"a": 0.5, "b": 1.0, "mean": 0.75}
 
 
