@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_replay.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from grpo_replay.api import evaluate, inspect, load_recipe, report, sweep, train
+    from grpo_replay.api import evaluate, inspect, load_recipe, report, train
     from grpo_replay.recipe import Recipe, ReplayConfig
     from grpo_replay.replay import ReplayBuffer
     from grpo_replay.rewards.grading import grade
@@ -24,7 +24,6 @@ __all__ = [
     "inspect",
     "load_recipe",
     "report",
-    "sweep",
     "train",
 ]
 

@@ -23,10 +23,9 @@ from grpo_replay.recipe import load_recipe as load_recipe_file
 if TYPE_CHECKING:
     from grpo_replay.evaluation.evaluation_report import EvaluationReport
     from grpo_replay.lab.inspection.buffer_summary import Inspection
-    from grpo_replay.lab.sweep.sweep_run import Entry
     from grpo_replay.training.run import RunResult
 
-__all__ = ["Recipe", "evaluate", "inspect", "load_recipe", "report", "sweep", "train"]
+__all__ = ["Recipe", "evaluate", "inspect", "load_recipe", "report", "train"]
 
 AnyRecipe = Recipe | str | Path
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -130,33 +129,6 @@ def inspect(path: str | Path, step: int | None = None) -> "Inspection":
     from grpo_replay.lab.inspection.source import open_source
 
     return summarise(open_source(str(path), step))
-
-
-def sweep(
-    name: str | Path,
-    output_dir: str | Path | None = None,
-    *,
-    jobs: int = 1,
-    only: str | None = None,
-    on_change: Callable[["Entry"], object] | None = None,
-) -> list["Entry"]:
-    """Run the cells of a sweep file or of a shipped sweep, each as a process of its own, `jobs` at
-    a time; the same call continues it. Returns a row for each cell: `cell`, `status`, `accuracy`,
-    and `message` if it failed. `on_change` gets the row of a cell whose status changes."""
-    from grpo_replay.lab.sweep.cells import expand
-    from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
-    from grpo_replay.lab.sweep.sweep_run import SweepRun, open_folder
-
-    path = find_sweep(str(name))
-    file = read_sweep_file(path)
-    folder = Path(output_dir) if output_dir is not None else Path("runs") / file.name
-    attempt = SweepRun(expand(file, path, folder, only), jobs)
-    if on_change is not None:
-        attempt.on_change = on_change
-    open_folder(folder, file)
-    attempt.prepare()
-    attempt.run()
-    return attempt.entries
 
 
 def report(

@@ -149,20 +149,3 @@ def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capf
 def no_sum(completion: str, answer: str, row: dict) -> float:
     assert "+" in row["problem"]
     return 0.0
-
-
-def test_a_sweep_runs_its_cells_and_says_what_changes(tmp_path, monkeypatch):
-    from grpo_replay.lab.sweep import sweep_run
-
-    def run(self):
-        for entry in self.entries:
-            self.on_change(entry)
-        return 0
-
-    monkeypatch.setattr(sweep_run.SweepRun, "run", run)
-    changed = []
-    entries = api.sweep("tiny-main", tmp_path / "s", on_change=changed.append)
-    assert len(entries) > 2 and changed == entries
-    assert (tmp_path / "s").is_dir()
-    with pytest.raises(UsageError):
-        api.sweep("tiny-main", tmp_path / "s", only="nothing")
