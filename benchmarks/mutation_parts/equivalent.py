@@ -2,6 +2,12 @@
 
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     (
+        "grpo_replay/integrations/trl_rows.py",
+        '"old_per_token_logps": numbers([rollout.behavior_logprobs for rollout in rollouts], 0.0),',
+        '"old_per_token_logps": numbers([rollout.behavior_logprobs for rollout in rollouts], (1.0)),',
+        "padding, which completion_mask leaves out",
+    ),
+    (
         "grpo_replay/replay/advantages.py",
         "if (rewards == rewards[0]).all():", "if (rewards == rewards[(1)]).all():",
         "all rewards are equal to the first exactly if they are equal to the second",

@@ -24,7 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import load_policy
-from grpo_replay.engine.weights import LoraAdapters, MergedChange, _Weight, full_adapters
+from grpo_replay.engine.weights import ADAPTER, LoraAdapters, MergedChange, _Weight, full_adapters
 from grpo_replay.errors import CheckpointError, RecipeError
 from grpo_replay.recipe import LoraSection, resolve_recipe
 
@@ -245,7 +245,6 @@ def test_adapters_are_saved_in_the_format_of_peft(processes, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_reference_is_the_base_without_a_copy_of_it(processes):
     rows = make_rows(6)
     sections = {"model": MODEL, "loss": {"beta": 0.1}, "engine": {"zero_stage": 3}}
@@ -259,6 +258,16 @@ def test_the_reference_is_the_base_without_a_copy_of_it(processes):
         assert a.tobytes() == b.tobytes()
         assert np.abs(b - c).max() > 1e-5
     assert result.reference_kl > 0
+
+
+def test_dropout_is_of_updates_and_leaves_the_random_state():
+    adapters = LoraAdapters.attach(tiny_model(), LoraSection(r=2, lora_dropout=0.5), seed=0)
+    layer, before = adapters._layers[0], torch.random.get_rng_state()
+    with adapters.dropout(3, torch.device("cpu")):
+        dropped = layer.lora_dropout[ADAPTER](torch.ones(100))
+    assert 0 < (dropped == 0).sum() < 100
+    assert torch.equal(layer.lora_dropout[ADAPTER](torch.ones(100)), torch.ones(100))
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_the_masks_of_dropout_differ_between_steps_updates_and_ranks():
