@@ -4,7 +4,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     (
         "grpo_replay/integrations/trl_rows.py",
         '"old_per_token_logps": numbers([rollout.behavior_logprobs for rollout in rollouts], 0.0),',
-        '"old_per_token_logps": numbers([rollout.behavior_logprobs for rollout in rollouts], (1.0)),',
+        '"old_per_token_logps": numbers([rollout.behavior_logprobs for rollout in rollouts], '
+        "(1.0)),",
         "padding, which completion_mask leaves out",
     ),
     (
