@@ -55,15 +55,16 @@ class SynchronousSource:
         """A sampler that takes adapters now, and took merged weights before, gets the policy."""
         lags = self.recipe.run.sync_every_steps > 1
         older = read_pushed_weights(checkpoint) if lags else None
+        if older is not None and older[1] == 0:
+            return  # it was opened with version 0
         adapters = older is not None and any(".lora_A." in name for name in older[0])
         if older is None or adapters != self.recipe.pushes_adapters:
             self._push(self.state.policy_version)
             return
         weights, version = older
-        if version > 0:  # it was opened with version 0
-            tensors, pushed = iter(weights.items()), self._pushed
-            kept = pushed.keep(tensors, version) if pushed else tensors
-            self.parts.sampler.load_weights(kept, version)
+        tensors, pushed = iter(weights.items()), self._pushed
+        kept = pushed.keep(tensors, version) if pushed else tensors
+        self.parts.sampler.load_weights(kept, version)
 
     def take(self, step: int) -> StepRollouts | None:
         """Take prompts, sample G completions of each, score them as they finish, and compute

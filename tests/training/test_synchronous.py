@@ -116,6 +116,9 @@ def test_a_sampler_of_adapters_gets_the_policy_where_it_had_merged_weights(tmp_p
     monkeypatch.setattr(synchronous, "sync_weights", lambda *words: pushed.append(words[2]))
     opened(tmp_path, "sampler", 4, model={"lora": {"r": 2}}, **LAGGING)
     assert pushed == [4]
+    monkeypatch.setattr(synchronous, "read_pushed_weights", lambda _: ({}, 0))
+    opened(tmp_path, "sampler", 1, model={"lora": {"r": 2}}, **LAGGING)
+    assert pushed == [4], "it was opened with version 0, which it still has"
 
 
 @pytest.mark.parametrize("survive, sleeps", [(True, 1), (False, 0)])
