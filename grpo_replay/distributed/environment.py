@@ -98,8 +98,9 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     node = _integer(environ, "SLURM_NODEID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    # From the job id, so that every task computes the same port, and most likely a free one.
-    port = 20_000 + _integer(environ, "SLURM_JOB_ID", 0) % 20_000
+    # From job and step, so that every task computes the same port, and most likely a free one.
+    step = _integer(environ, "SLURM_STEP_ID", 0)
+    port = 20_000 + (31 * _integer(environ, "SLURM_JOB_ID", 0) + step) % 12_000
     return RankEnvironment(
         rank=_integer(environ, "SLURM_PROCID"),
         local_rank=_integer(environ, "SLURM_LOCALID"),

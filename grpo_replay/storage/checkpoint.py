@@ -185,12 +185,13 @@ def complete_checkpoint(
 
 def remove_old(newest: Path, keep: int) -> None:
     """Remove the checkpoints before `newest`, except the last `keep` with itself. One that is only
-    half removed has the name of a temporary folder."""
+    half removed, because somebody reads it over NFS, has the name of a temporary folder; the next
+    resume removes it."""
     earlier = list_checkpoints(newest.parent)
     for old in earlier[: max(earlier.index(newest) + 1 - keep, 0)]:
         leaving = newest.with_name(f"{_TEMPORARY}{old.name}")
         rename_folder(old, leaving)
-        shutil.rmtree(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _give_usual_permissions(temporary: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_process_without_a_launcher_is_rank_0_of_1():
     [
         (TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, True)),
         (DEEPSPEED, RankEnvironment(3, 1, 4, 2, "10.0.0.1", 29500, True)),
-        (SLURM, RankEnvironment(9, 1, 16, 8, "gpu017", 20_000 + 123456 % 20_000, True)),
+        (SLURM, RankEnvironment(9, 1, 16, 8, "gpu017", 20_000 + (31 * 123456) % 12_000, True)),
         (
             SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "7"},
             RankEnvironment(9, 1, 16, 8, "ib0", 7, True),

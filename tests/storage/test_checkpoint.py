@@ -62,7 +62,7 @@ def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
     for step in (5, 10, 15):
         make_checkpoint(tmp_path, step)
 
-    def killed(folder: Path) -> None:
+    def killed(folder: Path, **_: bool) -> None:
         (folder / "model" / "weights").unlink()
         raise KeyboardInterrupt
 
