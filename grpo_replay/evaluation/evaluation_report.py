@@ -25,7 +25,7 @@ REPORT_VERSION = 4
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
     *("system_prompt", "user_template", "max_problems", "stop_tokens"),
-    *("chat_template_kwargs", "correct_score"),
+    *("chat_template_kwargs", "correct_score", "special_tokens"),
 )
 """Settings that must agree, so that a difference can only come from the models. Temperatures are
 those of each benchmark, and a function of the user is known by the content of its file."""

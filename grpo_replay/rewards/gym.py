@@ -19,7 +19,7 @@ def score(completion: str, row: Mapping[str, Any]) -> float:
     if not {"family", "settings", "entry"} <= set(row):
         raise KeyError("the row is no problem of reasoning_gym: name another reward.function")
     boxes, tagged = last_boxes(completion), _TAGGED.findall(completion)
-    given = boxes[-1] if boxes else tagged[-1].strip() if tagged else None
+    given = boxes[0] if boxes else tagged[-1].strip() if tagged else None
     return 0.0 if given is None else points(row["family"], row["settings"], given, row["entry"])
 
 

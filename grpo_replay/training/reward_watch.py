@@ -11,6 +11,7 @@ from grpo_replay.evaluation.benchmarks import EvaluationPlan, try_verifier
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
 from grpo_replay.recipe.input_sections import SamplingSection
+from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
@@ -58,7 +59,7 @@ def reward_facts(section: RewardSection, sources: Mapping[str, str]) -> dict[str
         {
             "name": Path(each.function).name,
             "weight": each.weight,
-            "sha256": sources.get(each.function),
+            "sha256": sources.get(VERIFIERS.place(each.function)),
         }
         for each in section.functions
     ]

@@ -93,7 +93,8 @@ def test_the_settings_of_a_report_equal_those_of_the_plan(tmp_path):
     law = {"temperature": 0.6, "top_p": 0.7, "max_completion_length": 33, "max_problems": 2}
     document = plan(tmp_path, **law, reward="minerva").document
     template = {"template": "plain", "system_prompt": None, "user_template": "{problem}="}
-    absent = {"stop_tokens", "chat_template_kwargs", "correct_score"}  # the sampler's; unset here
+    # the sampler's, or unset here
+    absent = {"stop_tokens", "chat_template_kwargs", "correct_score", "special_tokens"}
     found = {key: document[key] for key in SAME_SETTINGS if key not in absent}
     assert found == {**law, **template, "reward": "minerva"}
 

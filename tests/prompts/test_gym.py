@@ -66,7 +66,8 @@ def test_what_cannot_be_trained_on_is_refused_by_name(name, options, said):
 def test_points_are_those_of_the_last_box_or_answer_tag_by_the_family_s_own_rule():
     (row,) = rows(0, size=1, **SMALL)
     gold = row["answer"]
-    assert score(rf"\boxed{{1}} so \boxed{{{gold}}}", row) == 1
+    for joined in ("so", "or"):  # the last one, also of those that a list would join
+        assert score(rf"\boxed{{1}} {joined} \boxed{{{gold}}}", row) == 1
     assert score(f"<answer>1</answer> or <answer> {gold} </answer>", row) == 1
     # chain_sum gives the share of the text that the answer is
     assert score(rf"\boxed{{{gold} cows}}", row) == len(gold) / len(f"{gold} cows")

@@ -7,6 +7,7 @@ from small_runs.trained import interrupted, small_recipe, train_small_run
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import RewardSection
+from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.training.reward_watch import changes_of_reward, notices_of_change, reward_facts
 
 REWARD = """
@@ -52,6 +53,12 @@ def test_a_run_that_stores_nothing_goes_on_with_a_notice(is_async):
     assert "before step 4" in notices[0] and "reward.correct 2.0, was 1.0" in notices[0]
     assert len(notices) == (2 if is_async else 1)  # groups that wait keep their rewards
     assert notices_of_change(recipe, checkpoint, now, now) == []
+
+
+def test_a_registered_function_is_known_by_its_file(monkeypatch):
+    monkeypatch.setitem(VERIFIERS._places, "mine", "/a/score.py:f")
+    (function,) = reward_facts(RewardSection(function="mine"), {"/a/score.py:f": "1"})["functions"]
+    assert function["sha256"] == "1"
 
 
 def test_what_decides_rewards_is_compared_and_nothing_else():
