@@ -34,12 +34,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a file that is cut to its own length stays as it is",
     ),
     (
-        "grpo_replay/training/synchronous.py",
-        "if version > 0: # it was opened with version 0",
-        "if version > (1): # it was opened with version 0",
-        "the first push of a sampler that lags is version 2 or a later one",
-    ),
-    (
         "grpo_replay/collection/messages.py",
         "sent: float = 0.0", "sent: float = (1.0)",
         "the link gives its first report a time, and every other one comes with its own",
