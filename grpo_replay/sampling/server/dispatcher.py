@@ -196,8 +196,10 @@ class Dispatcher(Generic[J]):
     def _can_name_its_version(self, server: ServerState[J]) -> bool:
         """Whether vLLM would run a request with the newest adapter beside those of older versions.
         One that waited there might find its adapter gone, which ends the engine."""
+        if not server.client.with_adapters:
+            return True
         named = {server.version, *(job.version for job in server.running.values())}
-        return not server.client.with_adapters or len(named) <= ADAPTERS_AT_ONCE
+        return len(named) <= ADAPTERS_AT_ONCE
 
     def _next_job(self, server: ServerState[J]) -> J | None:
         """The next waiting job that has not failed at this server, or failed at all that are used;

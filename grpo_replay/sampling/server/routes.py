@@ -186,9 +186,10 @@ class VllmServer:
                 raise Unreachable(f"it does not have its adapter: {error}") from error
             raise
         choice = _answers.decode(answer).choices[0]
-        labels = [span.version for span in choice.weight_versions]
-        if self.with_adapters and None not in map(self.version_of, labels):
-            choice.weight_versions = [WeightSpan(body["model"], 0, len(choice.token_ids))]
+        if self.with_adapters:
+            labels = [span.version for span in choice.weight_versions]
+            if None not in map(self.version_of, labels):
+                choice.weight_versions = [WeightSpan(body["model"], 0, len(choice.token_ids))]
         return choice
 
     async def check_health(self, seconds: float) -> None:
