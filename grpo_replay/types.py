@@ -172,8 +172,11 @@ class Rollout:
         """Mean behaviour log-prob of the tokens that train; None without any."""
         if self.behavior_logprobs is None or not self.trained_tokens:
             return None
-        mask_T = slice(None) if self.completion_mask is None else self.completion_mask
-        return float(self.behavior_logprobs[mask_T].mean(dtype=np.float64))
+        return float(self.of_trained(self.behavior_logprobs).mean(dtype=np.float64))
+
+    def of_trained(self, values_T: np.ndarray) -> np.ndarray:
+        """Those of the completion tokens that train, of one value for each token."""
+        return values_T if self.completion_mask is None else values_T[self.completion_mask]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

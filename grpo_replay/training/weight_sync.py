@@ -110,9 +110,7 @@ def measure_gap(
         [
             np.zeros(0),
             *(
-                np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T)[
-                    slice(None) if rollout.completion_mask is None else rollout.completion_mask
-                ]
+                rollout.of_trained(np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T))
                 for rollout, logprobs_T in zip(rollouts, trainer_logprobs, strict=True)
             ),
         ]
