@@ -9,6 +9,7 @@ adapter/) and its state has the step of its name.
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from grpo_replay.storage.atomic import (
     rename_folder,
     write_json_whole,
 )
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 FP32 = 4
@@ -191,7 +194,10 @@ def remove_old(newest: Path, keep: int) -> None:
     for old in earlier[: max(earlier.index(newest) + 1 - keep, 0)]:
         leaving = newest.with_name(f"{_TEMPORARY}{old.name}")
         rename_folder(old, leaving)
-        shutil.rmtree(leaving, ignore_errors=True)
+        try:
+            shutil.rmtree(leaving)
+        except OSError as error:
+            logger.warning("%s cannot be removed now: %s", leaving, error)
 
 
 def _give_usual_permissions(temporary: Path) -> None:

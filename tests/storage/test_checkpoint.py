@@ -1,5 +1,6 @@
 """Checkpoints: complete or refused, newest first, never the last good one lost."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
     for step in (5, 10, 15):
         make_checkpoint(tmp_path, step)
 
-    def killed(folder: Path, **_: bool) -> None:
+    def killed(folder: Path) -> None:
         (folder / "model" / "weights").unlink()
         raise KeyboardInterrupt
 
@@ -73,6 +74,20 @@ def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in kept] == ["step_000010", "step_000015"]
     for path in kept:
         verify_checkpoint(path)
+    assert leftovers(tmp_path) == [tmp_path / ".tmp-step_000005"]
+
+
+def test_one_that_somebody_reads_over_nfs_is_left_for_the_next_resume(tmp_path, monkeypatch):
+    for step in (5, 10):
+        make_checkpoint(tmp_path, step)
+
+    def busy(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        remove_old(tmp_path / "step_000010", keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010"]
     assert leftovers(tmp_path) == [tmp_path / ".tmp-step_000005"]
 
 
