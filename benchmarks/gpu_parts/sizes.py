@@ -26,7 +26,6 @@ class Size:
     packs: tuple[int, ...]  # padded tokens of a micro-batch
     row_tokens: int
     updates: int
-    head_tokens: int  # completion tokens of a chunk of the head, in the third way
     cells: int  # runs of the study at a time
 
 
@@ -47,8 +46,7 @@ SMOLLM2 = {
 FULL = Size(
     name="full", device="cuda", dtype="bfloat16", shapes={"smollm2": SMOLLM2},
     vllm_share=0.3, steps=6, not_timed=2, long_prompt=64, long_completion=512, long_prompts=8,
-    long_rows=8, packs=(8192, 32_768), row_tokens=4096, updates=3, head_tokens=1024,
-    cells=4,
+    long_rows=32, packs=(8192, 32_768), row_tokens=4096, updates=3, cells=4,
 )  # fmt: skip
 
 TOY = Size(
@@ -59,6 +57,5 @@ TOY = Size(
         "qwen3-1.7b": _SMALL | {"num_hidden_layers": 2, "vocab_size": 2048},
     },
     vllm_share=0.3, steps=4, not_timed=1, long_prompt=8, long_completion=24, long_prompts=2,
-    long_rows=4, packs=(128, 256), row_tokens=64, updates=2, head_tokens=512,
-    cells=2,
+    long_rows=4, packs=(128, 256), row_tokens=64, updates=2, cells=2,
 )  # fmt: skip

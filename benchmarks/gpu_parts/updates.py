@@ -42,6 +42,8 @@ VARIANTS = {
 def measure(context: Context, argument: str) -> None:
     """`MODEL: VARIANT`. Tokens per second, MFU and peak memory of an update, way by way and pack
     by pack, beside the dry run's memory; the log-prob pass; and where the host waits."""
+    import torch
+
     model, _, variant = argument.partition(": ")
     record, size = context.record, context.size
     largest = update_recipe(context, model, variant, max(size.packs))
@@ -62,11 +64,11 @@ def measure(context: Context, argument: str) -> None:
         measure_packs(context, engine, argument, "compiled", size.packs)
         record.table("waits of an update", waits(size.device, lambda: engine.update(rows)))
         record.table("kernels of an update", kernels(size.device, lambda: engine.update(rows)))
-        engine._engine.module.head.chunk_tokens = size.head_tokens
-        way = f"compiled, {size.head_tokens} tokens in the head"
-        measure_packs(context, engine, argument, way, size.packs[-1:])
         engine._model.gradient_checkpointing_disable()
-        measure_packs(context, engine, argument, f"{way}, no checkpointing", size.packs[:1])
+        try:
+            measure_packs(context, engine, argument, "compiled, no checkpointing", size.packs)
+        except torch.OutOfMemoryError:
+            record.note("without checkpointing the card's memory is too small for a pack")
 
 
 def measure_packs(
@@ -75,7 +77,10 @@ def measure_packs(
     """A row of the table for each pack that has none."""
     model, _, variant = argument.partition(": ")
     for pack in packs:
-        recipe = update_recipe(context, model, variant, pack)
+        kept = str(not way.endswith("no checkpointing")).lower()
+        recipe = update_recipe(
+            context, model, variant, pack, f"model.gradient_checkpointing={kept}"
+        )
         named = {"model": model, "variant": variant, "way": way, "pack_tokens": pack}
         if any(named.items() <= row.items() for row in context.record.rows("packs")):
             continue  # taken up again after it
@@ -146,7 +151,9 @@ def kernels(device: str, action: Callable[[], Any]) -> list[dict[str, Any]]:
     return [whole] + [{"kernel": k[:60], "ms": ms, "calls": n} for k, (ms, n) in largest]
 
 
-def update_recipe(context: Context, model: str, variant: str, pack: int) -> "Recipe":
+def update_recipe(
+    context: Context, model: str, variant: str, pack: int, *settings: str
+) -> "Recipe":
     """Rows fill the pack; an eighth is prompt. Random weights; bf16 and checkpointing."""
     from grpo_replay.recipe import load_recipe
 
@@ -159,7 +166,7 @@ def update_recipe(context: Context, model: str, variant: str, pack: int) -> "Rec
         f"prompts.max_prompt_length={length // 8}",
         f"sampling.max_completion_length={length - length // 8}",
         f"batch.max_tokens_per_microbatch={pack}", f"engine.device={size.device}",
-        *VARIANTS[variant],
+        *VARIANTS[variant], *settings,
     ])  # fmt: skip
 
 
@@ -204,7 +211,7 @@ def measure_pack(
     completions = sum(len(row.completion_token_ids) for row in rows)
     tflops = training_flops(shape, lengths, completions) / middle / 1e12
     peak = peak_tflops(size.device)
-    whole = recipe.model.lora is None  # of adapters, fewer operations are needed
+    whole = recipe.model.lora.r is None  # of adapters, fewer operations are needed
     return {
         "rows": f"{len(rows) // MICRO_BATCHES} x {lengths[0]}", "seconds": middle,
         "tokens_per_second": sum(lengths) / middle,

@@ -125,7 +125,7 @@ def test_a_run_ends_before_a_step_that_would_not(tmp_path):
 
 def test_the_operations_of_a_training_step_by_hand():
     shape = ModelShape(
-        parameters=1_000 + 10 * 20, largest_parameter=0, tied_head=True, layers=3, hidden=10,
+        parameters=1_000 + 10 * 20, tied_head=True, layers=3, hidden=10,
         vocabulary=20, kv_elements_per_token=0, attention_width=16, max_positions=None,
     )  # fmt: skip
     flops = training_flops(shape, [4, 6], completion_tokens=7)
