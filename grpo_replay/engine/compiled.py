@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_replay.engine.microbatches import MicroBatch
 from grpo_replay.engine.model_trials import OTHER_SHAPE, two_rows
-from grpo_replay.engine.policy_module import PolicyModule, compiled_chunks
+from grpo_replay.engine.policy_module import PLAIN_CHUNKS, PolicyModule, compiled_chunks
 from grpo_replay.errors import RecipeError, first_line
 from grpo_replay.recipe import Recipe
 
@@ -50,6 +50,13 @@ def compile_policy(module: PolicyModule) -> None:
         layer.compile(dynamic=True)
     if not module.head.settings.in_fp32:  # its product is not one that torch compiles
         module.head.chunks = compiled_chunks()
+
+
+def leave_uncompiled(module: PolicyModule) -> None:
+    """Undoes `compile_policy`, also one that ended halfway."""
+    for layer in decoder_layers(module):
+        layer._compiled_call_impl = None
+    module.head.chunks = PLAIN_CHUNKS
 
 
 def why_not_compiled(

@@ -13,7 +13,12 @@ from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
-from grpo_replay.engine.compiled import compile_policy, refuse_stage_3, why_not_compiled
+from grpo_replay.engine.compiled import (
+    compile_policy,
+    leave_uncompiled,
+    refuse_stage_3,
+    why_not_compiled,
+)
 from grpo_replay.engine.engine_state import (
     has_other_layout,
     layout_of,
@@ -76,7 +81,7 @@ class DeepSpeedEngine:
         self._recipe = recipe
         self._comm = comm
         self._stage = recipe.zero_stage(comm.world_size)
-        refuse_stage_3(recipe.model.compile, self._stage)
+        refuse_stage_3(recipe.model.compile is True, self._stage)
         self._device = device
         self._tokenizer = tokenizer
         self.notices: list[str] = []
@@ -97,7 +102,7 @@ class DeepSpeedEngine:
         self._engine = self._open_deepspeed(model)
         # Also the forward pass that some DeepSpeed versions need before the first ZeRO-3 gather.
         self._layout = self._try_out(model)
-        if recipe.model.compile:
+        if recipe.compiles(self._stage, device.type == "cuda"):
             self._compile()
         if self._stage == 3:  # a state that is loaded next must find no gathered parameters
             self._engine.optimizer.empty_partition_cache()
@@ -106,7 +111,7 @@ class DeepSpeedEngine:
     def _open_deepspeed(self, model: PreTrainedModel) -> Any:
         import deepspeed
 
-        recipe, on_cuda = self._recipe, self._device.type == "cuda"
+        recipe = self._recipe
         module = self._wrap(model)
         module.train()
         if self._adapters is not None:
@@ -116,7 +121,7 @@ class DeepSpeedEngine:
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
             config=deepspeed_config(
-                recipe.optimizer, recipe.engine, recipe.model.dtype, self._stage, on_cuda
+                recipe.optimizer, recipe.engine, recipe.model.dtype, self._stage
             ),
         )
         undo_first_step(engine.optimizer)
@@ -158,8 +163,9 @@ class DeepSpeedEngine:
         return layout
 
     def _compile(self) -> None:
-        """Compiles the policy, and the reference policy with it. Collective. Raises ModelError on
-        all ranks if the model does not run so by rank 0's trial, else on a rank that finds it."""
+        """Compiles the policy, and the reference policy with it. Where rank 0's trial, or else this
+        rank's, finds that the model does not run so, it stays as it was, or `model.compile: true`
+        raises ModelError. Collective."""
         module, layout = self._engine.module, self._layout
 
         def forward(batch: MicroBatch) -> torch.Tensor:
@@ -167,13 +173,15 @@ class DeepSpeedEngine:
 
         mine = why_not_compiled(module, self._recipe, layout.packing, forward)
         reason = self._comm.broadcast_json(mine) or mine
-        if reason is not None:
-            raise ModelError(
-                f"model.compile true: a model of type {self._model.config.model_type} cannot be "
-                f"compiled: {reason}; set it to false"
-            )
-        if self._reference is not None:
-            compile_policy(self._reference)
+        if reason is None:
+            if self._reference is not None:
+                compile_policy(self._reference)
+            return
+        problem = f"a model of type {self._model.config.model_type} cannot be compiled: {reason}"
+        if self._recipe.model.compile is True:
+            raise ModelError(f"model.compile true: {problem}; set it to false")
+        leave_uncompiled(module)
+        self.notices.append(f"model.compile auto: {problem}; it runs uncompiled")
 
     @property
     def adapter_parameters(self) -> int:
@@ -181,7 +189,8 @@ class DeepSpeedEngine:
         return 0 if self._adapters is None else self._adapters.parameters
 
     def _wrap(self, model: PreTrainedModel) -> PolicyModule:
-        chunk_tokens = self._recipe.logprob_chunk_tokens(model.config.vocab_size)
+        on_cuda = self._device.type == "cuda"
+        chunk_tokens = self._recipe.logprob_chunk_tokens(model.config.vocab_size, on_cuda)
         return PolicyModule(model, self._recipe.sampling.temperature, chunk_tokens)
 
     def _frozen_copy(self, model: PreTrainedModel) -> PolicyModule:
@@ -433,7 +442,7 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 
 def deepspeed_config(
-    optimizer: OptimizerSection, engine: EngineSection, dtype: str, stage: int, on_cuda: bool
+    optimizer: OptimizerSection, engine: EngineSection, dtype: str, stage: int
 ) -> dict[str, Any]:
     """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
     update to update, and the loss already has its global denominator."""
@@ -454,8 +463,8 @@ def deepspeed_config(
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     adamw = {
-        # On a CPU torch's own choice is a loop of ten passes over every tensor; fused makes one.
-        "fused": not on_cuda and "foreach" not in optimizer.adamw.others,
+        # One pass over every tensor; torch's own choice makes ten, on a GPU with temporaries.
+        "fused": "foreach" not in optimizer.adamw.others,
         "lr": optimizer.learning_rate,  # of no update: `begin_step` sets that of each step
         **optimizer.adamw.model_dump(),
         "torch_adam": True,

@@ -18,7 +18,7 @@ from grpo_replay.recipe import LoraSection, Recipe, ZeroSection
 def check_passed_settings(recipe: Recipe, stage: int, on_cuda: bool) -> None:
     """Give each library its settings, as the engine does at a ZeRO stage. Raises RecipeError with
     what the library said. peft is not tried where it is not installed."""
-    config = deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage, on_cuda)
+    config = deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage)
     arguments = dict(config["optimizer"]["params"])
     del arguments["torch_adam"]  # DeepSpeed's own
     with refused_as("optimizer.adamw"):

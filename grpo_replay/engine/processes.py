@@ -34,6 +34,13 @@ def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def memory_of_gpu(device: torch.device) -> int | None:
+    """Bytes; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
     """Join the run that the environment describes, and choose this rank's device.
 

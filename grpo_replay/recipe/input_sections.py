@@ -70,9 +70,9 @@ class ModelSection(Section):
     """The trainer's attention, by its name in transformers. The last three need a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    compile: bool = False
-    """Compile decoder layers and the output head with `torch.compile`, at ZeRO 0 to 2. A model that
-    breaks, or has other log-probs, is refused at the start. Unmeasured on a GPU."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile decoder layers and the output head with `torch.compile`, at ZeRO 0 to 2. `auto`: on a
+    GPU, unless the model breaks or has other log-probs; with true that is refused."""
     random_init: bool | dict[str, Any] = False
     """Random weights, seeded by `run.seed`; none are read. A mapping replaces values of the
     configuration: `{num_hidden_layers: 2}`."""

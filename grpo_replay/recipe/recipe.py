@@ -35,8 +35,9 @@ from grpo_replay.recipe.run_sections import (
     TrackingSection,
 )
 
-CHUNK_LOGITS_BYTES = 160 * 2**20
-"""fp32 logits of a chunk of the output head, if the recipe has no number of tokens."""
+CHUNK_LOGITS_BYTES = {False: 160 * 2**20, True: 640 * 2**20}
+"""fp32 logits of a chunk of the output head, if the recipe has no number of tokens; on a GPU more:
+each chunk reads and writes the gradient of the whole weight."""
 CHUNK_TOKENS = (64, 1024)
 """Its fewest tokens, of which it has a multiple, and its most."""
 
@@ -148,13 +149,29 @@ class Recipe(Section):
             return 3
         return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
 
-    def logprob_chunk_tokens(self, vocabulary: int) -> int:
+    def on_gpus(self, ranks: int, gpu_bytes: int, parameters: int, trained: int) -> "Recipe":
+        """This recipe with `engine.zero_stage: auto` settled on so many GPUs: 2 if weights,
+        gradients and optimizer (lab/dry_run/memory.py) take half of a GPU at most, else 3."""
+        engine = self.engine
+        if engine.zero_stage != "auto" or ranks == 1 or engine.offload_parameters:
+            return self
+        size = 2 if self.model.dtype == "bfloat16" else 4
+        needed = size * parameters + (2 * size + 16) * trained // ranks
+        stage = 2 if needed <= gpu_bytes / 2 else 3
+        return self.model_copy(update={"engine": engine.model_copy(update={"zero_stage": stage})})
+
+    def compiles(self, stage: int, on_cuda: bool) -> bool:
+        """Whether the policy is compiled, if it can: `model.compile`, or what `auto` stands for."""
+        chosen = self.model.compile
+        return on_cuda and stage < 3 if chosen == "auto" else chosen
+
+    def logprob_chunk_tokens(self, vocabulary: int, on_cuda: bool = False) -> int:
         """Completion tokens in a chunk of the output head of a model with this many words:
         `engine.logprob_chunk_tokens`, or its default by memory."""
         if self.engine.logprob_chunk_tokens is not None:
             return self.engine.logprob_chunk_tokens
         fewest, most = CHUNK_TOKENS
-        tokens = CHUNK_LOGITS_BYTES // (4 * vocabulary)
+        tokens = CHUNK_LOGITS_BYTES[on_cuda] // (4 * vocabulary)
         return min(max(tokens // fewest * fewest, fewest), most)
 
     def packs(self, on_cuda: bool) -> bool:

@@ -27,8 +27,8 @@ class EngineSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA if available, otherwise CPU."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """DeepSpeed ZeRO stage. `auto`: 3 on several ranks; on one, 0, or 2 for bfloat16 and `offload:
-    optimizer`."""
+    """DeepSpeed ZeRO stage. `auto`: on several ranks 3, or 2 on GPUs of which the state takes half
+    at most; on one rank 0, or 2 for bfloat16 and `offload: optimizer`."""
     zero: ZeroSection = Field(default_factory=ZeroSection)
     """DeepSpeed's ZeRO settings."""
     num_processes: Positive = 1

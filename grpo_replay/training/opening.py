@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from grpo_replay.engine.models import (
     resolve_model_path,
 )
 from grpo_replay.engine.passed_settings import check_passed_settings
+from grpo_replay.engine.processes import memory_of_gpu
 from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, read_from_hub
@@ -86,7 +87,8 @@ ATTENTION_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run runs: the number of its ranks, of those on one node, and whether on GPUs.
+    """Where a run runs: the number of its ranks, of those on one node, and the memory of a GPU (on
+    a CPU None).
 
     A plan fetches no data set. If it is for machines `elsewhere`, what this one lacks, and its
     folders and servers, say nothing about the run.
@@ -94,9 +96,13 @@ class Place:
 
     ranks: int
     ranks_here: int
-    on_cuda: bool
+    gpu_bytes: int | None
     is_plan: bool = False
     elsewhere: bool = False
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.gpu_bytes is not None
 
 
 def _nothing() -> None:
@@ -154,9 +160,10 @@ class RunOpener:
         self.stop, self.resume = stop or StopToken(), resume
         self.run_dir, self.stack = run_dir, stack
         ranks_here = rank_environment().local_world_size
-        self.place = place or Place(comm.world_size, ranks_here, device.type == "cuda")
+        self.place = place or Place(comm.world_size, ranks_here, memory_of_gpu(device))
         self.sized = recipe.model_copy(update={"model": known_model or recipe.model})
-        self.zero_stage = recipe.zero_stage(self.place.ranks)
+        self.settled = self._with_zero_stage()
+        self.zero_stage = self.settled.zero_stage(self.place.ranks)
         self.notices: list[Notice] = []
         self.unchecked: list[str] = []
         self.start = StartingPoint(None)
@@ -165,6 +172,18 @@ class RunOpener:
         self.evaluation: EvaluationPlan | None = None
         self.checkpoint_size = CheckpointSize(0)
         self._held_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
+
+    def _with_zero_stage(self) -> Recipe:
+        """The recipe with the ZeRO stage that rank 0 finds; as it is for a model that it cannot
+        read, which a check refuses."""
+        recipe, place, given = self.recipe, self.place, None
+        if place.gpu_bytes is None or place.ranks == 1:
+            return recipe
+        with suppress(GrpoReplayError):
+            if self.comm.is_main and (counts := parameter_counts(self.sized.model)):
+                given = place.gpu_bytes, sum(counts), counts[1] or counts[0]
+        given = self.comm.broadcast_json(given)
+        return recipe if given is None else recipe.on_gpus(place.ranks, *given)
 
     @property
     def stages(self) -> list[Stage]:
@@ -232,7 +251,7 @@ class RunOpener:
             self.unchecked += missing
         elif missing:
             raise RecipeError("; ".join(missing))
-        refuse_stage_3(model.compile, self.zero_stage)
+        refuse_stage_3(model.compile is True, self.zero_stage)
         if not self.place.on_cuda and model.attn_implementation in PACKING_ATTENTION:
             raise RecipeError(
                 f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
@@ -363,7 +382,7 @@ class RunOpener:
         self._say("engine", *drop_unwritable_settings(model))
         self._remember_base(base_digest(model), start.state)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        engine = DeepSpeedEngine(recipe, model, self.tokenizer, self.comm, self.device)
+        engine = DeepSpeedEngine(self.settled, model, self.tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
         self._say("engine", *engine.notices)
         self.checkpoint_size = checkpoint_size(

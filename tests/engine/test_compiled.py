@@ -5,10 +5,18 @@ import functools
 import numpy as np
 import pytest
 import torch
-from core_engine import first_gradient, make_rows, open_engine, parameters, relative
+from core_engine import (
+    engine_recipe,
+    first_gradient,
+    make_rows,
+    open_engine,
+    parameters,
+    relative,
+)
 
 from grpo_replay.engine import compiled, policy_module
 from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.recipe import Recipe
 
 KINDS = {
     "bf16, checkpointing": {"dtype": "bfloat16", "gradient_checkpointing": True},
@@ -103,6 +111,27 @@ def test_a_model_that_breaks_is_refused(processes, monkeypatch):
         open_engine(processes, model={"compile": True}),
     ):
         pass
+
+
+def test_a_gpu_compiles_by_default_and_what_breaks_runs_on_uncompiled(processes, monkeypatch):
+    recipe = engine_recipe()
+    chosen = [recipe.compiles(stage, on_cuda) for stage in (2, 3) for on_cuda in (True, False)]
+    assert chosen == [True, False, False, False]
+    rows = make_rows(3)
+
+    def breaks(layer, **_):
+        layer._compiled_call_impl = pytest.fail  # what a call runs from then on
+        raise RuntimeError("no kernel for this layer")
+
+    with open_engine(processes) as engine:
+        plain = engine.logprobs(rows)
+    monkeypatch.setattr(torch.nn.Module, "compile", breaks)
+    monkeypatch.setattr(Recipe, "compiles", lambda *_: True)
+    with open_engine(processes) as engine:
+        (notice,) = engine.notices
+        assert notice.startswith("model.compile auto: ") and "no kernel for this layer" in notice
+        for own, other in zip(engine.logprobs(rows), plain, strict=True):
+            assert np.array_equal(own, other)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from grpo_replay.recipe import Recipe, ZeroSection
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    config = config_of(engine_recipe(engine=engine), engine["zero_stage"], on_cuda=False)
+    config = config_of(engine_recipe(engine=engine), engine["zero_stage"])
     return DeepSpeedZeroConfig(**config["zero_optimization"])
 
 
-def config_of(recipe: Recipe, stage: int, on_cuda: bool) -> dict[str, Any]:
-    return deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage, on_cuda)
+def config_of(recipe: Recipe, stage: int) -> dict[str, Any]:
+    return deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage)
 
 
 def test_every_threshold_reaches_deepspeed_and_has_its_default():
@@ -36,16 +36,14 @@ def test_every_threshold_reaches_deepspeed_and_has_its_default():
 
 @pytest.mark.parametrize(("stage", "in_fp32"), [(0, False), (1, False), (2, True), (3, True)])
 def test_gradients_of_bfloat16_are_summed_in_fp32_from_stage_2_on(stage, in_fp32):
-    config = config_of(engine_recipe(model={"dtype": "bfloat16"}), stage, on_cuda=False)
+    config = config_of(engine_recipe(model={"dtype": "bfloat16"}), stage)
     assert (config["data_types"]["grad_accum_dtype"] == "fp32") is in_fp32
 
 
-def test_a_cpu_steps_with_the_fused_adamw_and_a_gpu_with_torch_s_choice(processes):
+def test_adamw_is_fused_unless_the_recipe_asks_for_another_form(processes):
     stage = 3
     with open_engine(processes, engine={"zero_stage": stage}) as engine:
         assert all(group["fused"] for group in param_groups(engine._engine))
-    on_gpu = config_of(engine_recipe(), stage, on_cuda=True)
-    assert on_gpu["optimizer"]["params"]["fused"] is False
     asked = {"optimizer": {"adamw": {"foreach": True}}, "engine": {"zero_stage": stage}}
     with open_engine(processes, **asked) as engine:
         engine.update(make_rows(2, 0))

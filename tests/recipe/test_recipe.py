@@ -353,6 +353,25 @@ def test_the_automatic_zero_stage_shards_only_over_several_ranks(ranks, override
     assert load_recipe("tiny", overrides).zero_stage(ranks) == stage
 
 
+@pytest.mark.parametrize(
+    "gpus, trained, overrides, stage",
+    [
+        (1, 1000, [], 2),
+        (4, 1000, [], 2),  # 2 * 1000 + 20 * 1000 / 4 = 7,000 of 14,000 bytes
+        (3, 1000, [], 3),
+        (3, 100, [], 2),  # adapters
+        (4, 1000, ["engine.offload=everything"], 3),
+        (4, 1000, ["model.dtype=float32"], 3),  # 4 * 1000 + 24 * 1000 / 4
+        (2, 1000, ["engine.zero_stage=1"], 1),
+    ],
+)
+def test_the_automatic_zero_stage_of_gpus_is_2_while_the_state_takes_half_of_one(
+    gpus, trained, overrides, stage
+):
+    recipe = load_recipe("tiny", ["model.dtype=bfloat16", *overrides])
+    assert recipe.on_gpus(gpus, 14_000, 1000, trained).zero_stage(gpus) == stage
+
+
 @pytest.mark.parametrize("attention, packs", [("sdpa", False), ("flash_attention_2", True)])
 def test_rows_are_packed_by_default_where_attention_takes_packs(attention, packs):
     overrides = [f"model.attn_implementation={attention}"]
@@ -373,10 +392,12 @@ def test_rows_are_packed_by_default_where_attention_takes_packs(attention, packs
         (151_936, ["engine.logprob_chunk_tokens=1024"], 1024),
     ],
 )
-def test_the_default_chunk_of_the_head_keeps_its_logits_within_160_mib(
+def test_the_default_chunk_of_the_head_keeps_its_logits_within_160_mib_or_640_on_a_gpu(
     vocabulary, overrides, tokens
 ):
-    assert load_recipe("tiny", overrides).logprob_chunk_tokens(vocabulary) == tokens
+    recipe = load_recipe("tiny", overrides)
+    assert recipe.logprob_chunk_tokens(vocabulary) == tokens
+    assert recipe.logprob_chunk_tokens(4 * vocabulary, on_cuda=True) == tokens
 
 
 def test_relative_paths_of_a_file_start_at_its_folder_and_of_set_at_the_working_directory(

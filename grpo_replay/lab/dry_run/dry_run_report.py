@@ -130,7 +130,8 @@ def _check_start(
 
     ranks, elsewhere = max(machines.ranks), machines.elsewhere or len(machines.ranks) > 1
     stack.enter_context(quiet_libraries())
-    place = Place(machines.total_ranks, ranks, machines.on_cuda, is_plan=True, elsewhere=elsewhere)
+    gpu_bytes = machines.capacity if machines.on_cuda else None
+    place = Place(machines.total_ranks, ranks, gpu_bytes, is_plan=True, elsewhere=elsewhere)
     opener = RunOpener(
         recipe, Comm(), None, folder, stack,
         resume=resume, place=place, known_model=with_known_model(recipe.model),

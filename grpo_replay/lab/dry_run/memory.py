@@ -12,8 +12,8 @@ benchmarks/memory.py. With P parameters, N ranks and b bytes per element of the 
 
 From ZeRO-2 on, the gradient shard of a micro-batch exists in addition to the accumulated one.
 ZeRO-3 holds the accumulated shard permanently, and in bf16 both until the end of the step. While
-the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element) and
-on CUDA Adam's temporaries (4 in torch's foreach form; its fused form on a CPU has none).
+the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element);
+AdamW, fused, has no temporaries.
 
 With LoRA, the first line is of base and adapters, and P in the others counts the adapters alone. A
 sampler that takes adapters has a base and adapters too, and keeps the base while it sleeps.
@@ -31,6 +31,10 @@ PROCESS = int(0.41 * GIB)
 PROCESS_ZERO = int(0.455 * GIB)
 """The same with ZeRO 1 to 3, whose optimizers load more (measured)."""
 
+COMPILED_SHARE = 0.64
+"""Of what layers save for the backward pass, the share that they save when compiled: torch computes
+the rest again (measured on an H200, the same for Qwen3's shapes of 0.6B and 1.7B)."""
+
 VLLM_GRAPHS = int(1.0 * GIB)
 """vLLM's CUDA graphs (assumed; logs show 0.5 GiB for an 8B model and 1.6 GiB for 27B)."""
 VLLM_BUFFERS = int(0.5 * GIB)
@@ -44,6 +48,11 @@ class ForwardMemory(NamedTuple):
     saved: int
     peak: int
 
+    def compiled(self) -> "ForwardMemory":
+        """The same of compiled layers, which store less."""
+        saved = int(COMPILED_SHARE * self.saved)
+        return ForwardMemory(saved, self.peak - self.saved + saved)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -52,7 +61,6 @@ class ModelShape:
     LoRA, which are in none of these; 0 if all parameters train."""
 
     parameters: int
-    largest_parameter: int
     tied_head: bool
     layers: int
     hidden: int
@@ -61,7 +69,6 @@ class ModelShape:
     attention_width: int
     max_positions: int | None
     adapters: int = 0
-    largest_adapter: int = 0
 
     @property
     def trained(self) -> int:
@@ -190,16 +197,14 @@ def _flat_copy(count: int, setting: EngineSetting) -> int:
 
 
 def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
-    temporaries = FP32 if setting.on_cuda else 0
     if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
-        largest = shape.largest_adapter or shape.largest_parameter
-        return gradients + temporaries * largest
+        return gradients
     kept = 0
     if setting.zero_stage == 3:
         kept = _bucket(shape.trained, setting)
         if setting.dtype_bytes < FP32:
             kept += setting.dtype_bytes * owned
-    return kept + (FP32 + temporaries) * owned
+    return kept + FP32 * owned
 
 
 @dataclass(frozen=True, slots=True)

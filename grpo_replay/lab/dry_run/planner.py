@@ -238,6 +238,9 @@ def plan_memory(
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
     config = config or known_config(recipe.model)
     shape = trace.model_shape(config, known.model.lora)
+    if machines.on_cuda:
+        counts = shape.parameters + shape.adapters, shape.trained
+        known = known.on_gpus(machines.total_ranks, machines.capacity, *counts)
     limits = known.sampling, known.model, known.longest_sequence
     prompt, completion = known.prompts.max_prompt_length, known.sampling.max_completion_length
     longest = min(prompt + completion, shape.max_positions or prompt + completion)
@@ -245,14 +248,14 @@ def plan_memory(
         rows=max(1, known.batch.max_tokens_per_microbatch // longest),
         length=longest,
         completion=min(completion, longest - 1),
-        chunk_tokens=known.logprob_chunk_tokens(shape.vocabulary),
+        chunk_tokens=known.logprob_chunk_tokens(shape.vocabulary, machines.on_cuda),
         temperature=known.sampling.temperature,
     )
-    setting = _engine_setting(
-        known.engine, known.zero_stage(machines.total_ranks), known.model,
-        known.loss.beta > 0, machines,
-    )  # fmt: skip
+    stage = known.zero_stage(machines.total_ranks)
+    setting = _engine_setting(known.engine, stage, known.model, known.loss.beta > 0, machines)
     forward = trace.forward_memory(known.model, config, batch, machines.on_cuda)
+    if known.compiles(stage, machines.on_cuda) and not known.model.gradient_checkpointing:
+        forward = forward.compiled()
     held = shape if known.pushes_adapters else replace(shape, adapters=0)
     sampler = plan_sampler(
         known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], held, machines, evaluation
@@ -362,7 +365,7 @@ def remedies(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
         yield ["model.gradient_checkpointing=true"]
     if recipe.batch.max_tokens_per_microbatch > longest:
         yield [f"batch.max_tokens_per_microbatch={longest}"]
-    if recipe.zero_stage(machines.total_ranks) < 3 and machines.total_ranks > 1:
+    if recipe.engine.zero_stage != 3 and machines.total_ranks > 1:
         yield ["engine.zero_stage=3"]
     if model.dtype == "float32":
         yield ["model.dtype=bfloat16"]

@@ -132,7 +132,6 @@ def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelSha
     model = _meta_model(config, torch.float32, "eager")
     head = find_head(model)
     total = sum(each.numel() for each in model.parameters())
-    largest = max(p.numel() for p in model.parameters())
     adapters = _attach(model, lora)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -140,7 +139,6 @@ def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelSha
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return ModelShape(
         parameters=total,
-        largest_parameter=largest,
         tied_head=head.weight is model.get_input_embeddings().weight,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -149,7 +147,6 @@ def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelSha
         attention_width=config.num_attention_heads * head_dim,
         max_positions=getattr(config, "max_position_embeddings", None),
         adapters=sum(adapters),
-        largest_adapter=max(adapters, default=0),
     )
 
 

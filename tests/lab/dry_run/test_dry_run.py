@@ -49,11 +49,12 @@ def checked(recipe, machines: Machines, folder: Path) -> tuple[RunOpener, Findin
 
 @cache
 def planned_4b() -> dict:
-    return report_of("qwen3-4b", gpu=80)
+    return report_of("qwen3-4b", "engine.zero_stage=3", gpu=80)
 
 
 def test_the_4b_plan_on_eight_gpus_of_80_gib():
-    report, four = planned_4b(), report_of("qwen3-4b", gpu=80, nodes=4)
+    report = planned_4b()
+    four = report_of("qwen3-4b", "engine.zero_stage=3", gpu=80, nodes=4)
     memory = report["memory"]
     assert report["fits"] is True and report["advice"] is None
     for part in ("parameters_gib", "optimizer_gib"):
@@ -76,6 +77,18 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     assert memory["activations_gib"] > 36 * 2 * 2560 * 18_432 / 2**30
     assert report["sampler"]["longest_rollouts_at_once"] >= 8
     assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
+
+
+def test_weights_stay_whole_on_gpus_of_which_the_state_takes_half_at_most(tmp_path):
+    """Of 4B in bfloat16, ZeRO-2 takes 7.5 GiB of each GPU and 75 GiB of all: 45 on two."""
+    parameters = 4_022_468_096
+    for gpus, gib, shards in ((8, 80, 1), (2, 89, 2), (2, 91, 1)):
+        memory = report_of("qwen3-4b", f"engine.num_processes={gpus}", gpu=gib)["memory"]
+        held = 2 * parameters / shards / 2**30
+        assert memory["parameters_gib"] == pytest.approx(held, abs=1e-3), (gpus, gib)
+    eight = Machines("cuda", (8,), 80 * 2**30, 8, elsewhere=True)
+    opener, _ = checked(load_recipe("qwen3-4b"), eight, tmp_path / "run")
+    assert opener.zero_stage == opener.settled.engine.zero_stage == 2
 
 
 @pytest.mark.slow
