@@ -43,7 +43,7 @@ class LoraSection(Passthrough):
 
 
 class DatasetOptions(Passthrough):
-    """Arguments of `datasets.load_dataset`. `split` may be a slice, `train[:-500]`, also of a file;
+    """Arguments of `datasets.load_dataset`. `split` may be a slice, `train[:-500]`, not of JSON;
     `sep` and `encoding` are for CSV."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset({"path", "streaming", "trust_remote_code"})

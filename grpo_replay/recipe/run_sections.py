@@ -38,7 +38,7 @@ class EngineSection(Section):
     parameters too (ZeRO 3)."""
     logprob_chunk_tokens: Positive | None = None
     """Completion tokens whose logits are computed at once, which limits the head's memory. If null,
-    as many as have 160 MiB of fp32 logits, 64 to 1,024: 256 for Qwen."""
+    as many as have 160 MiB of fp32 logits (on a GPU 640), 64 to 1,024: 256 (1,024) for Qwen."""
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads per rank. If null, cores divided by ranks, at most `OMP_NUM_THREADS`."""
     timeout_seconds: Seconds = 1800.0
