@@ -30,6 +30,9 @@ from collections.abc import Iterable
 
 INTERRUPTED = 130
 """Exit status of a command that stopped cleanly after SIGINT or SIGTERM."""
+FOLLOWED = 143
+"""Exit status of a rank that ends only because another one did, as after SIGTERM. Our launcher
+looks for the other one."""
 
 
 class GrpoReplayError(Exception):

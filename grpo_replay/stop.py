@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from grpo_replay.errors import GrpoReplayError, first_line
+from grpo_replay.errors import FOLLOWED, GrpoReplayError, first_line
 
 HEARD = (
     b"\nstopping after this step, with a checkpoint; Ctrl-C again stops now, and loses the steps "
@@ -44,6 +44,11 @@ class StopToken:
         self.error = self.error or error
         self.request(first_line(error))
 
+    def raise_error(self) -> None:
+        """Raise what the work ends with, if it is an error."""
+        if self.error is not None:
+            raise self.error
+
     def wait(self, seconds: float) -> bool:
         """Returns whether a stop is requested, as soon as it is or after these seconds."""
         return self._event.wait(seconds)
@@ -69,7 +74,7 @@ class StopToken:
     def _hear(self, number: int, _: FrameType | None) -> None:
         is_rank = "WORLD_SIZE" in os.environ
         if not self.can_save and number == signal.SIGTERM and is_rank:
-            raise SystemExit(128 + number)  # another rank failed, and reports it
+            raise SystemExit(FOLLOWED)  # another rank failed, and reports it
         # Of a second Ctrl-C torch's launcher makes a SIGTERM.
         again = (signal.SIGINT, signal.SIGTERM) if self.reason == "SIGINT" else (signal.SIGINT,)
         if not self.can_save or (self.requested and number in again):

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import LAUNCHER_VARIABLE, rank_environment
-from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
+from grpo_replay.errors import FOLLOWED, GrpoReplayError, LaunchError, first_line
 
 POLL_SECONDS = 2.0
 _Result = TypeVar("_Result")
@@ -75,6 +75,11 @@ class PeerFailure(LaunchError):
 
 class LostContact(LaunchError):
     """This rank lost the connection to another rank, which is the one that failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        if LAUNCHER_VARIABLE in os.environ:
+            self.exit_code = FOLLOWED
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -5,15 +5,19 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_replay.distributed.environment import LAUNCHER_VARIABLE, threads_per_rank
+from grpo_replay.distributed.failures import name_ranks
 from grpo_replay.distributed.held_folder import HeldFolder
-from grpo_replay.errors import INTERRUPTED, LaunchError, UsageError
+from grpo_replay.errors import FOLLOWED, INTERRUPTED, LaunchError, UsageError
 
 PROGRAM = ("-m", "grpo_replay")
 _SAVE_SECONDS = 3600
 """What ranks have for their checkpoint after a signal, before torch's agent kills them."""
+_FOLLOW_SECONDS = 29
+"""After a rank failed, torch's agent kills those that are left in 30 s, by its own clock."""
 
 
 def launch_ranks(
@@ -23,10 +27,11 @@ def launch_ranks(
     program: Sequence[str] = PROGRAM,
 ) -> int:
     """The exit code of `grpo-replay ARGUMENTS` (or of another Python `program`) run as ranks of
-    this machine: that of the rank that failed first, or 130 after a signal.
+    this machine: that of the rank that failed by itself, or 130 after a signal.
 
     Each rank prints its own error. A signal to this process reaches every rank; when a rank fails,
-    the others get SIGTERM and, 30 s later, SIGKILL. Raises LaunchError if a rank was killed.
+    the others get SIGTERM and, 30 s later, SIGKILL. Raises LaunchError for a rank that was killed
+    otherwise, and if none failed by itself.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -52,14 +57,7 @@ def launch_ranks(
     except SignalException:
         return INTERRUPTED
     except ChildFailedError as error:
-        # torch knows the second of an end, not more: a rank that only lost another ends with 4.
-        rank, code = min(
-            ((rank, failure.exitcode) for rank, failure in error.failures.items()),
-            key=lambda end: end[1] == LaunchError.exit_code,
-        )
-        if code < 0:
-            raise LaunchError(_killed(rank, -code)) from None
-        return code
+        return _code_of_first(error.failures)
     finally:
         logging.disable(logging.NOTSET)
         held.release()
@@ -81,6 +79,27 @@ def _signals() -> list[str]:
     """Those that torch's agent passes on. Under nohup a hang-up stays ignored."""
     names = ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"]
     return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+
+
+def _code_of_first(failures: Mapping[int, Any]) -> int:
+    """The exit code of the first rank that did not end because another did. `failures` are torch's,
+    in the order in which it saw them. Raises LaunchError if that rank was killed or there is none.
+    """
+    killed_by_torch = min(each.timestamp for each in failures.values()) + _FOLLOW_SECONDS
+    for rank, failure in failures.items():
+        code = failure.exitcode
+        if code in (FOLLOWED, -signal.SIGTERM):
+            continue
+        if code == -signal.SIGKILL and failure.timestamp >= killed_by_torch:
+            continue
+        if code < 0:
+            raise LaunchError(_killed(rank, -code)) from None
+        return int(code)
+    raise LaunchError(
+        f"{name_ranks(sorted(failures))} lost contact with another rank or were ended from "
+        "outside, and none says why: see what log/attempt_*.log of the output directory has of "
+        "each. Start the command again, that of a training run with --resume"
+    ) from None
 
 
 def _killed(rank: int, number: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.processes import initialize_processes
 from grpo_replay.errors import ServersLost
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
@@ -121,15 +122,14 @@ class Run:
 
     def train(self) -> RunResult:
         """Step until the recipe's last step, or until something asks to stop. Raises what ended its
-        source, after a checkpoint."""
+        source on any rank, after a checkpoint."""
         state, recipe = self.state, self.recipe
         self._started = time.perf_counter() - state.wall_seconds
         going_on = self._evaluate_pending()
         while going_on and state.step < recipe.run.steps:
             going_on = self._step()
-        if not going_on and self.stop.error is not None:
-            raise self.stop.error
         if not going_on:
+            run_collectively(self.comm, self.stop.raise_error)
             return RunResult(self.run_dir.path, state.step, True, None)
         summary = None
         if self.comm.is_main:

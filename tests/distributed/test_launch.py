@@ -7,10 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from slow_tests import slow_except
+
+from grpo_replay.distributed.launch import _code_of_first
+from grpo_replay.errors import FOLLOWED, LaunchError
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = SUPPORT / "small_runs" / "ranks.py"
@@ -74,13 +78,38 @@ FAILURES = {
     "crash-on-1": (3, "row 12 is broken"),
     "disagree": (4, "rank 1 and rank 0 differ in: run; give every rank the same recipe"),
     "killed-on-1": (4, "rank 1 was killed by SIGKILL"),
+    "no-gpu-for-1": (4, "local rank 1 needs GPU 1"),
+    "busy-on-0": (4, "the server of rank 1 is lost"),
 }
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ({2: (4, 100), 0: (FOLLOWED, 101), 1: (-signal.SIGTERM, 101)}, 4),
+        ({0: (FOLLOWED, 100), 1: (3, 100)}, 3),  # both were seen at once
+        ({1: (4, 100), 0: (-signal.SIGKILL, 130)}, 4),
+        ({0: (FOLLOWED, 100), 1: (-signal.SIGKILL, 103)}, "rank 1 was killed by SIGKILL"),
+        ({1: (FOLLOWED, 100), 0: (FOLLOWED, 100)}, "ranks 0, 1 lost contact .* none says why"),
+    ],
+)
+def test_the_code_is_that_of_the_rank_that_failed_by_itself(ends, code):
+    """Not of those that lost it, or that torch's agent ended because of it."""
+    failures = {
+        rank: SimpleNamespace(exitcode=ended, timestamp=second)
+        for rank, (ended, second) in ends.items()
+    }
+    if isinstance(code, int):
+        assert _code_of_first(failures) == code
+    else:
+        with pytest.raises(LaunchError, match=code):
+            _code_of_first(failures)
 
 
 @pytest.mark.parametrize("mode", slow_except(["crash-on-1"], FAILURES))
 def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode, tmp_path):
     code, message = FAILURES[mode]
-    done = run_program("launch", 2, mode, tmp_path, RANKS_TIMEOUT="6")
+    done = run_program("launch", 2, mode, tmp_path, RANKS_TIMEOUT="6", RANKS_FOLLOW="3")
     printed = errors_in(done.stderr)
     assert done.returncode == code, done.stderr
     assert len(printed) == 1 and message in printed[0], done.stderr

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,12 +18,19 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.cli.run_display import RunDisplay
+from grpo_replay.distributed.failures import PeerFailure
+from grpo_replay.errors import ServersLost
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
+from grpo_replay.storage.checkpoint import (
+    RunState,
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from grpo_replay.terminal.console import GuardedStream
 from grpo_replay.training import Observer, run_evaluation
-from grpo_replay.training.run import RunResult, run_training
+from grpo_replay.training.run import Run, RunResult, run_training
 
 PLAIN = {"replay": {"preset": "grpo"}, "run": {"steps": 4}}
 EVALUATED = {
@@ -111,6 +119,23 @@ def test_sigterm_before_there_is_a_run_interrupts(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_replay.training.run.run_training", told_to_stop)
     words = ["train", "tiny", "--output-dir", str(tmp_path / "run")]
     assert CliRunner().invoke(app, words).exit_code == 130
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_hears_what_ended_the_source_of_rank_0(rank):
+    """The others would report an interruption, and wait for rank 0 in vain."""
+    lost = ["no server is left", 4]
+    run = SimpleNamespace(
+        stop=StopToken(), state=RunState(), recipe=small_recipe(), _evaluate_pending=lambda: False,
+        comm=SimpleNamespace(
+            rank=rank, all_gather_json=lambda mine: [mine, None] if rank == 0 else [lost, mine]
+        ),
+    )  # fmt: skip
+    if rank == 0:
+        run.stop.end(ServersLost("no server is left"))
+    with pytest.raises(PeerFailure if rank else ServersLost, match="no server is left") as heard:
+        Run.train(run)
+    assert heard.value.exit_code == 4
 
 
 @pytest.fixture(scope="module")

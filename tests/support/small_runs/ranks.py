@@ -1,6 +1,6 @@
 """A program of several ranks without a trainer: they join, talk through Comm, and fail on request.
 
-python ranks.py launch N MODE [ARGUMENT]     through launch_ranks, with a small error boundary
+python ranks.py launch N MODE [ARGUMENT]     through launch_ranks and the commands' error boundary
 python ranks.py rank MODE [ARGUMENT]         as a rank that another launcher started
 """
 
@@ -11,37 +11,25 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from grpo_replay.cli.error_boundary import report_error
+from grpo_replay.distributed import launch
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
-from grpo_replay.distributed.failures import (
-    exit_rank,
-    is_lost_peer,
-    is_reported_elsewhere,
-    leave_run,
-    lost_contact,
-    run_on_main,
-)
-from grpo_replay.distributed.launch import launch_ranks
-from grpo_replay.errors import DatasetError, GrpoReplayError
+from grpo_replay.distributed.failures import exit_as_rank, leave_run, run_on_main
+from grpo_replay.errors import DatasetError, LaunchError, SamplerError
+from grpo_replay.stop import StopToken
 
 TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "30"))
 
 
 def boundary(action) -> None:
-    try:
-        code = action()
-    except GrpoReplayError as error:
-        code = error.exit_code
-        if not is_reported_elsewhere(error):
-            print(f"error: {error}", file=sys.stderr)
-    except Exception as raw:
-        error, code = raw, 1
-        if is_lost_peer(raw):
-            error = lost_contact(raw)
-            code = error.exit_code
-        if not is_reported_elsewhere(error):
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-    exit_rank(code)
+    def program() -> None:
+        try:
+            sys.exit(action())
+        except Exception as error:
+            sys.exit(report_error(error))
+
+    exit_as_rank(program)
 
 
 def join(seed: int) -> Comm:
@@ -69,6 +57,10 @@ def run_mode(mode: str, argument: str = "") -> int:
             time.sleep(0.05)
         time.sleep(1.0)  # they wait for it
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "no-gpu-for-1":
+        with StopToken().on_signals():
+            time.sleep(2.0 if rank == 1 else 60.0)
+            raise LaunchError("local rank 1 needs GPU 1")
     seed = 2 if mode == "disagree" and rank == 1 else 1
     return MODES.get(mode, sums)(join(seed))
 
@@ -100,6 +92,18 @@ def killed_on(rank: int, comm: Comm) -> int:
     if comm.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return wait_for_others(comm)
+
+
+def busy_on_0(comm: Comm) -> int:
+    """Rank 1 fails while rank 0 generates, and takes a SIGTERM for a request to save."""
+    stop = StopToken()
+    with stop.on_signals():
+        stop.can_save = True
+        comm.barrier()
+        if comm.rank == 1:
+            raise SamplerError("the server of rank 1 is lost")
+        time.sleep(60.0)
+    return 0
 
 
 def wait_for_others(comm: Comm) -> int:
@@ -144,6 +148,7 @@ MODES = {
     "crash-on-1": crash_on_1,
     "killed-on-0": killed_on_0,
     "killed-on-1": killed_on_1,
+    "busy-on-0": busy_on_0,
     "long-work": long_work,
     "until-signal": until_signal,
     "hang": wait_for_others,
@@ -155,4 +160,9 @@ if __name__ == "__main__":
     if verb == "rank":
         boundary(lambda: run_mode(*rest))
     count, *arguments = rest
-    boundary(lambda: launch_ranks(["rank", *arguments], int(count), program=[__file__]))
+    if seconds := int(os.environ.get("RANKS_FOLLOW", "0")):
+        from torch.distributed.elastic.multiprocessing.api import PContext
+
+        PContext.close.__defaults__ = (None, seconds)  # of torch's agent: 30
+        launch._FOLLOW_SECONDS = seconds - 1
+    boundary(lambda: launch.launch_ranks(["rank", *arguments], int(count), program=[__file__]))
