@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
@@ -60,6 +61,7 @@ _LOST_PEER = re.compile(
     r"|remote process exited|heartbeat",
     re.IGNORECASE,
 )
+_SPEAK_TO_PEERS = ("torch.", "deepspeed.", "grpo_replay.")
 # Looked up in sys.modules, not imported, because it loads torch. If it is not loaded, this rank has
 # not joined a run.
 _RENDEZVOUS = "grpo_replay.distributed.rendezvous"
@@ -83,17 +85,20 @@ class LostContact(LaunchError):
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone, by the wording of torch.distributed."""
+    """Whether an error only says that another rank is gone, by the wording of torch.distributed. A
+    server or tracker that refuses a connection says the same in other code."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
     if rank_environment().world_size == 1:
-        return False  # some other connection
+        return False
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        if isinstance(current, RuntimeError | OSError) and _LOST_PEER.search(str(current)):
-            return True
+        if isinstance(current, RuntimeError) and _LOST_PEER.search(str(current)):
+            frames = [frame for frame, _ in traceback.walk_tb(current.__traceback__)]
+            if frames and frames[-1].f_globals.get("__name__", "").startswith(_SPEAK_TO_PEERS):
+                return True
         current = current.__cause__ or current.__context__
     return False
 

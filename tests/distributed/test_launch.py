@@ -119,6 +119,14 @@ def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode,
 
 
 @pytest.mark.slow
+def test_a_connection_that_is_no_rank_s_is_named():
+    done = run_program("launch", 2, "no-server", RANKS_TIMEOUT="6")
+    (line,) = errors_in(done.stderr)
+    assert done.returncode == 1 and "ConnectionRefusedError in" in line
+    assert "ranks.py" in line and "no_server" in line and "lost contact" not in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
     """SIGUSR1 is Slurm's usual warning. Meanwhile no other machine reaches them."""

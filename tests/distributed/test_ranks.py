@@ -173,12 +173,20 @@ def test_run_collectively_returns_each_ranks_result_or_fails_everywhere():
     assert [each.exit_code for each in seen] == [2, 2, 2]
 
 
+def raised_in(module: str, error: Exception) -> Exception:
+    try:
+        exec("raise error", {"__name__": module, "error": error})
+    except Exception as caught:
+        return caught
+
+
 def test_lost_peers_are_told_from_real_errors(monkeypatch):
     place = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    gloo = RuntimeError("Read error [127.0.0.1]:9105: Connection reset by peer. This is typical")
+    text = "Read error [127.0.0.1]:9105: Connection reset by peer. This is typical"
+    gloo = raised_in("torch.distributed.distributed_c10d", RuntimeError(text))
     wrapped = ValueError("while gathering")
     wrapped.__cause__ = gloo
     assert is_lost_peer(gloo) and is_lost_peer(wrapped)
@@ -188,9 +196,10 @@ def test_lost_peers_are_told_from_real_errors(monkeypatch):
     refused.__cause__ = ConnectionRefusedError("Connection refused")
     assert not is_lost_peer(refused)
     assert "Connection reset" in str(lost_contact(gloo)) and "--resume" in str(lost_contact(gloo))
-    silent = RuntimeError()
-    silent.__cause__ = ConnectionResetError("Connection reset by peer")
-    assert is_lost_peer(silent) and "RuntimeError" in str(lost_contact(silent))
+    for module in ("samplers", "wandb.sdk", "torchvision.io"):  # their own connections
+        assert not is_lost_peer(raised_in(module, RuntimeError(text)))
+    assert not is_lost_peer(raised_in("grpo_replay.rewards.pool", BrokenPipeError("Broken pipe")))
+    assert "RuntimeError" in str(lost_contact(RuntimeError()))
     monkeypatch.delenv("WORLD_SIZE")  # a process of its own has no peer to lose
     assert not is_lost_peer(gloo)
 

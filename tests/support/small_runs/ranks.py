@@ -6,6 +6,7 @@ python ranks.py rank MODE [ARGUMENT]         as a rank that another launcher sta
 
 import os
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -106,6 +107,14 @@ def busy_on_0(comm: Comm) -> int:
     return 0
 
 
+def no_server(comm: Comm) -> int:
+    """A sampler of the user's own finds its server down on rank 0."""
+    comm.barrier()
+    if comm.is_main:
+        socket.create_connection(("127.0.0.1", 1))
+    return wait_for_others(comm)
+
+
 def wait_for_others(comm: Comm) -> int:
     while True:
         comm.barrier()
@@ -149,6 +158,7 @@ MODES = {
     "killed-on-0": killed_on_0,
     "killed-on-1": killed_on_1,
     "busy-on-0": busy_on_0,
+    "no-server": no_server,
     "long-work": long_work,
     "until-signal": until_signal,
     "hang": wait_for_others,
