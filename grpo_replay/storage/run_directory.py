@@ -312,14 +312,18 @@ class RunDirectory:
         logs = (self.path / "log").glob("attempt_*.log")
         return 1 + sum(".rank_" not in log.name for log in logs)
 
+    def log_path(self, attempt: int, rank: int = 0) -> Path:
+        """The log file of a rank in an attempt."""
+        own = f".rank_{rank}" if rank > 0 else ""
+        return self.path / "log" / f"attempt_{attempt:03d}{own}.log"
+
     def open_log(self, attempt: int, rank: int = 0) -> Path:
         """Send this process's logging to the rank's log file of the attempt, and return its path.
 
         Log files of earlier runs in this process are closed. This one stays open after the run, for
         errors that come later.
         """
-        own = f".rank_{rank}" if rank > 0 else ""
-        path = self.path / "log" / f"attempt_{attempt:03d}{own}.log"
+        path = self.log_path(attempt, rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = _AttemptLog(path, encoding="utf-8")

@@ -3,6 +3,7 @@
 Every rank flushes and hashes what it wrote itself; rank 0 completes the folder.
 """
 
+import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,7 @@ def write_checkpoint(
                 begin_checkpoint(temporary)
 
     def complete() -> None:
+        _refuse_unseen(temporary, facts)
         with removed_if_unwritable(temporary):
             for card in model_cards(temporary):
                 write_text_whole(card, model_card())
@@ -86,16 +88,24 @@ def write_checkpoint(
 
 
 def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
-    """Size and SHA-256 of every file in `folder`, each flushed and read by the rank that wrote it:
-    DeepSpeed's shards name theirs, the rest is rank 0's."""
-    comm.barrier()
-    names = comm.broadcast_json(_files_in(folder) if comm.is_main else None)
-    mine = [name for name in names if _writer(name) % comm.world_size == comm.rank]
+    """Size and SHA-256 of every file in `folder`, each flushed and read by the rank that wrote it,
+    where it sees it: DeepSpeed's shards name theirs, the rest is rank 0's."""
+    mine = [name for name in _files_in(folder) if _writer(name) % comm.world_size == comm.rank]
     flush_files([folder / name for name in mine])
     facts: FileFacts = {}
     for part in comm.all_gather_json(file_facts(folder, mine)):
         facts |= part
     return facts
+
+
+def _refuse_unseen(folder: Path, facts: FileFacts) -> None:
+    """Raises OutputDirectoryError, on rank 0, for a shard that another rank wrote elsewhere."""
+    for name in facts:
+        if not (folder / name).exists():
+            raise OutputDirectoryError(
+                f"{folder / name} is not there on {platform.node()}, though rank {_writer(name)} "
+                "wrote it: checkpoints must be on a file system that all nodes share"
+            )
 
 
 def _files_in(folder: Path) -> list[str]:

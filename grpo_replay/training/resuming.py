@@ -10,7 +10,7 @@ that the journal has after the checkpoint; `sampling.collection.replay_journal` 
 """
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,29 +187,36 @@ def refuse_fewer_steps(steps: int, done: int) -> None:
 
 
 def _seen_by_all(found: Path | None, checkpoints: Path, comm: Comm) -> Path | None:
-    """Broadcast the checkpoint that rank 0 verified. Raises CheckpointError on a rank that does not
-    see it."""
+    """Broadcast the checkpoint that rank 0 verified. Raises OutputDirectoryError on a rank that
+    does not see it."""
     name = comm.broadcast_json(found.name if found else None)
     if name is None:
         return None
     checkpoint = checkpoints / name
-
-    def look() -> None:
-        if not checkpoint.is_dir():
-            raise CheckpointError(
-                f"{checkpoint} is not there on {platform.node()}, though rank 0 sees it: "
-                "--output-dir must be on a file system that all nodes share"
-            )
-
-    run_collectively(comm, look)
+    run_collectively(comm, lambda: _refuse_unseen(checkpoint))
     return checkpoint
 
 
+def _refuse_unseen(path: Path) -> None:
+    """Raises OutputDirectoryError if a file or folder that rank 0 has is not there."""
+    if not path.exists():
+        raise OutputDirectoryError(
+            f"{path} is not there on {platform.node()}, though rank 0 sees it: --output-dir must "
+            "be on a file system that all nodes share"
+        )
+
+
 def open_other_logs(run_dir: RunDirectory, comm: Comm) -> None:
-    """Open the logs of ranks other than 0, next to rank 0's, which has the newest number."""
+    """Open the logs of ranks other than 0, next to rank 0's, which has the newest number. Raises
+    OutputDirectoryError on a rank that does not see rank 0's."""
     attempt = comm.broadcast_json(run_dir.next_attempt() - 1 if comm.is_main else None)
-    opened: Callable[[], object] = lambda: run_dir.open_log(attempt, comm.rank)  # noqa: E731
-    run_collectively(comm, (lambda: None) if comm.is_main else opened)
+
+    def open_log() -> None:
+        if not comm.is_main:
+            _refuse_unseen(run_dir.log_path(attempt))
+            run_dir.open_log(attempt, comm.rank)
+
+    run_collectively(comm, open_log)
 
 
 def restore_buffer(checkpoint: Path, step: int, buffer: ReplayBuffer) -> None:

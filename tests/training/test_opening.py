@@ -10,7 +10,7 @@ from small_runs.trained import small_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import PeerFailure
-from grpo_replay.errors import ModelError
+from grpo_replay.errors import ModelError, OutputDirectoryError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
@@ -98,6 +98,15 @@ def test_every_other_rank_logs_beside_rank_0(tmp_path, rank, logs):
     )  # fmt: skip
     open_other_logs(RunDirectory(tmp_path), comm)
     assert sorted(path.name for path in folder.glob("*rank*")) == logs
+
+
+def test_a_rank_whose_folder_is_on_another_disk_is_refused_and_leaves_nothing(tmp_path):
+    comm = SimpleNamespace(
+        rank=1, is_main=False, broadcast_json=lambda _: 1, all_gather_json=lambda mine: [None, mine]
+    )
+    with pytest.raises(OutputDirectoryError, match=r"attempt_001\.log is not there .* all nodes"):
+        open_other_logs(RunDirectory(tmp_path / "run"), comm)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

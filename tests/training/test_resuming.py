@@ -155,5 +155,5 @@ def test_a_checkpoint_that_a_rank_does_not_see_is_named(tmp_path):
     seen = tmp_path / "step_000003"
     seen.mkdir()
     assert resuming._seen_by_all(Path("of/rank/0/step_000003"), tmp_path, Comm()) == seen
-    with pytest.raises(CheckpointError, match="step_000004 is not there"):
+    with pytest.raises(OutputDirectoryError, match="step_000004 is not there"):
         resuming._seen_by_all(Path("step_000004"), tmp_path, Comm())
