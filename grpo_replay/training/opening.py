@@ -404,7 +404,7 @@ class RunOpener:
         state.base = digest
 
     def _check_sampler(self) -> None:
-        recipe, sampling = self.recipe, self.recipe.sampling
+        recipe, sampling, place = self.recipe, self.recipe.sampling, self.place
         found = run_collectively(self.comm, lambda: sampler_class(sampling))
         if self.tokenizer is None:
             return
@@ -414,13 +414,13 @@ class RunOpener:
         ends = name_stop_tokens(opening.stop_token_ids, self.tokenizer)
         self._say("sampler", f"completions end at {ends}; sampling.stop_tokens chooses others")
         if found is not NoSampler and sampling.vllm_in_ranks:
-            size, here = sampling.vllm.tensor_parallel_size, self.place.ranks_here
-            run_collectively(self.comm, lambda: refuse_split_engine(size, here))
-        if self.place.elsewhere and sampling.servers.urls:
+            size = sampling.vllm.tensor_parallel_size
+            run_collectively(self.comm, lambda: refuse_split_engine(size, place.ranks_here))
+        if place.elsewhere and sampling.servers.urls:
             self.unchecked.append("servers of sampling.servers.urls: a start asks them")
         elif sampling.over_http and found is not NoSampler:
             checked: Any = found
-            checked.check(opening, self.place.ranks_here)
+            checked.check(opening, place.ranks, place.ranks_here, place.elsewhere)
 
     def _open_sampler(self) -> None:
         path = self._model_path()

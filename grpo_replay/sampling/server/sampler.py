@@ -37,6 +37,7 @@ from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     devices_of_servers,
     launch_servers,
+    refuse_ranks_elsewhere,
     wait_until_healthy,
 )
 from grpo_replay.sampling.server.weight_transfer import (
@@ -113,14 +114,21 @@ class VllmServerSampler:
         return sampler
 
     @classmethod
-    def check(cls, opening: SamplerOpening, ranks_here: int) -> None:
-        """Raises what `open` would raise of servers given by URL, and of the GPUs for those that
-        it launches beside the ranks on this machine. Collective."""
+    def check(
+        cls, opening: SamplerOpening, ranks: int, ranks_here: int, elsewhere: bool = False
+    ) -> None:
+        """Raises what `open` would raise of servers given by URL; of those that it launches, what
+        it would raise of the machines of the `ranks`, and of ports and GPUs beside `ranks_here` on
+        this machine, unless that is `elsewhere`. Collective."""
         sampler, sampling = cls(opening), opening.sampling
+
+        def look() -> None:
+            refuse_ranks_elsewhere(sampling.servers.launch, ranks_here, ranks)
+            if not elsewhere:
+                devices_of_servers(sampling, ranks_here, opening.on_gpu)
+
         if sampling.servers.launch:
-            run_on_main(
-                opening.comm, lambda: devices_of_servers(sampling, ranks_here, opening.on_gpu)
-            )
+            run_on_main(opening.comm, look)
         else:
             sampler._connect()
             run_on_main(opening.comm, sampler._check_servers)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.distributed.environment import RankEnvironment, rank_environment
+from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import SamplingSection
+from grpo_replay.recipe import SamplingSection, ServersSection
 from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.server.routes import (
     CONTROL_SECONDS,
@@ -75,16 +75,13 @@ def launch_servers(
     sampling: SamplingSection, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
 ) -> list[LaunchedServer]:
     """Start `sampling.servers.launch` servers on consecutive ports, without waiting for them.
-    Raises SamplerError if a port is taken, RecipeError if there are not enough GPUs besides those
-    of this machine's ranks, or if there are ranks on other machines."""
+    Raises what `refuse_ranks_elsewhere` and `devices_of_servers` raise."""
     settings, environment = sampling.servers, rank_environment()
-    _refuse_ranks_elsewhere(settings.launch, environment)
-    ports = range(settings.base_port, settings.base_port + settings.launch)
-    for port in ports:
-        _refuse_taken_port(settings.host, port)
+    here, everywhere = environment.local_world_size, environment.world_size
+    refuse_ranks_elsewhere(settings.launch, here, everywhere)
+    devices = devices_of_servers(sampling, here, on_gpu)
     folder = log_folder or Path(tempfile.mkdtemp(prefix="grpo-replay-servers-"))
     folder.mkdir(parents=True, exist_ok=True)
-    devices = devices_of_servers(sampling, environment.local_world_size, on_gpu)
     return [
         _launch(
             server_command(arguments, settings.host, port),
@@ -93,7 +90,7 @@ def launch_servers(
             port,
             folder,
         )
-        for port, device in zip(ports, devices, strict=True)
+        for port, device in zip(_ports(settings), devices, strict=True)
     ]
 
 
@@ -118,8 +115,11 @@ def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[s
 def devices_of_servers(
     sampling: SamplingSection, ranks_here: int, on_gpu: bool
 ) -> Sequence[str | None]:
-    """`server_devices` on this machine; None for each server on a CPU."""
+    """`server_devices` on this machine; None for each server on a CPU. Raises SamplerError if a
+    port is taken, RecipeError if there are not enough GPUs besides those of the ranks here."""
     launch, size = sampling.servers.launch, sampling.vllm.tensor_parallel_size
+    for port in _ports(sampling.servers):
+        _refuse_taken_port(sampling.servers.host, port)
     if not on_gpu:
         return [None] * launch
     return server_devices(_visible_devices(), ranks_here, launch, size)
@@ -207,14 +207,18 @@ def _visible_devices() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _refuse_ranks_elsewhere(launch: int, environment: RankEnvironment) -> None:
-    here, everywhere = environment.local_world_size, environment.world_size
-    if here < everywhere:
+def refuse_ranks_elsewhere(launch: int, ranks_here: int, ranks: int) -> None:
+    """Raises RecipeError if not all ranks are on the machine that launches the servers."""
+    if ranks_here < ranks:
         raise RecipeError(
-            f"sampling.servers.launch {launch}: {here} of the {everywhere} ranks are on this "
+            f"sampling.servers.launch {launch}: {ranks_here} of the {ranks} ranks are on this "
             "machine, and the others could not reach servers launched here: start the servers "
             "yourself and set sampling.servers.urls to addresses that all machines can reach"
         )
+
+
+def _ports(settings: ServersSection) -> range:
+    return range(settings.base_port, settings.base_port + settings.launch)
 
 
 def _refuse_taken_port(host: str, port: int) -> None:

@@ -3,14 +3,16 @@ folder."""
 
 import json
 import shutil
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from server_helpers import free_ports
 
 from grpo_replay.collection.journal import Journal
 from grpo_replay.distributed.comm import Comm
@@ -25,7 +27,7 @@ from grpo_replay.shipped_recipes import shipped_recipes
 from grpo_replay.storage.recipe_history import RECIPE_FILE, recipe_to_resume
 from grpo_replay.storage.run_directory import JOURNAL_FOLDER, LOCK, RunDirectory
 from grpo_replay.tiny import BASES
-from grpo_replay.training import Notice, checkpoint_writer
+from grpo_replay.training import Notice, checkpoint_writer, opening
 from grpo_replay.training.opening import RunOpener, missing_packages
 
 QUICK = [
@@ -177,13 +179,41 @@ def test_of_a_broken_recipe(broken, tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def test_servers_that_a_run_launches_need_gpus_beside_its_ranks(monkeypatch):
-    monkeypatch.setattr(server_process, "_visible_devices", lambda: ["0", "1"])
-    servers = ["sampling.backend=vllm_server", "sampling.servers.launch=2"]
-    recipe = load_recipe("tiny", servers)
-    opening = replace(SamplerOpening.of(recipe, recipe.model.path, Comm()), on_gpu=True)
+@pytest.fixture
+def launching(monkeypatch) -> Iterator[list[str]]:
+    """Overrides of a run that launches two servers, the second on a port that is taken, and a
+    machine with a GPU."""
+    monkeypatch.setattr(server_process, "_visible_devices", lambda: ["0"])
+    monkeypatch.setattr(opening, "missing_packages", lambda _: [])
+    first, second = free_ports(2)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", second))
+        stranger.listen()
+        address = f"sampling.servers.address=127.0.0.1:{first}"
+        yield ["sampling.backend=vllm_server", "sampling.servers.launch=2", address]
+
+
+def test_of_servers_whose_port_is_taken(launching, tmp_path):
+    refused = compare(load_recipe("tiny", [*QUICK, *launching]), tmp_path / "run", opens=False)
+    assert refused is not None and "Address already in use" in refused
+
+
+def test_launched_servers_need_gpus_beside_the_ranks(launching, monkeypatch):
+    monkeypatch.setattr(server_process, "_refuse_taken_port", lambda *_: None)
+    recipe = load_recipe("tiny", launching)
+    opened = replace(SamplerOpening.of(recipe, recipe.model.path, Comm()), on_gpu=True)
     with pytest.raises(RecipeError, match="needs 2 GPUs in addition to the 1"):
-        VllmServerSampler.check(opening, ranks_here=1)
+        VllmServerSampler.check(opened, ranks=1, ranks_here=1)
+
+
+def test_a_plan_for_elsewhere_asks_where_the_ranks_are_and_not_what_is_free_here(
+    launching, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    recipe = load_recipe("tiny", [*launching, "engine.num_processes=4", "eval.benchmarks=[]"])
+    assert dry_run(recipe, gpu_memory_gib=80)["problems"] == []
+    (problem,) = dry_run(recipe, gpu_memory_gib=80, ranks_of_nodes=[4, 4])["problems"]
+    assert "sampling.servers.launch 2: 4 of the 8 ranks are on this machine" in problem
 
 
 def test_of_repeated_prompts_that_are_also_evaluated(tmp_path):
