@@ -20,13 +20,13 @@ from grpo_replay.engine.compiled import (
     why_not_compiled,
 )
 from grpo_replay.engine.engine_state import (
-    has_other_layout,
     layout_of,
     leave_base_out,
     load_other_layout,
     load_same_layout,
     param_groups,
     save_state,
+    saved_layout,
     undo_first_step,
 )
 from grpo_replay.engine.microbatches import (
@@ -415,7 +415,7 @@ class DeepSpeedEngine:
         """Restore what `save` wrote, also on another number of ranks, at another ZeRO stage or in
         another dtype. The optimizer's settings are the recipe's. Raises CheckpointError."""
         layout = layout_of(self._recipe, self._comm.world_size)
-        if has_other_layout(layout, folder):
+        if saved_layout(folder) != layout:
             load_other_layout(self._engine, self._stage, folder)
             self._comm.barrier()
         else:

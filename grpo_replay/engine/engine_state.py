@@ -57,20 +57,23 @@ def save_state(engine: Any, layout: FileLayout, comm: Comm, folder: Path) -> Non
         (folder / LAYOUT).write_text(json.dumps(layout, indent=2) + "\n")
 
 
-def has_other_layout(layout: FileLayout, folder: Path) -> bool:
-    """Whether a saved state is split into files otherwise than this run's would be. Raises
-    CheckpointError if its adapters are others than the recipe's."""
-    saved = read_json(folder / LAYOUT, "no layout of an engine state")
+def saved_layout(folder: Path) -> FileLayout:
+    """The layout of a saved state. Raises CheckpointError."""
+    saved: FileLayout = read_json(folder / LAYOUT, "no layout of an engine state")
     if "lora" in saved:  # with its defaults
         saved["lora"] = LoraSection.model_validate(saved["lora"]).model_dump()
-    then, now = (each.get("lora", "null") for each in (saved, layout))
+    return saved
+
+
+def refuse_other_adapters(layout: FileLayout, folder: Path) -> None:
+    """Raises CheckpointError if the adapters of a saved state are others than this run's."""
+    then, now = (each.get("lora", "null") for each in (saved_layout(folder), layout))
     if then != now:
         raise CheckpointError(
             f"{folder}: the engine state was saved with model.lora {then}, the recipe has {now}: "
             "resume with the former, or start a new run (a checkpoint with model/ can be its "
             "model.path)"
         )
-    return bool(saved != layout)
 
 
 def load_same_layout(

@@ -18,6 +18,7 @@ from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.engine.compiled import refuse_stage_3
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.engine_state import layout_of, refuse_other_adapters
 from grpo_replay.engine.models import (
     DTYPES,
     base_digest,
@@ -364,6 +365,9 @@ class RunOpener:
             check_vocabulary(model, config, self.tokenizer)
         check_attention(model)
         self._say("engine", *notices_of_weights(recipe.model))
+        if self.start.checkpoint is not None:
+            layout = layout_of(recipe, self.place.ranks)
+            refuse_other_adapters(layout, self.start.checkpoint / "engine")
 
     def _check_disk(self) -> None:
         """On rank 0: whether the checkpoints will have room."""
@@ -399,8 +403,9 @@ class RunOpener:
         self.engine = engine
 
     def _remember_base(self, digest: str, state: RunState) -> None:
-        """In the state. Raises ModelError for another than the run began with."""
-        refuse_other_base(self.recipe.model, state.base, digest)
+        """In the state. Raises ModelError for another than the run began with. Collective."""
+        model = self.recipe.model
+        run_collectively(self.comm, lambda: refuse_other_base(model, state.base, digest))
         state.base = digest
 
     def _check_sampler(self) -> None:

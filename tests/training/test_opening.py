@@ -131,3 +131,6 @@ def test_another_model_than_the_run_began_with_is_refused(tmp_path):
     opened._remember_base("the base", RunState(base="the base"))
     with pytest.raises(ModelError, match="builtin:tiny"):
         opened._remember_base("another", RunState(base="the base"))
+    opened.comm = SimpleNamespace(rank=1, all_gather_json=lambda mine: [mine, mine])
+    with pytest.raises(PeerFailure, match="rank 0"):  # which says it once for both
+        opened._remember_base("another", RunState(base="the base"))

@@ -246,6 +246,7 @@ RESUMES = [
     (["reward.correct=0.5"], "the reward is another than before step 13"),
     (["run.steps=8"], "run.steps 8"),
     (["prompts.max_prompt_length=1"], "none of"),
+    (["model.lora.r=4"], "was saved with model.lora null, the recipe has {'r': 4,"),
 ]
 
 
