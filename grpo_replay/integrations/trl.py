@@ -237,8 +237,10 @@ class ReplayMixin(_Host):
                 "buffer: generate it in _generate_and_score_completions, which _prepare_inputs "
                 "calls, and keep its keys; or train without replay"
             )
+        weight = self._weight(len(inputs[ROW]))
+        tokens = inputs["num_items_in_batch"] * (weight or 1.0)
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
-        forwards = Forwards(inputs)
+        forwards = Forwards({**inputs, "num_items_in_batch": tokens})
         with heard(self, _get_per_token_logps_and_entropies=forwards.hear):
             loss = super().compute_loss(model, forwards.inputs, *args, **kwargs)
         forwards.trace(loss)
@@ -246,21 +248,20 @@ class ReplayMixin(_Host):
         hidden = self.beta and getattr(self.args, "use_bias_correction_kl", False)
         clipped_BT = None if hidden else forwards.clipped_BT
         self._outcomes |= outcomes_of(inputs, forwards.made, clipped_BT)
-        weight = self._weight(len(inputs[ROW]), forwards.of_tokens)
         if weight == 0:  # what TRL logs of padding
             for name, values in self._metrics["train"].items():
                 del values[logged.get(name, 0) :]
         return loss if weight == 1 else weight * loss
 
-    def _weight(self, rows: int, of_tokens: bool) -> float:
-        """What the loss of a micro-batch of so many rows is multiplied by. A loss that divides by
-        the tokens of the generation batch needs nothing (`of_tokens`). One that is a mean over the
-        micro-batch does: every row is to have the weight that it has where all micro-batches have
-        equally many, none of them padding. 0 if all is padding, auxiliary losses included."""
+    def _weight(self, rows: int) -> float:
+        """What the loss of a micro-batch of so many rows is multiplied by, auxiliary losses
+        included: every row has the weight that it has where all micro-batches have equally many,
+        none of them padding. 0 if all is padding. A term that divides by the tokens of the
+        generation batch has its rows' weight already, so those are multiplied too."""
         processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
         if (micro_batches - self._micro_batches_left) * processes >= self._trained_rows:
             return 0.0
-        return 1.0 if of_tokens else rows * processes * micro_batches / self._trained_rows
+        return rows * processes * micro_batches / self._trained_rows
 
     def _finish_step(self) -> None:
         """After the last micro-batch of a generation batch: write its files, log its metrics."""

@@ -45,10 +45,8 @@ class Forwards:
     it with."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        watched = ("num_items_in_batch", "old_per_token_logps")
-        self._leaves = {name: inputs[name].detach().float().requires_grad_() for name in watched}
-        self.inputs = {**inputs, **self._leaves}
-        self.of_tokens = False  # whether the loss divides by the tokens of the generation batch
+        self._old_BT = inputs["old_per_token_logps"].detach().float().requires_grad_()
+        self.inputs = {**inputs, "old_per_token_logps": self._old_BT}
         self.made: tuple[torch.Tensor, torch.Tensor | None] | None = None
         """Its log-probs and entropies [B, T]; None if they are of no or of several passes."""
         self.clipped_BT: torch.Tensor | None = None
@@ -64,10 +62,9 @@ class Forwards:
     def trace(self, loss: torch.Tensor) -> None:
         """Costs the backward pass of the loss, not the model's. A loss whose ratio has no gradient
         at all, as cispo's, clips nothing."""
-        wanted = [*self._leaves.values(), *(logprobs for logprobs, _ in self._found)]
+        wanted = [self._old_BT, *(logprobs for logprobs, _ in self._found)]
         found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-        of_tokens, of_old_BT, *of_pass = found
-        self.of_tokens = of_tokens is not None
+        of_old_BT, *of_pass = found
         used = [i for i, gradient in enumerate(of_pass) if gradient is not None]
         if len(used) == 1:
             self.made, advantages_B = self._found[used[0]], self.inputs["advantages"]

@@ -248,7 +248,7 @@ def dealt(given, trained, processes, micro_batches):
         weights = []
         for part in parts:
             rows = len(part["replay_row"])
-            weights.append((rows, ReplayMixin._weight(trainer, rows, False)))
+            weights.append((rows, ReplayMixin._weight(trainer, rows)))
             trainer._micro_batches_left -= 1
         yield whole["num_items_in_batch"].item(), parts, weights
 
@@ -472,6 +472,42 @@ def test_padding_does_not_balance_experts(tmp_path, signal):
     trainer.train()
     assert (weights_of(trainer) == before) == (not signal)
     assert any(line.get("aux_loss") for line in trainer.state.log_history) == signal
+
+
+class Bonuses(Hearing, Experts):
+    """Keeps what the auxiliary loss and the bonus of entropy add to the loss of every micro-batch,
+    and what they are for its rows; 0 for those of padding alone."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.added, self.expected = [], []
+
+    def compute_loss(self, model, inputs, **kwargs):
+        self.entropy_coef = self.router_aux_loss_coef = 0.0
+        alone = super().compute_loss(model, inputs, **kwargs)
+        self.entropy_coef = self.router_aux_loss_coef = 0.5
+        loss = super().compute_loss(model, inputs, **kwargs)
+        _, entropy, auxiliary = self.forward
+        mask, real = inputs["completion_mask"], max(inputs["replay_row"]) >= 0
+        bonus = (entropy * mask).sum() / mask.sum().clamp(min=1)
+        self.added.append((loss - alone).item())
+        self.expected.append((0.5 * (auxiliary - bonus)).item() if real else 0.0)
+        return loss
+
+
+@pytest.mark.skipif("router_aux_loss_coef" not in OWN, reason="this TRL has none")
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_padding_weakens_neither_the_bonus_of_entropy_nor_the_auxiliary_loss(tmp_path, loss_type):
+    """Of 32 micro-batches of an update 8 have a row, 12 in the second step."""
+    trainer = make(tmp_path, preset("ours"), Bonuses, per_device_train_batch_size=2, max_steps=2,
+                   steps_per_generation=32, gradient_accumulation_steps=32, entropy_coef=0.5,
+                   router_aux_loss_coef=0.5, loss_type=loss_type)  # fmt: skip
+    trainer.reward_funcs = [of_one_group]
+    trainer.train()
+    for first, rows in ((0, 8), (32, 12)):
+        added, expected = (each[first : first + 32] for each in (trainer.added, trainer.expected))
+        assert expected.count(0.0) == added.count(0.0) == 32 - rows
+        assert sum(added) == pytest.approx(sum(expected) / rows, rel=1e-3)
 
 
 class Kill(TrainerCallback):
