@@ -17,7 +17,7 @@ A step of the buffer is a generation batch (`steps_per_generation` micro-batches
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +120,7 @@ class ReplayMixin(_Host):
         with heard(self, _generate_and_score_completions=self._through_buffer):
             inputs = super()._prepare_inputs(generation_batch)
         if self._tensors:
-            _deal_all(self._tensors, self._buffered_inputs)
+            _deal_all(self._tensors, self._buffered_inputs, self._order)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -192,6 +192,8 @@ class ReplayMixin(_Host):
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
         self._trained_rows = len(trained)
         self._micro_batches_left = micro_batches
+        accumulated = self.args.gradient_accumulation_steps
+        self._order = _update_by_update(micro_batches, accumulated, self._step)
         self._composed = time.perf_counter()
         return tensors
 
@@ -259,7 +261,8 @@ class ReplayMixin(_Host):
         none of them padding. 0 if all is padding. A term that divides by the tokens of the
         generation batch has its rows' weight already, so those are multiplied too."""
         processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
-        if (micro_batches - self._micro_batches_left) * processes >= self._trained_rows:
+        turn = self._order.index(micro_batches - self._micro_batches_left)
+        if turn * processes >= self._trained_rows:
             return 0.0
         return rows * processes * micro_batches / self._trained_rows
 
@@ -362,16 +365,32 @@ class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
     """TRL's GRPOTrainer with replay; `replay` are the settings of the buffer."""
 
 
-def _deal_all(whole: Tensors, micro_batches: list[Tensors]) -> None:
-    """TRL deals equally many rows to each micro-batch and leaves out the rest: the first get one
-    more each. A micro-batch of padding alone comes last."""
+def _update_by_update(micro_batches: int, accumulated: int, done: int) -> list[int]:
+    """The micro-batches of a generation batch: first one of each optimizer update, then the second
+    of each, and so on. An update accumulates the gradients of so many, and `done` were trained on
+    before: an update that has begun goes on."""
+
+    def turn(index: int) -> tuple[int, int]:
+        update = (done + index) // accumulated
+        return index - max(0, update * accumulated - done), update
+
+    return sorted(range(micro_batches), key=turn)
+
+
+def _deal_all(whole: Tensors, micro_batches: list[Tensors], order: Sequence[int]) -> None:
+    """TRL deals equally many rows to each micro-batch and leaves out the rest: the first in `order`
+    get one more each. Micro-batches of padding alone are the last in it, so that no update has
+    nothing else while there are enough rows."""
+    ordered = [micro_batches[index] for index in order]
     dealt = {row for each in micro_batches for row in each[ROW].tolist()}
     left = [i for i, row in enumerate(whole[ROW].tolist()) if row not in dealt]
-    for each, i in zip(micro_batches, left, strict=False):
+    for each, i in zip(ordered, left, strict=False):
         for name, rows in each.items():
             if rows.dim():
                 each[name] = torch.cat([rows, whole[name][i : i + 1]])
-    micro_batches.sort(key=lambda each: each[ROW].tolist() == [-1])
+    ordered.sort(key=lambda each: each[ROW].tolist() == [-1])
+    for index, each in zip(order, ordered, strict=True):
+        micro_batches[index] = each
 
 
 def _problems(trainer: Any, args: Any) -> Iterator[str]:

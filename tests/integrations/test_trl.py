@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,21 +231,24 @@ def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path, loss_type
     assert any(line["replay/rollouts"] for line in metrics(tmp_path))
 
 
-def dealt(given, trained, processes, micro_batches):
+def dealt(given, trained, processes, micro_batches, accumulated=1, done=0):
     """(tokens of the normaliser, micro-batches) of each process, with TRL's shuffle and split."""
     for index in range(processes):
         trainer = SimpleNamespace(
             _texts=Texts(["p"] * 4, ["c"] * 4, TOKENS, np.ones((4, 1))),
             _from_main=lambda compose: (trained, rollouts(given)[0]),
             accelerator=SimpleNamespace(num_processes=processes, process_index=index),
-            args=SimpleNamespace(steps_per_generation=micro_batches),
+            args=SimpleNamespace(
+                steps_per_generation=micro_batches, gradient_accumulation_steps=accumulated
+            ),
+            _step=done,
             _tokenizer=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
             reward_weights=torch.ones(1),
             stored_keys={},
         )
         whole = ReplayMixin._replayed(trainer, given)
         parts = split_tensor_dict(shuffle_sequence_dict(whole), micro_batches)
-        _deal_all(whole, parts)
+        _deal_all(whole, parts, trainer._order)
         weights = []
         for part in parts:
             rows = len(part["replay_row"])
@@ -255,12 +259,14 @@ def dealt(given, trained, processes, micro_batches):
 
 @pytest.mark.parametrize("rows", range(5))
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
-def test_every_row_is_dealt_once_and_has_one_weight(rows, processes, micro_batches):
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 5])
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_every_row_is_dealt_once_and_has_one_weight(rows, processes, micro_batches, accumulated):
     """The loss is a mean over the tokens that train, not those of a tool: 2, 3, 4, 6 here. Ranks
     have equally many rows in each micro-batch, and padding only where rows are missing."""
     given = batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]))
-    ranks = list(dealt(given, rollouts(given)[:rows], processes, micro_batches))
+    trained = rollouts(given)[:rows]
+    ranks = list(dealt(given, trained, processes, micro_batches, accumulated, micro_batches))
     numbers = [part["replay_row"].tolist() for _, parts, _ in ranks for part in parts]
     flat = [number for each in numbers for number in each]
     assert sorted(number for number in flat if number >= 0) == list(range(rows))
@@ -271,9 +277,14 @@ def test_every_row_is_dealt_once_and_has_one_weight(rows, processes, micro_batch
             assert len(part["completion_ids"]) == count
             if weight:  # what a row weighs in the mean of all ranks
                 assert weight / count / processes / micro_batches == pytest.approx(1 / rows)
-    trained = [any(max(parts[i]["replay_row"]) >= 0 for _, parts, _ in ranks)
-               for i in range(micro_batches)]  # fmt: skip
-    assert [weight > 0 for _, weight in ranks[0][2]] == trained
+    trains = [any(max(parts[i]["replay_row"]) >= 0 for _, parts, _ in ranks)
+              for i in range(micro_batches)]  # fmt: skip
+    assert [weight > 0 for _, weight in ranks[0][2]] == trains
+    updates = [(micro_batches + i) // accumulated for i in range(micro_batches)]
+    of_update = Counter(update for update, real in zip(updates, trains, strict=True) if real)
+    assert len(of_update) == min(len(set(updates)), sum(trains))
+    if micro_batches % accumulated == 0 and rows:
+        assert max(of_update.values()) - min(of_update.values()) <= 1
 
 
 def test_draws_have_the_seed_of_trl(tmp_path):
@@ -446,6 +457,16 @@ def test_what_trl_logs_is_of_real_rows_where_few_have_a_signal(tmp_path):
         assert ours["cost/trained_rollouts"] in (8, 12)
         assert theirs["entropy"] == pytest.approx(ours["entropy"], rel=0.25)
         assert theirs["clip_ratio/region_mean"] is not None
+
+
+def test_no_update_is_of_padding_alone_while_there_are_enough_rows(tmp_path):
+    """Eight to twelve rows in 16 micro-batches, for four updates."""
+    trainer = make(tmp_path, preset("ours"), per_device_train_batch_size=4, max_steps=8,
+                   steps_per_generation=16, gradient_accumulation_steps=4)  # fmt: skip
+    trainer.reward_funcs = [of_one_group]
+    trainer.train()
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    assert len(norms) == 8 and min(norms) > 0
 
 
 class Experts(ReplayGRPOTrainer):
