@@ -1,6 +1,7 @@
 """How ranks fail together: one message, one exit code, and no rank left waiting; and work that rank
 0 does for all of them, without a time limit."""
 
+import atexit
 import os
 import re
 import sys
@@ -134,12 +135,18 @@ def exit_as_rank(program: Callable[[], object]) -> NoReturn:
 
 def exit_rank(exit_code: int) -> NoReturn:
     """End this process. A failed rank exits without destroying its process group: if other members
-    are gone, that can hang or abort, and would change the exit code."""
+    are gone, that can hang or abort, and would change the exit code. So would vLLM's threads: an
+    engine with CUDA graphs aborted a process that was torn down around it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if rank_environment().is_launched and exit_code != 0:
         os._exit(exit_code)
     leave_run()  # NCCL complains on stderr about a group that is left open
+    if "vllm" in sys.modules:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     sys.exit(exit_code)
 
 

@@ -231,8 +231,26 @@ def test_a_process_that_no_launcher_started_leaves_its_group_too(monkeypatch):
     left = []
     rendezvous = SimpleNamespace(leave_run=lambda: left.append(True))
     monkeypatch.setitem(sys.modules, "grpo_replay.distributed.rendezvous", rendezvous)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as stop:
         exit_rank(3)
     assert (left, stop.value.code) == ([True], 3)
+
+
+def test_a_process_with_vllm_ends_with_its_own_exit_code_whatever_its_threads_do():
+    program = """
+import atexit, os, sys, types
+from grpo_replay.distributed.failures import exit_as_rank
+
+class Engine:
+    def __del__(self):
+        os.abort()
+
+engine, sys.modules["vllm"] = Engine(), types.ModuleType("vllm")
+atexit.register(print, "files are closed")
+exit_as_rank(lambda: print("trained"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["trained", "files are closed", ""])
