@@ -30,6 +30,7 @@ from grpo_replay.storage.checkpoint import (
     checkpoint_bytes_on_disk,
     complete_checkpoint,
     file_facts,
+    leftovers,
     list_checkpoints,
     model_cards,
     temporary_folder,
@@ -63,7 +64,8 @@ def write_checkpoint(
 
     def begin() -> None:
         if comm.is_main:
-            refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
+            what = f"the checkpoint of step {state.step}"
+            refuse_full_disk(checkpoints, what, expected_bytes, free_bytes(checkpoints))
             with removed_if_unwritable(temporary):
                 parts.run_dir.flush_steps(state.step)
                 begin_checkpoint(temporary)
@@ -122,10 +124,12 @@ def notices_of_room(
     checkpoints: Path, section: CheckpointSection, size: CheckpointSize
 ) -> list[str]:
     """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
-    another is written. Raises OutputDirectoryError if there is no room for one."""
-    refuse_full_disk(checkpoints, "a checkpoint of this run", size.usual + size.merged)
+    another is written. Raises OutputDirectoryError if there is no room for one. What a killed run
+    left of a checkpoint counts as free: the resume removes it."""
+    free = free_bytes(checkpoints) + sum(map(checkpoint_bytes_on_disk, leftovers(checkpoints)))
+    refuse_full_disk(checkpoints, "a checkpoint of this run", size.usual + size.merged, free)
     more = max(section.keep + 1 - len(list_checkpoints(checkpoints)), 1)
-    each, free = _expected_size(checkpoints, size.usual), free_bytes(checkpoints)
+    each = _expected_size(checkpoints, size.usual)
     needed = more * each + size.merged * (more if section.merged == "all" else 1)
     if free >= needed:
         return []
@@ -136,9 +140,9 @@ def notices_of_room(
     ]
 
 
-def refuse_full_disk(checkpoints: Path, what: str, expected_bytes: int) -> None:
-    """Raises OutputDirectoryError if a checkpoint does not fit on the disk."""
-    needed, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
+def refuse_full_disk(checkpoints: Path, what: str, expected_bytes: int, free: int) -> None:
+    """Raises OutputDirectoryError if a checkpoint does not fit in the `free` bytes of the disk."""
+    needed = _expected_size(checkpoints, expected_bytes)
     if free < needed:
         raise OutputDirectoryError(
             f"{what} needs {to_gib(needed)} GiB, and {checkpoints} has {to_gib(free)} GiB free: "

@@ -60,10 +60,24 @@ def test_the_start_says_that_not_all_will_fit_and_refuses_if_none_does(tmp_path,
         notices(14)
 
 
+def test_what_a_resume_removes_counts_as_free(tmp_path, monkeypatch):
+    """A kill while the checkpoint after the last that fits was written left half of it."""
+    half = checkpoint_writer.temporary_folder(tmp_path, 4) / "engine" / "shard.pt"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"12345678")
+    say_free(monkeypatch, 2)
+    section = CheckpointSection(keep=2)
+    (notice,) = checkpoint_writer.notices_of_room(tmp_path, section, CheckpointSize(10))
+    assert "3 more checkpoints" in notice
+    half.unlink()
+    with pytest.raises(OutputDirectoryError, match="a checkpoint of this run needs"):
+        checkpoint_writer.notices_of_room(tmp_path, section, CheckpointSize(10))
+
+
 def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_which_goes_on_from_the_last(
     tmp_path, processes, monkeypatch
 ):
-    say_free(monkeypatch, PLENTY, PLENTY, PLENTY, LITTLE)  # twice at the start, then step 1
+    say_free(monkeypatch, PLENTY, PLENTY, LITTLE)  # at the start, then step 1
     with pytest.raises(OutputDirectoryError, match=r"step 2 .*step_000001 is") as seen:
         train_small_run(tmp_path / "run", **SHORT)
     assert seen.value.exit_code == 3
