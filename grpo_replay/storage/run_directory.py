@@ -6,6 +6,7 @@ be whole (`check`, then `go_back`).
 """
 
 import datetime
+import errno
 import fcntl
 import json
 import logging
@@ -65,6 +66,8 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 
 LOCK, JOURNAL_FOLDER = ".lock", "journal"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
+_IS_HELD = (errno.EAGAIN, errno.EACCES)
+"""What flock says of a lock that another process holds."""
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
 
 
@@ -101,7 +104,7 @@ class RunDirectory:
     def lock(self) -> None:
         """Lock the directory until this process ends, in whatever way it ends.
 
-        Raises OutputDirectoryError if another process holds the lock.
+        Raises OutputDirectoryError if another process holds the lock, or the file system has none.
         """
         try:
             self._lock = (self.path / LOCK).open("a+")
@@ -110,9 +113,15 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise self._in_use() from error
+            if error.errno in _IS_HELD:
+                raise self._in_use() from error
+            raise OutputDirectoryError(
+                f"output directory {self.path} cannot be locked ({error.strerror}): choose an "
+                "--output-dir on a file system with flock (Lustre: mounted with -o flock; NFS: its "
+                "lock service runs)"
+            ) from error
         self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()}\n")
+        self._lock.write(f"{os.getpid()} on {platform.node()}\n")
         self._lock.flush()
 
     def refuse_in_use(self) -> None:
@@ -411,14 +420,13 @@ def _git_commit() -> str | None:
 
 
 def is_locked(path: Path) -> bool:
-    """True if a process holds the lock of a file; False for a file that is not there."""
+    """True if a process holds the lock of a file; False for a file that is not there, or on a file
+    system without locks."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno in _IS_HELD
     return False
 
 

@@ -1,5 +1,6 @@
 """A run's directory belongs to one run at a time; the commit that a run records."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -13,7 +14,7 @@ from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage import run_directory
 from grpo_replay.storage.recipe_history import read_history
-from grpo_replay.storage.run_directory import RunDirectory, _AttemptLog
+from grpo_replay.storage.run_directory import RunDirectory, _AttemptLog, is_locked
 
 
 @pytest.mark.parametrize("second_is_over", [False, True])
@@ -46,6 +47,19 @@ def test_a_folder_with_anything_else_is_occupied(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(OutputDirectoryError, match=str(tmp_path)):
         RunDirectory(tmp_path).refuse_occupied()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_as_what_it_is(tmp_path, monkeypatch, number):
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_directory.fcntl, "flock", flock)
+    directory = RunDirectory(tmp_path / "run")
+    with pytest.raises(OutputDirectoryError, match=rf"{os.strerror(number)}.*-o flock"):
+        directory.create(load_recipe("tiny"))
+    assert not is_locked(tmp_path / "run" / ".lock")  # a report reads the runs of such a disk
+    directory.unlock()
 
 
 def start_that_fails(path: Path) -> RunDirectory:

@@ -222,7 +222,7 @@ def test_the_sampler_drops_its_weights_only_where_a_push_comes_next(run, watcher
 def test_a_run_directory_belongs_to_one_process(tmp_path):
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     first.lock()
-    with pytest.raises(OutputDirectoryError, match=f"in use by process {os.getpid()}"):
+    with pytest.raises(OutputDirectoryError, match=f"in use by process {os.getpid()} on .+: wait"):
         second.lock()
     first.unlock()
     second.lock()

@@ -76,7 +76,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def process_of(folder: Path) -> psutil.Process:
     """The process that trains in a folder, from its lock."""
-    return psutil.Process(int((folder / ".lock").read_text()))
+    return psutil.Process(int((folder / ".lock").read_text().split()[0]))
 
 
 @pytest.mark.slow
