@@ -128,8 +128,9 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
         notices.append(
             f"no recipe: T {settings.temperature:g}, top-p {settings.top_p:g}, at most {longest:,} "
-            f"tokens, {recipe.sampled_dtype} on {recipe.sampling.backend}; change them with "
-            "--recipe or --set (paper A evaluates 4B with 16,384 tokens: --recipe qwen3-4b)"
+            f"tokens, {recipe.sampled_dtype} on {recipe.sampling.backend}, graded by "
+            f"{settings.reward}; change them with --recipe or --set (paper A evaluates 4B with "
+            "16,384 tokens: --recipe qwen3-4b)"
         )
     return notices
 

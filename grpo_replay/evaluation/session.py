@@ -29,6 +29,7 @@ from grpo_replay.recipe import (
     recipe_source,
     resolve_recipe,
 )
+from grpo_replay.recipe.input_sections import GYM
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import (
     ADAPTER_FOLDER,
@@ -184,7 +185,8 @@ def resolve_evaluation(
 
     It starts from `recipe`, else the run's own recipe, else the recipe of a builtin tiny model,
     else paper A's benchmarks with its settings for 0.6B and 1.7B. `overrides` (as after --set) and
-    then `choices` (sections) override it. Raises RecipeError, and UsageError if no benchmark is
+    then `choices` (sections) override it; a verifier that nobody named for families of
+    reasoning-gym gives way to their own. Raises RecipeError, and UsageError if no benchmark is
     named.
     """
     place = "the default recipe"
@@ -205,13 +207,21 @@ def resolve_evaluation(
     if "path" in changes.get("model", {}):
         raise UsageError("--set model.path: eval takes the model from --ckpt")
     layers = [layer, changes, dict(choices or {}), NOT_ASYNCHRONOUS]
-    found = resolve_recipe(layers, (place, "--set", "the options of eval", "eval"))
+    places = (place, "--set", "the options of eval", "eval")
+    found, own = resolve_recipe(layers, places), layer.get("eval") or {}
+    if recipe is None and _of_gym(found.eval.benchmarks) and not _of_gym(own.get("benchmarks")):
+        own.pop("reward", None)  # it is for other problems
+        found = resolve_recipe(layers, places)
     if not found.eval.benchmarks:
         raise UsageError(
             f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
             "--benchmark math500, or --benchmark my.jsonl"
         )
     return _of_these_weights(found, source)
+
+
+def _of_gym(benchmarks: Sequence[str] | None) -> bool:
+    return bool(benchmarks) and all(each.startswith(GYM) for each in benchmarks or ())
 
 
 def _of_these_weights(recipe: Recipe, source: ModelSource) -> Recipe:

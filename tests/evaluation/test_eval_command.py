@@ -109,6 +109,25 @@ def test_without_a_recipe_the_settings_are_paper_a_s_for_its_smaller_models():
     assert recipe.eval.reward == "math_verify_boxed"
 
 
+def test_families_of_reasoning_gym_that_the_options_name_are_graded_by_their_own_scorer(run_folder):
+    """Unless a verifier is named for them: by --set, --recipe, or a run that evaluates families."""
+    family, run = ("reasoning_gym:gcd",), str(run_folder)
+
+    def verifier(model: str, *overrides: str, **options) -> str:
+        return recipe_of_evaluation(model, overrides=overrides, **options).eval.reward
+
+    for model, usual in (("Qwen/Qwen3-0.6B", "math_verify_boxed"), (run, "math_verify")):
+        assert verifier(model, benchmarks=family) == "reasoning_gym"
+        assert verifier(model, f"eval.benchmarks=[{family[0]}]") == "reasoning_gym"
+        assert verifier(model, "eval.reward=boxed", benchmarks=family) == "boxed"
+        assert verifier(model, benchmarks=("math500",)) == usual
+    assert verifier(run, recipe="tiny", benchmarks=family) == "math_verify"
+    (run_folder / "recipe.yaml").write_text(
+        "eval: {benchmarks: ['reasoning_gym:chain_sum'], reward: boxed}\n"
+    )
+    assert verifier(run, benchmarks=family) == "boxed"
+
+
 def test_a_checkpoint_is_evaluated_with_its_own_weights_and_tokenizer(run_folder):
     (run_folder / "recipe.yaml").write_text(
         "model: {path: builtin:qwen3-0.6b, tokenizer: builtin:bytes, \n"
