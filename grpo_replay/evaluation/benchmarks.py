@@ -253,11 +253,12 @@ def read_from_hub(settings: EvalSection, prompts: PromptsSection) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """One completion of an evaluation that is to be sampled."""
+    """One completion of an evaluation that is to be sampled; `prompt` is the rendered text."""
 
     benchmark: str
     problem_index: int
     problem: Problem
+    prompt: str
     sample: int
     greedy: bool
     request: GenerationRequest
@@ -313,19 +314,20 @@ def plan_evaluation(
     for benchmark in benchmarks:
         law = list(_law(benchmark, settings))
         for index, problem in enumerate(problems_of[benchmark.name]):
-            prompt = _prompt_tokens(prompts, tokenizer, benchmark, problem)
+            prompt, token_ids = _prompt(prompts, tokenizer, benchmark, problem)
             for each in law:
                 # The seed depends on the benchmark: errors of benchmarks are independent.
                 of_seed = RequestKey(crc32(benchmark.name.encode()), index, each.sample)
                 request = GenerationRequest(
                     RequestKey(0, first_prompt + index, each.sample + each.greedy * (1 << 30)),
-                    prompt,
+                    token_ids,
                     completion_seed(each.base_seed, of_seed),
                     longest,
                     *(each.temperature, each.top_p),
                 )
+                of_law = (each.sample, each.greedy)
                 samples.append(
-                    PlannedSample(benchmark.name, index, problem, each.sample, each.greedy, request)
+                    PlannedSample(benchmark.name, index, problem, prompt, *of_law, request)
                 )
         first_prompt += len(problems_of[benchmark.name])
     document = _settings_document(settings, prompts, benchmarks, problems_of)
@@ -363,7 +365,7 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
     tried = [
         Prompt(
             each.problem.problem_id,
-            each.problem.text,
+            each.prompt,
             each.request.prompt_token_ids,
             each.problem.answer,
             each.problem.row,
@@ -397,17 +399,17 @@ def _law(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:
         yield _Law(0, True, settings.seed, 0.0, 1.0)
 
 
-def _prompt_tokens(
+def _prompt(
     prompts: PromptsSection, tokenizer: Any, benchmark: Benchmark, problem: Problem
-) -> Any:
-    _, token_ids = render_prompt(prompts, tokenizer, problem.problem)
+) -> tuple[str, Any]:
+    text, token_ids = render_prompt(prompts, tokenizer, problem.problem)
     if len(token_ids) > prompts.max_prompt_length:
         raise DatasetError(
             f"benchmark {benchmark.name!r}, problem {problem.problem_id!r}: its prompt has "
             f"{len(token_ids)} tokens, more than prompts.max_prompt_length "
             f"{prompts.max_prompt_length}; evaluations drop no problems: raise that limit"
         )
-    return token_ids
+    return text, token_ids
 
 
 def _settings_document(

@@ -70,7 +70,7 @@ def evaluate(
     # By problem, so that all samples of a prompt share one sampler's prefix cache.
     ranks = [each.request.key.prompt_index % comm.world_size for each in plan.samples]
     mine = [index for index, rank in enumerate(ranks) if rank == comm.rank]
-    grading = _Grading(plan, tokenizer, scorer, len(mine), on_progress)
+    grading = _Grading(plan, scorer, len(mine), on_progress)
     missing = _recall(grading, mine, generations_folder) if generations_folder else mine
     stop = stop or StopToken()
     _generate(grading, sampler, missing, generations_folder, stop)
@@ -101,14 +101,12 @@ class _Grading:
     def __init__(
         self,
         plan: EvaluationPlan,
-        tokenizer: Any,
         scorer: RewardScorer,
         total: int,
         on_progress: OnProgress | None,
     ) -> None:
         self.plan = plan
         self._total = total
-        self._tokenizer = tokenizer
         self._scorer = scorer
         self._on_progress = on_progress
         self._is_builtin = plan.settings.reward in BUILTIN_VERIFIERS
@@ -126,13 +124,12 @@ class _Grading:
             "finish_reason": finish_reason,
         }
         planned = self.plan.samples[index]
-        problem, prompt, messages = planned.problem, "", list[ChatMessage]()
+        problem, messages = planned.problem, list[ChatMessage]()
         if not self._is_builtin:
-            prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
             messages = prompt_messages(self.plan.prompts, problem.problem)
         group = _group_of(planned)
         self._scorer.submit(
-            index, text, problem.answer, problem.row, prompt=prompt, messages=messages,
+            index, text, problem.answer, problem.row, prompt=planned.prompt, messages=messages,
             truncated=finish_reason == "length", completion_ids=token_ids.tolist(),
             group=group, of=self._sizes[group],
         )  # fmt: skip

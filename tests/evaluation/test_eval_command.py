@@ -206,9 +206,11 @@ def own_benchmark(tmp_path, **more):
     return str(path)
 
 
-def test_a_function_of_the_user_grades_with_the_row_and_the_marked_answer(tmp_path, monkeypatch):
+def test_a_function_of_the_user_grades_with_prompt_row_and_marked_answer(tmp_path, monkeypatch):
+    """The prompt as it is rendered in training, without the tokenizer's own tokens."""
     (tmp_path / "judge.py").write_text(
-        "def half(completion, answer, row):\n"
+        "def half(completion, answer, row, prompt):\n"
+        "    assert prompt == row['problem'] + '=', prompt\n"
         "    assert row['answer'].endswith('#### ' + answer)\n"
         "    return row['limit'] + 0.5\n"
     )
