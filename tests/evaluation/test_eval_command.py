@@ -207,17 +207,18 @@ def own_benchmark(tmp_path, **more):
 
 
 def test_a_function_of_the_user_grades_with_prompt_row_and_marked_answer(tmp_path, monkeypatch):
-    """The prompt as it is rendered in training, without the tokenizer's own tokens."""
+    """The prompt as it is rendered in training: its tokens do not decode to it, without a Q."""
     (tmp_path / "judge.py").write_text(
         "def half(completion, answer, row, prompt):\n"
-        "    assert prompt == row['problem'] + '=', prompt\n"
+        "    assert prompt == 'Q' + row['problem'] + '=', prompt\n"
         "    assert row['answer'].endswith('#### ' + answer)\n"
         "    return row['limit'] + 0.5\n"
     )
     monkeypatch.chdir(tmp_path)
     options = EvalOptions(
         "builtin:tiny", benchmarks=[own_benchmark(tmp_path)], output="eval.json",
-        overrides=("eval.samples=1", "eval.reward=judge.py:half", "eval.greedy=false"),
+        overrides=("eval.samples=1", "eval.reward=judge.py:half", "eval.greedy=false",
+                   "prompts.user_template=Q{problem}="),
     )  # fmt: skip
     assert run(options) == 0
     report = read_report(tmp_path / "eval.json")
