@@ -344,6 +344,16 @@ class ReplayMixin(_Host):
                 f"{path} has other replay settings than this trainer, or groups of another size: "
                 f"resume with num_generations {buffer.group_size} and {buffer.settings!r}"
             )
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        for name, needed, without in (
+            ("ref_per_token_logps", self.beta != 0, "beta 0"),
+            ("importance_sampling_ratio", corrects, "vllm_importance_sampling_correction False"),
+        ):
+            if needed and any(name not in each.extras for each in buffer.rollouts()):
+                raise CheckpointError(
+                    f"{path}: the run stored no {name} with its rollouts: resume with {without}, "
+                    "or train from its weights in a new output_dir"
+                )
         refuse_without_history(folder, path.parent.parent, buffer.last_step)
         self.replay_buffer, self._goes_on = buffer, True
 

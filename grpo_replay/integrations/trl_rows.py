@@ -224,7 +224,8 @@ def to_tensors(
 ) -> Tensors:  # fmt: skip
     """The rollouts as a generation batch with the keys of `like`. `rows[i]` is the row of
     `rollouts[i]` in the composed batch; a row of -1 is padding: no token of it trains. Prompts and
-    completions are padded to a multiple of `multiple` tokens."""
+    completions are padded to a multiple of `multiple` tokens. Raises UsageError for a rollout
+    without one of the `extras` of `like`."""
     padded, real_B = partial(_padded, multiple=multiple or 1), torch.tensor(rows) >= 0
 
     def numbers(arrays: Sequence[Any], value: float) -> torch.Tensor:
@@ -253,6 +254,11 @@ def to_tensors(
         sampler = [rollout.sampler_logprobs for rollout in rollouts]
         batch["sampling_per_token_logps"] = numbers(sampler, 0.0)
     for name in extras.keys() & like.keys():
+        if any(name not in rollout.extras for rollout in rollouts):
+            raise UsageError(
+                f"the generation batch has {name}, and an older rollout was stored without it: put "
+                "what stored_keys names into every batch, or train in a new output_dir"
+            )
         of_name = numbers([rollout.extras[name] for rollout in rollouts], extras[name])
         of_sequence = like[name].shape != like["completion_ids"].shape  # [B, 1]
         batch[name] = of_name[:, :1] if of_sequence else of_name

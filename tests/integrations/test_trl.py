@@ -603,6 +603,7 @@ def test_a_run_saved_inside_a_generation_batch_repeats_that_batch(tmp_path, chan
         ("ours", {"num_generations": 4}, "resume with num_generations 8"),
         ("uniform", {}, "buffer.parquet has other replay settings"),
         ("ours", {}, "buffer.parquet is missing"),
+        ("ours", {"beta": 0.04}, "no ref_per_token_logps with its rollouts: resume with beta 0"),
     ],
 )
 def test_a_checkpoint_with_another_buffer_or_none_is_refused(
@@ -615,6 +616,15 @@ def test_a_checkpoint_with_another_buffer_or_none_is_refused(
     other = make(tmp_path / "copy", preset(name), **SAVES, **changes)
     with pytest.raises(CheckpointError, match=message):
         other.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_checkpoint_without_the_ratios_of_vllm_is_refused_where_they_correct_the_loss(
+    tmp_path, whole
+):
+    trainer = make(tmp_path, preset("ours"))
+    trainer.use_vllm = True  # TRL's correction is on by default
+    with pytest.raises(CheckpointError, match=r"resume with vllm_importance_sampling_correction"):
+        trainer._load_buffer(whole[0] / "checkpoint-4" / "buffer.parquet")
 
 
 def test_a_checkpoint_without_the_history_of_its_buffer_is_refused(tmp_path, whole):

@@ -216,6 +216,12 @@ def test_outcomes_count_the_tokens_that_train():
     assert unknown.tokens == 2 and np.isnan([unknown.clip_fraction, unknown.ratio_max]).all()
 
 
+def test_a_rollout_that_was_stored_without_a_key_of_the_batch_is_refused_by_its_name():
+    given = batch(ref_per_token_logps=torch.zeros(4, 3))
+    with pytest.raises(UsageError, match=r"has ref_per_token_logps, .* without it"):
+        to_tensors(rollouts(batch()), range(4), given, PAD)
+
+
 def test_the_text_of_an_episode_has_its_tool_calls():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     episode = [
