@@ -28,6 +28,7 @@ from grpo_replay.sampling.sampler_protocol import SamplerOpening, model_length
 from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.server import server_process as server_process
 from grpo_replay.sampling.server.server_process import (
+    devices_of_servers,
     launch_servers,
     server_command,
     server_devices,
@@ -197,7 +198,8 @@ def test_experts_whose_new_weights_vllm_takes_wrongly_are_refused_on_a_cpu(tmp_p
         VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(tmp_path), str(tmp_path), Comm()))
 
 
-def test_a_server_is_not_launched_on_a_port_that_is_taken(tied, tmp_path):
+def test_a_server_is_not_launched_on_a_port_that_stays_taken(tied, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_process, "PORT_SECONDS", 0.5)
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
@@ -206,6 +208,8 @@ def test_a_server_is_not_launched_on_a_port_that_is_taken(tied, tmp_path):
         recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
         with pytest.raises(SamplerError, match=f"{address}: Address already in use"):
             launch_servers(recipe.sampling, {}, on_gpu=False, log_folder=tmp_path)
+        monkeypatch.setattr(server_process.time, "sleep", lambda _: stranger.close())
+        assert devices_of_servers(recipe.sampling, 1, on_gpu=False) == [None]
 
 
 def test_an_engine_does_not_span_nodes(tied, monkeypatch):

@@ -33,6 +33,8 @@ ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling", "enable_chunked_pr
 LOG_LINES = 15
 POLL_SECONDS = 0.3
 STOP_SECONDS = 20.0
+PORT_SECONDS = 8.0
+"""A server of a run that was just killed has its port for as long as `guard` gives it to end."""
 START_SECONDS = 1800.0
 """Longest time until a launched server is ready: a large model's reads its weights, compiles and
 captures graphs. One that ends before is noticed at once."""
@@ -222,12 +224,21 @@ def _ports(settings: ServersSection) -> range:
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
+    deadline = time.monotonic() + PORT_SECONDS
+    while problem := _why_not_bound(host, port):
+        if time.monotonic() > deadline:
+            raise SamplerError(
+                f"cannot launch a vLLM server on {host}:{port}: {problem}; set "
+                "sampling.servers.address to a free port, or stop the program that uses it"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _why_not_bound(host: str, port: int) -> str | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise SamplerError(
-                f"cannot launch a vLLM server on {host}:{port}: {error.strerror}; set "
-                "sampling.servers.address to a free port, or stop the program that uses it"
-            ) from error
+            return error.strerror
+    return None

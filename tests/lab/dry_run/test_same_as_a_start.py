@@ -184,6 +184,7 @@ def launching(monkeypatch) -> Iterator[list[str]]:
     """Overrides of a run that launches two servers, the second on a port that is taken, and a
     machine with a GPU."""
     monkeypatch.setattr(server_process, "_visible_devices", lambda: ["0"])
+    monkeypatch.setattr(server_process, "PORT_SECONDS", 0.0)
     monkeypatch.setattr(opening, "missing_packages", lambda _: [])
     first, second = free_ports(2)
     with socket.socket() as stranger:
