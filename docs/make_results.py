@@ -61,7 +61,7 @@ def with_results(page: str) -> str:
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates, "paper-a": main_table,
              "ablations": ablations, "tiny-robustness": tiny_robustness,
-             "smollm2": real_model, "smollm2-bold": bold_rate,
+             "tiny-switches": switches, "smollm2": real_model, "smollm2-bold": bold_rate,
              "break-even": break_evens, "pays-above": pays_above}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
@@ -379,6 +379,18 @@ def tiny_robustness() -> str:
         rows.append([*what, f"`{arm}`", f"{found['final'][arm]}", compared(found, arm),
                      clipped_share(found, arm)])  # fmt: skip
     return table(heads, rows)
+
+
+def switches() -> str:
+    """Every arm of `tiny-switches` against `ours`, with what it overrides."""
+    found, rows = results()["tiny-switches"], []
+    arms = read_sweep_file(shipped_sweeps()["tiny-switches"]).arms
+    for arm, final in found["final"].items():
+        words = ", ".join(f"`{word}`" for word in arms[arm])
+        ess = f"{found['ess'][arm]:.2f}" if arm in found["ess"] else ""
+        rows.append([f"`{arm}`", words, f"{final}", compared(found, arm),
+                     clipped_share(found, arm), ess])  # fmt: skip
+    return table(["arm", "`--set …`", "final", "− `ours`", "clipped, %", "ESS"], rows)
 
 
 def clipped_share(found: dict[str, Any], arm: str) -> str:
