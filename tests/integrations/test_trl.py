@@ -98,6 +98,9 @@ def check_run(folder, trainer, name):
         return name == "ours" or (name != "fifo" and line["step"] == 1)  # the warm-up
 
     for line in metrics(folder):
+        stages = ("generation", "reward", "logprob", "training")
+        named = sum(line[f"cost/{stage}_seconds"] for stage in stages)
+        assert 0 <= line["cost/other_seconds"] < named
         survivors, drawn = line["fresh/rollouts"], line["cost/trained_rollouts"]
         if name == "ours" and line["step"] > 1:
             assert line["replay/rollouts"] == round(0.5 * survivors)

@@ -226,6 +226,14 @@ def test_of_repeated_prompts_that_are_also_evaluated(tmp_path):
     assert "of 3 prompts" in said and "benchmark 'held_out'" in said
 
 
+def test_of_engines_that_would_span_nodes(monkeypatch):
+    monkeypatch.setattr(opening, "missing_packages", lambda _: [])
+    words = ["sampling.backend=vllm", "sampling.vllm.tensor_parallel_size=2", "eval.benchmarks=[]"]
+    plan = dry_run(load_recipe("tiny", words), gpu_memory_gib=80, ranks_of_nodes=[3, 3])
+    (problem,) = plan["problems"]
+    assert "2 does not divide the 3 ranks of a node" in problem
+
+
 def test_of_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda _: 10)
     refused = compare(load_recipe("tiny", QUICK), tmp_path / "run")
