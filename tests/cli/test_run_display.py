@@ -1,8 +1,11 @@
 """What the end of a run says."""
 
+from io import StringIO
 from pathlib import Path
 
-from grpo_replay.cli.run_display import describe_end
+from rich.console import Console
+
+from grpo_replay.cli.run_display import describe_end, print_result
 
 
 def summary(clipped: float | None) -> dict:
@@ -19,3 +22,11 @@ def test_the_end_says_when_staleness_times_rate_was_too_large():
     assert "optimizer.learning_rate" in said and "replay.max_age_steps" in said
     for clipped in (0.1, 0.0, None):  # None: plain GRPO
         assert "clipped" not in describe_end(Path("runs/one"), summary(clipped))
+
+
+def test_accuracies_are_printed_if_there_are_any():
+    nothing = {"comparable": True, "base": {}, "base_stderr": {}, "final_stderr": {}}
+    for found in ({"base": {"mean": 0.4}, "final": {}}, {"base": {}, "final": {"mean": 0.5}}):
+        out = StringIO()
+        print_result(Path("runs/one"), {**summary(None), **nothing, **found}, Console(file=out))
+        assert "held-out accuracy" in out.getvalue()

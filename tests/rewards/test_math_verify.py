@@ -141,6 +141,12 @@ def test_what_math_verify_would_work_on_without_end_is_not_given_to_it(grader, a
     assert grader.grade(f"so \\boxed{{{answer}}}", answer) == ("unparsable", False)
 
 
+def test_what_a_completion_says_beside_its_last_box_may_cost_anything(grader):
+    completion = "Of course $10^{10^{10}}$ is far too large, so the answer is $\\boxed{57}$."
+    assert is_too_expensive(completion)
+    assert grader.grade(completion, "57") == ("correct", True)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
