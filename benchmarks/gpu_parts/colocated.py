@@ -58,10 +58,13 @@ def in_train(context: Context) -> None:
     rates = [row["completion_tokens"] / row["generation"] for row in steps.timed]
     record.figure("tokens/s of generation", statistics.median(rates))
     record.table("sleep and wake", watch.medians())
-    rows = steps.rows
-    gaps, limit = [row["gap"] for row in rows if row["gap"] is not None], recipe.logprob_gap_limit
-    record.check(f"mean gap within {limit:g} nats", max(gaps, default=0.0) <= limit, gaps)
-    check_replay(context, rows)
+    check_gaps(context, steps.rows, recipe.logprob_gap_limit)
+    check_replay(context, steps.rows)
+
+
+def check_gaps(context: Context, rows: list[dict[str, Any]], limit: float) -> None:
+    gaps = [row["gap"] for row in rows if row["gap"] is not None]
+    context.record.check(f"mean gap within {limit:g} nats", gaps and max(gaps) <= limit, gaps)
 
 
 def check_replay(context: Context, rows: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpu_parts.colocated import REPLAY, SHOWN, check_replay
+from gpu_parts.colocated import REPLAY, SHOWN, check_gaps, check_replay
 from gpu_parts.models import our_recipe, task_named
 from gpu_parts.record import Context
 from gpu_parts.whole_steps import Steps, train
@@ -38,6 +38,5 @@ def in_train(context: Context, pushed: str) -> None:
 
     train(recipe, context.work / f"server-{pushed}", end)
     steps.summarise()
-    gaps, limit = [row["gap"] for row in steps.rows if row["gap"] is not None], 0.1
-    context.record.check(f"mean gap within {limit:g} nats", gaps and max(gaps) <= limit, gaps)
+    check_gaps(context, steps.rows, recipe.logprob_gap_limit)
     check_replay(context, steps.rows)

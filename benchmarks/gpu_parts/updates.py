@@ -77,10 +77,9 @@ def measure_packs(
     """A row of the table for each pack that has none."""
     model, _, variant = argument.partition(": ")
     for pack in packs:
-        kept = str(not way.endswith("no checkpointing")).lower()
-        recipe = update_recipe(
-            context, model, variant, pack, f"model.gradient_checkpointing={kept}"
-        )
+        compiled, kept = way.startswith("compiled"), not way.endswith("no checkpointing")
+        words = f"model.compile={compiled}", f"model.gradient_checkpointing={kept}"
+        recipe = update_recipe(context, model, variant, pack, *words)
         named = {"model": model, "variant": variant, "way": way, "pack_tokens": pack}
         if any(named.items() <= row.items() for row in context.record.rows("packs")):
             continue  # taken up again after it

@@ -28,9 +28,9 @@ TRIAL_TOKENS = 2048
 that it meets first, so they should be near those of training."""
 
 
-def refuse_stage_3(compiles: bool, stage: int) -> None:
-    """Raises RecipeError for `model.compile` at ZeRO 3."""
-    if compiles and stage == 3:
+def refuse_stage_3(asked: bool | str, stage: int) -> None:
+    """Raises RecipeError for `model.compile: true` at ZeRO 3."""
+    if asked is True and stage == 3:
         raise RecipeError(
             "model.compile true at ZeRO 3, which gathers the weights inside of the layers: set it "
             "to false, or engine.zero_stage to 0, 1 or 2"

@@ -81,7 +81,7 @@ class DeepSpeedEngine:
         self._recipe = recipe
         self._comm = comm
         self._stage = recipe.zero_stage(comm.world_size)
-        refuse_stage_3(recipe.model.compile is True, self._stage)
+        refuse_stage_3(recipe.model.compile, self._stage)
         self._device = device
         self._tokenizer = tokenizer
         self.notices: list[str] = []

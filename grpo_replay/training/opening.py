@@ -178,7 +178,8 @@ class RunOpener:
         """The recipe with the ZeRO stage that rank 0 finds; as it is for a model that it cannot
         read, which a check refuses."""
         recipe, place, given = self.recipe, self.place, None
-        if place.gpu_bytes is None or place.ranks == 1:
+        settled = recipe.engine.zero_stage != "auto" or place.ranks == 1
+        if place.gpu_bytes is None or settled:
             return recipe
         with suppress(GrpoReplayError):
             if self.comm.is_main and (counts := parameter_counts(self.sized.model)):
@@ -252,7 +253,7 @@ class RunOpener:
             self.unchecked += missing
         elif missing:
             raise RecipeError("; ".join(missing))
-        refuse_stage_3(model.compile is True, self.zero_stage)
+        refuse_stage_3(model.compile, self.zero_stage)
         if not self.place.on_cuda and model.attn_implementation in PACKING_ATTENTION:
             raise RecipeError(
                 f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
