@@ -86,6 +86,7 @@ class Context:
     kit: Path | None
     wheels: Path | None  # a folder with SmolLM2's
     study: Path | None
+    cells: int  # runs of the study at a time
 
     @property
     def work(self) -> Path:

@@ -136,8 +136,9 @@ def run_inside(job: Job, options: Namespace, deadline: float) -> int:
     size = TOY if options.toy else FULL
     record = Record(options.output, job.name, job.title, size.name)
     context = Context(
-        size, record, options.output, deadline, options.kit, options.wheels, options.study
-    )
+        size, record, options.output, deadline, options.kit, options.wheels, options.study,
+        options.cells or size.cells,
+    )  # fmt: skip
     context.work.mkdir(exist_ok=True)
     try:
         _refuse(job, context)

@@ -4,6 +4,7 @@ from typing import Any
 
 from gpu_parts.colocated import REPLAY, SHOWN, check_gaps, check_replay
 from gpu_parts.models import our_recipe, task_named
+from gpu_parts.on_one_card import share
 from gpu_parts.record import Context
 from gpu_parts.whole_steps import Steps, train
 
@@ -11,7 +12,7 @@ WAYS = {"weights": [], "adapters": ["model.lora.r=16", "model.lora.lora_dropout=
 ASYNCHRONOUS = (
     "sampling.backend=vllm_server", "sampling.servers.launch=1", "run.mode=async",
     "loss.behavior_logprobs=sampler", "sampling.collection.max_ahead_steps=1",
-    "sampling.vllm.enforce_eager=true",
+    "sampling.vllm.enforce_eager=true", "sampling.vllm.enable_sleep_mode=false",
 )  # fmt: skip
 NAMES = {
     **SHOWN, "straddlers": "async/straddlers", "trainer_idle": "async/trainer_idle",
@@ -22,10 +23,8 @@ NAMES = {
 def in_train(context: Context, pushed: str) -> None:
     """Completions of 128 tokens, pushes of whole `weights` or of LoRA's `adapters`. Eager, since
     compiling takes longer than the run."""
-    from grpo_replay.sampling.server import server_process
-
-    if context.on_gpu:  # a run asks for a card besides its own
-        server_process._visible_devices = lambda: ["0", "0"]
+    if context.on_gpu:
+        share()
     steps = Steps(context)
     replay = (f"replay.{name}={value}" for name, value in REPLAY.items())
     task = task_named(context, "qwen3-0.6b")

@@ -21,7 +21,9 @@ from gpu_parts.record import Context
 
 STOP_SECONDS = 20.0
 """For the runs to save their checkpoints and end."""
-READ_AFTERWARDS = ("recipe.yaml", "metrics.jsonl", "summary.json", "output.log")
+READ_AFTERWARDS = (
+    "recipe.yaml", "metrics.jsonl", "summary.json", "environment.json", "output.log"
+)  # fmt: skip
 
 
 def run(context: Context) -> None:
@@ -31,7 +33,7 @@ def run(context: Context) -> None:
     waiting = [name for name in cells if not (folder / name / "done").exists()]
     running: dict[str, subprocess.Popen[bytes]] = {}
     while (waiting or running) and context.seconds_left() > STOP_SECONDS:
-        while waiting and len(running) < context.size.cells:
+        while waiting and len(running) < context.cells:
             name = waiting.pop(0)
             running[name] = begin(context, cells[name], folder / name)
         time.sleep(0.5)
@@ -67,7 +69,7 @@ def cells_of(context: Context) -> list[dict[str, Any]]:
 
 def begin(context: Context, cell: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
     folder.mkdir(exist_ok=True)
-    words = [sys.executable, "-m", "grpo_replay", "train", cell["recipe"]]
+    words = [sys.executable, "-m", "gpu_parts.on_one_card", "train", cell["recipe"]]
     for setting in cell["set"]:
         if "{smollm2}" in setting:
             setting = setting.replace("{smollm2}", str(model_folder(context, "smollm2")))
@@ -75,7 +77,7 @@ def begin(context: Context, cell: dict[str, Any], folder: Path) -> "subprocess.P
     words += ["--output-dir", str(folder / "run")]
     if list(folder.glob("run/checkpoints/step_*")):
         words.append("--resume")
-    threads = max(1, (os.cpu_count() or 1) // context.size.cells)
+    threads = max(1, (os.cpu_count() or 1) // context.cells)
     with (folder / "output.log").open("ab") as log:
         own = os.environ | {"OMP_NUM_THREADS": str(threads)}
         return subprocess.Popen(words, stdout=log, stderr=log, env=own)
