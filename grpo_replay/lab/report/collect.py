@@ -25,8 +25,8 @@ MANY_PATHS = 4
 BASE_MODEL_KEYS = ("path", "revision", "random_init")
 """Keys of the recipe's model section that make another base model."""
 
-NOT_AN_AXIS = ("name", "run.seed")
-"""Keys in which the runs of one arm differ."""
+NOT_AN_AXIS = ("name", "run.seed", "sampling.servers.address", "sampling.servers.urls")
+"""Keys in which the runs of one arm may differ."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

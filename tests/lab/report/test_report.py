@@ -216,6 +216,13 @@ def test_steps_repeated_from_a_journal_have_no_time(copy, capsys):
     assert arms_of(document)["ours"]["quantities"]["training_seconds"]["runs"] == len(SEEDS) - 1
 
 
+def test_runs_with_servers_at_other_places_are_of_one_arm(tmp_path, capsys):
+    for seed in (1, 2):
+        port = f"sampling.servers.address=127.0.0.1:{8300 + seed}"
+        write_run(tmp_path / f"{seed}", ["replay.preset=ours", port], seed, 0.1)
+    assert arms_of(report(capsys, tmp_path))["ours"]["seeds"] == [1, 2]
+
+
 def test_the_same_seed_twice_is_refused(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, ["replay.preset=grpo"], 1, 0.1)
