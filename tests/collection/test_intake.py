@@ -18,6 +18,7 @@ from grpo_replay.collection.messages import (
     Cancel,
     CollectorSettings,
     Credit,
+    Delivery,
     Drop,
     Group,
     Report,
@@ -293,11 +294,16 @@ def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch
 
 def test_groups_lost_one_after_the_other_end_the_run(server, tmp_path):
     run = Run(recipe(server), tmp_path)
-    lost = Drop(0, 0, "lost", 0, 0)
-    for body in (lost, lost, lost, Drop(0, 0, "cancelled", 0, 0), lost, lost, lost):
-        run.intake._refuse_endless_loss(body)
+    run.go_live()
+    reasons = ["lost", "lost", "lost", "cancelled", "lost", "lost", "lost", "lost"]
+    deliveries = [
+        Delivery(1000 + group, Drop(9, group, reason, 0, 0), run.intake.newest_report)
+        for group, reason in enumerate(reasons)
+    ]
+    for delivery in deliveries[:-1]:
+        run.intake._take_delivery(delivery)
     with pytest.raises(SamplerError, match="4 groups in a row were lost"):
-        run.intake._refuse_endless_loss(lost)
+        run.intake._take_delivery(deliveries[-1])
     run.close()
 
 

@@ -226,6 +226,22 @@ def test_rank_modules_load_without_torch():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_what_a_failed_rank_printed_is_not_lost():
+    program = """
+from grpo_replay.distributed.failures import exit_rank
+print("the last line", end="")
+exit_rank(3)
+"""
+    launched = {**os.environ, "PYTHONUNBUFFERED": "", "RANK": "0", "WORLD_SIZE": "2", **MASTER}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=launched
+    )
+    assert (done.returncode, done.stdout) == (3, "the last line")
+
+
 def test_a_process_that_no_launcher_started_leaves_its_group_too(monkeypatch):
     """Over NCCL, torch writes a warning to stderr about a group that is left open."""
     left = []

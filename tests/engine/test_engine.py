@@ -257,6 +257,13 @@ def test_gradient_checkpointing_changes_nothing(processes):
     assert relative(recomputed[2], stored[2]) < 1e-6
 
 
+@pytest.mark.parametrize("lora", [{}, {"lora": {"r": 4}}])
+def test_only_adapters_ask_for_gradients_of_the_embeddings(processes, lora):
+    """Else the first layer would be compiled apart."""
+    with open_engine(processes, model={"gradient_checkpointing": True, **lora}) as engine:
+        assert bool(engine._model.get_input_embeddings()._forward_hooks) == bool(lora)
+
+
 def test_logprobs_are_those_of_plain_transformers(processes):
     rows, temperature = make_rows(10), 0.7
     with open_engine(

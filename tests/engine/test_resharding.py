@@ -44,6 +44,13 @@ def make_layout_foreign(folder) -> None:
     (folder / LAYOUT).write_text(json.dumps(layout | {"ranks": 99}))
 
 
+def test_an_engine_at_zero_3_opens_with_no_gathered_parameter(processes):
+    """A state that is loaded next would be overwritten by them."""
+    with open_engine(processes, engine={"zero_stage": 3}) as engine:
+        gathered = [p for p in engine._model.parameters() if p.ds_status.name != "NOT_AVAILABLE"]
+        assert not gathered
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 2), (3, 1)])
 def test_a_state_from_before_the_first_update_is_restored(processes, rows, tmp_path, stage, other):

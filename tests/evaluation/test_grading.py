@@ -10,6 +10,7 @@ from commands import plan_of
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation import evaluate as evaluate_module
 from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.recipe import load_recipe
@@ -80,6 +81,19 @@ def test_both_gradings_by_hand(evaluated):
     for report, column in ((boxed, 1), (whole, 2)):
         rows = [row["correct"] for row in report.samples.to_pylist() if not row["greedy"]]
         assert rows == [bool(text[column]) for two in TEXTS.values() for text in two]
+
+
+def test_progress_is_told_at_every_completion_if_time_has_passed(recipe, monkeypatch):
+    monkeypatch.setattr(evaluate_module, "PROGRESS_SECONDS", -1.0)
+    tokenizer, told = load_tokenizer(recipe.model), []
+    reward = recipe.reward.model_copy(update={"function": recipe.eval.reward})
+    with RewardScorer.open(reward) as scorer:
+        scorer.wait = lambda seconds: True
+        plan, sampler = plan_of(tokenizer, recipe), WrittenSampler(tokenizer)
+        evaluate(
+            sampler, tokenizer, plan, Comm(), scorer, on_progress=lambda *now: told.append(now)
+        )
+    assert len(told) == len(plan.samples) + 1
 
 
 def test_functions_of_the_user_are_compared_by_their_source(evaluated):

@@ -25,6 +25,13 @@ from grpo_replay.replay.snapshot import (
 )
 
 
+def test_payload_of_is_for_a_buffer_of_handles_and_not_asked_for_rollouts(tmp_path):
+    buffer = drawn_buffer(4)
+    buffer.save(tmp_path / "buffer.parquet")
+    loaded = ReplayBuffer.load(tmp_path / "buffer.parquet", payload_of="row {}".format)
+    assert_same_rollouts(loaded.rollouts(), buffer.rollouts())
+
+
 @pytest.mark.parametrize("rollouts", [0, 4, 40])
 def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
     monkeypatch.setattr("grpo_replay.replay.snapshot._CHUNK_ROLLOUTS", 5)

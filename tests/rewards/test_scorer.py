@@ -139,6 +139,20 @@ def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
     assert sorted(arrived) == [key for key, text in enumerate(texts) if text == "ok"]
 
 
+def test_a_verdict_is_taken_once(symbolic):
+    symbolic.submit("a", "\\boxed{5}", "5")
+    while not symbolic.wait(1.0):
+        pass
+    assert list(symbolic.take_graded()) == ["a"]
+    assert symbolic.take_graded() == {}
+
+
+def test_completions_wait_for_their_group_only_where_a_function_takes_many():
+    both = ["boxed", "judge_rewards:prints"]
+    with RewardScorer.open(RewardSection(function=both)) as opened:
+        assert not opened._takes_many()
+
+
 def test_what_a_function_prints_goes_to_the_log_escaped_and_not_without_end(caplog, capfd):
     with caplog.at_level("INFO"), scorer("judge_rewards:prints", workers=1) as opened:
         opened.score([("\x1b[31mred", "1", {}), ("line", "5000", {}), ("x" * 5_000_000, "1", {})])

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.report import costs
+from grpo_replay.lab.report.collect import collect
+from grpo_replay.lab.report.measure import measure
 
 SEEDS = (1, 2, 3)
 SMALL = Size()
@@ -296,6 +298,15 @@ def test_the_break_even_is_where_the_costs_of_the_two_arms_are_equal(copy, capsy
         assert "Compute to 42.0 % relative to age-1" in (tmp_path / "tables" / page).read_text()
     run([str(copy)], "age-1", reach=[42.0])
     assert f"above {mu:.2g}" in capsys.readouterr().out
+
+
+def test_an_accuracy_is_reached_by_the_runs_whose_best_evaluation_has_it(sweep):
+    best = {
+        name: [max(accuracies(sweep / name / f"seed-{seed}")) for seed in SEEDS] for name in ARMS
+    }
+    target = sorted(best["ours"])[1]
+    for arm in measure(collect([str(sweep)]), [target])["arms"]:
+        assert arm["reach"][0]["reached"] == sum(each >= target for each in best[arm["name"]])
 
 
 def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):

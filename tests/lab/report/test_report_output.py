@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run_report as run
+from matplotlib.figure import Figure
 from rich.console import Console
-from small_runs.experiments import BENCHMARKS, write_run, write_sweep
+from small_runs.experiments import BENCHMARKS, Size, write_run, write_sweep
 
 from grpo_replay.cli.report_command import print_report
 from grpo_replay.errors import OutputDirectoryError, UsageError
@@ -21,7 +22,7 @@ from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.costs import usable_axes
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import measure
-from grpo_replay.lab.report.report_figures import drawn, report_figures
+from grpo_replay.lab.report.report_figures import draw_cost_ratios, drawn, report_figures
 from grpo_replay.lab.report.report_files import report_table, verdict
 
 ARMS = {
@@ -80,6 +81,13 @@ def test_every_arm_has_a_line_of_its_own_look_and_a_legend_entry(sweep, findings
         assert [text.get_text() for text in axes.get_legend().get_texts()] == names
 
 
+def test_the_base_and_one_evaluation_are_a_curve(tmp_path):
+    folder = write_run(tmp_path / "run", [], seed=1, gain=0.1, size=Size(steps=4, every=4))
+    experiment = collect([str(folder)])
+    figures = report_figures(experiment, measure(experiment), usable_axes(experiment.runs, ()))
+    assert "accuracy_by_steps" in [figure.name for figure in figures]
+
+
 def test_a_line_over_mu_for_every_arm_that_reached_the_accuracy(sweep, findings):
     experiment = collect([str(sweep)], "ours")
     figures = report_figures(experiment, findings, usable_axes(experiment.runs, ()))
@@ -87,6 +95,7 @@ def test_a_line_over_mu_for_every_arm_that_reached_the_accuracy(sweep, findings)
         axes = canvas.axes[0]
         lines = {line.get_label(): line for line in axes.lines}
         marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+        assert [1, 1] in [list(line.get_ydata()) for line in axes.lines]  # the baseline
     assert marks == [findings["mu"]["measured"], 5.28]
     for arm in findings["arms"]:
         even = arm["reach"][-1]["break_even"]
@@ -97,6 +106,16 @@ def test_a_line_over_mu_for_every_arm_that_reached_the_accuracy(sweep, findings)
     assert measure(experiment, [0.99])["arms"][0]["reach"][0]["break_even"] is None
     none = report_figures(experiment, measure(experiment, [0.99]), usable_axes(experiment.runs, ()))
     assert "cost_by_mu" not in [figure.name for figure in none]
+
+
+def test_a_dot_is_where_an_arm_begins_to_pay():
+    """50 fewer rollouts generated, 100 more trained on: from μ = 2 on."""
+    axes = Figure().add_subplot()
+    draw_cost_ratios(
+        axes, {"ours": np.array([[[200, 100], [100, 150]]])}, {"ours": ("C0", "-")}, []
+    )
+    dots = [line.get_data() for line in axes.lines if line.get_marker() == "o"]
+    assert [(x[0], y[0]) for x, y in dots] == [(pytest.approx(2), 1)]
 
 
 def test_the_entropy_of_a_step_that_trained_on_nothing_is_between_its_neighbours(tmp_path):
