@@ -277,6 +277,10 @@ def completion_seed(run_seed: int, key: RequestKey) -> int:
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+DRAW_STREAM, SPLIT_STREAM = 1, 2
+"""Purposes of the random streams of a step: what is drawn, and its mini-batches."""
+
+
 def stream(run_seed: int, *path: int) -> np.random.Generator:
-    """The random generator of the stream that `path` identifies, independent of other streams."""
+    """The random generator of the stream that `path` identifies: (step, purpose)."""
     return np.random.default_rng(np.random.SeedSequence([run_seed, *path]))

@@ -44,9 +44,9 @@ def run(options: TrainOptions) -> int:
 
 
 def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
-    from grpo_replay.lab.dry_run.dry_run_display import run as report
+    from grpo_replay.lab.dry_run.dry_run_display import print_dry_run
 
-    return report(
+    return print_dry_run(
         recipe, options.as_json, options.gpu_memory_gib, options.output_dir,
         [recipe.engine.num_processes] * (options.nodes or 1), options.sample, options.resume,
     )  # fmt: skip

@@ -213,7 +213,7 @@ class ReplaySection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     """First training steps that fill the buffer without drawing."""
     capacity_rollouts: Positive = 30_000
-    """Maximum stored rollouts; the oldest are evicted."""
+    """Maximum stored rollouts; those stored first are evicted."""
     with_replacement: bool = False
     """Draw with replacement within a draw (one a step; `buffer_only`: one an update)."""
     unused_first: bool = False

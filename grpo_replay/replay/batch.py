@@ -1,6 +1,6 @@
-"""From a composed batch to micro-batches: mini-batches, token weights, packing, load balancing.
+"""From a composed batch to the rows of its mini-batches, each with the weight of its tokens.
 
-numpy only. Rank 0 plans for all ranks. Every rank gets the same number of micro-batches.
+numpy only. Rank 0 does this for all ranks; `engine/microbatches.py` assigns the rows to them.
 """
 
 from collections.abc import Sequence

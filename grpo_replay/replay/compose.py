@@ -13,7 +13,8 @@ number of queries drawn when `replay.unit` is query. `round` is Python's: halves
 (r = 0.5 and B' = 113 draw 56). Without replacement, if fewer can be drawn, all of them are.
 
 The unit of paper B is the optimizer update: a buffer_only step of several updates makes a draw for
-each, of its share of the units, and counts ages in updates. Groups enter before the first.
+each, of its share of the units, and its `ComposedBatch.ages` are in updates; limits and `Draw.ages`
+are in steps always. Groups enter before the first.
 
 Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
 survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws.

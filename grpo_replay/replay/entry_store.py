@@ -58,7 +58,8 @@ class EntryStore:
 
     If `replay.unit` is query, a query (the entries of one group) is inserted, evicted and drawn as
     a whole: its entries must be inserted together and adjacent, and capacity evicts whole groups,
-    oldest first. If it is rollout, capacity may evict part of a group; the rest can still be drawn.
+    first stored, first out. If it is rollout, capacity may evict part of a group; the rest can
+    still be drawn.
     """
 
     def __init__(
@@ -82,14 +83,15 @@ class EntryStore:
         return len(self._columns["entry"])
 
     def column(self, name: str) -> np.ndarray:
-        """A read-only view of one column, oldest first: rollout_id, group_id, birth_step,
-        priority, correct, times_used, last_used_step. Valid until the buffer changes."""
+        """A read-only view of one column, in the order of insertion: rollout_id, group_id,
+        birth_step, priority, correct, times_used, last_used_step. Valid until the buffer changes.
+        """
         view = self._columns[name].view()
         view.flags.writeable = False
         return view
 
     def entries(self) -> tuple[Entry, ...]:
-        """The stored entries, oldest first."""
+        """The stored entries, in the order of insertion."""
         return tuple(self._columns["entry"])
 
     def rollouts(self) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """The replay buffer as a library: all that another trainer calls.
 
 `ReplayBuffer` is the store of entries (`entry_store`) with one call a step (`compose`), groups with
-ids of its own (`group`), and a file (`snapshot`). It draws from its own seed.
+ids of its own (`group`), and a file (`snapshot`). Its `step` draws from a seed of its own; a run of
+this package calls `buffer_step` with a generator instead (`training/trainer.py`).
 """
 
 from collections import Counter
@@ -15,10 +16,7 @@ from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.entry_store import EntryStore
 from grpo_replay.replay.group import rollouts_of_group
 from grpo_replay.replay.insertion import check_insertable, entries_of
-from grpo_replay.types import ComposedBatch, Entry, Rollout, stream
-
-DRAW_STREAM = 1
-"""Purpose of the random stream of a step's draw, as in a run of this package."""
+from grpo_replay.types import DRAW_STREAM, ComposedBatch, Entry, Rollout, stream
 
 _LIBRARY_FACTS = ("seed", "next_rollout_id", "next_group_id")
 """What `save` adds to a snapshot, and a run of this package has elsewhere."""

@@ -184,7 +184,7 @@ class MainSource(FollowerSource):
         )
 
     def _go_live(self) -> None:
-        """And start the collector."""
+        """Open the sampler, and start the collector."""
         super()._go_live()
         self._server_sampler().on_switch = self.intake.announce
         version = self.state.policy_version
@@ -240,7 +240,7 @@ class MainSource(FollowerSource):
         return sum(self._insertable.values())
 
     def advance(self, version: int) -> None:
-        """And let the collector go on, or end it after the last step."""
+        """Push, and let the collector go on, or end it after the last step."""
         if not self._is_live:
             return
         if version == self.recipe.run.steps:

@@ -19,7 +19,6 @@ import numpy as np
 from grpo_replay.engine import UpdateResult
 from grpo_replay.replay.batch import logprob_row, train_rows, update_indices
 from grpo_replay.replay.compose import buffer_step
-from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import with_behavior_logprobs
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.rollout_log import write_step
@@ -32,9 +31,14 @@ from grpo_replay.training.reward_watch import (
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource, StepRecord
 from grpo_replay.training.weight_sync import LogprobGap, measure_gap, refuse_gap
-from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome, stream
-
-SPLIT_STREAM = 2  # purpose of a random stream of the step, as `DRAW_STREAM` is
+from grpo_replay.types import (
+    DRAW_STREAM,
+    SPLIT_STREAM,
+    ComposedBatch,
+    Rollout,
+    RolloutOutcome,
+    stream,
+)
 
 MERGED_ENOUGH = 0.9
 """Share of the adapters' change in the merged weights below which a run says so."""

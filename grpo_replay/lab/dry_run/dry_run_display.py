@@ -34,7 +34,7 @@ EXCERPT_CHARACTERS = 300
 """Longest text of a prompt or completion that is shown in full."""
 
 
-def run(
+def print_dry_run(
     recipe: Recipe,
     as_json: bool = False,
     gpu_memory_gib: float | None = None,

@@ -305,7 +305,7 @@ def test_prompts_of_unknown_characters_are_warned_of_and_one_prompt_is_shown(tmp
     recipe = load_recipe("tiny", own_additions(tmp_path, "What is {a} + {b}?"))
     said = [each["text"] for each in dry_run(recipe)["notices"] if each["key"] == "prompts"]
     assert any(each.startswith("60 of 60 prompts have characters") for each in said)
-    display.run(recipe)
+    display.print_dry_run(recipe)
     assert "note: 60 of 60 prompts have characters" in capsys.readouterr().out
     own = own_additions(tmp_path, "{a}+{b}")
     file = tmp_path / "train.csv"
