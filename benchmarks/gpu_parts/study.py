@@ -1,9 +1,8 @@
 """Part f: runs of `grpo-replay train`, some at a time on one card.
 
-A study is a JSON file, a list of runs: {"name": "ours-1", "recipe": "smollm2", "set":
-["replay.preset=ours", "run.seed=1"]}. `{smollm2}` in a setting is the model's folder, `{sampler}`
-vllm or hf. A run that time ends saves a checkpoint and is resumed by the next call. What is to be
-read afterwards (recipe, metrics, evaluations, what it said) is in study.tar.gz.
+A study is a sweep file. Its runs get SmolLM2 as it lies here, ports of their own for their servers,
+and a share of the card for each. A run that time ends saves a checkpoint and is resumed by the next
+call. What is to be read afterwards (recipe, metrics, evaluations, what it said) is in study.tar.gz.
 """
 
 import json
@@ -19,6 +18,7 @@ from typing import Any
 from gpu_parts.models import has_smollm2, model_folder
 from gpu_parts.record import Context
 
+FIRST_PORT = 8400
 STOP_SECONDS = 20.0
 """For the runs to save their checkpoints and end."""
 READ_AFTERWARDS = (
@@ -56,7 +56,7 @@ def run(context: Context) -> None:
 def cells_of(context: Context) -> list[dict[str, Any]]:
     """Those of --study, or two arms of the recipe smollm2 (`tiny` without the model)."""
     if context.study is not None:
-        return json.loads(context.study.read_text())
+        return cells_of_sweep(context, context.study)
     settings = ["model.path={smollm2}", f"model.dtype={context.size.dtype}", "run.steps=30"]
     recipe = "smollm2"
     if not has_smollm2(context):
@@ -67,13 +67,31 @@ def cells_of(context: Context) -> list[dict[str, Any]]:
     ]
 
 
+def cells_of_sweep(context: Context, file: Path) -> list[dict[str, Any]]:
+    from grpo_replay.lab.sweep.cells import expand
+    from grpo_replay.lab.sweep.sweep_file import read_sweep_file
+
+    cells = []
+    for place, cell in enumerate(expand(read_sweep_file(file), file, context.work)):
+        here = [
+            f"sampling.servers.address=127.0.0.1:{FIRST_PORT + place}",
+            "sampling.vllm.gpu_memory_utilization=0.08",
+            "sampling.vllm.kv_cache_memory_bytes=2000000000",  # else each one measures the others
+        ]
+        if cell.recipe == "smollm2":
+            here.append("model.path={smollm2}")
+        settings = [*cell.all_overrides(), *here]
+        cells.append({"name": cell.name.replace("/", "-"), "recipe": cell.recipe, "set": settings})
+    return cells
+
+
 def begin(context: Context, cell: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
     folder.mkdir(exist_ok=True)
     words = [sys.executable, "-m", "gpu_parts.on_one_card", "train", cell["recipe"]]
     for setting in cell["set"]:
         if "{smollm2}" in setting:
             setting = setting.replace("{smollm2}", str(model_folder(context, "smollm2")))
-        words += ["--set", setting.replace("{sampler}", context.sampler)]
+        words += ["--set", setting]
     words += ["--output-dir", str(folder / "run")]
     if list(folder.glob("run/checkpoints/step_*")):
         words.append("--resume")

@@ -16,9 +16,12 @@ from gpu_parts.devices import training_flops
 from gpu_parts.jobs import JOBS, Job
 from gpu_parts.record import Record
 from gpu_parts.sizes import TOY
+from gpu_parts.study import cells_of
 from gpu_parts.whole_steps import SPARE_SECONDS, Steps
 
 from grpo_replay.lab.dry_run.memory import ModelShape
+from grpo_replay.lab.sweep.sweep_file import find_sweep
+from grpo_replay.recipe import load_recipe
 
 BEGINS = """
 import os, subprocess, sys, time, pathlib, gpu_parts.record
@@ -43,6 +46,16 @@ def test_a_job_keeps_what_it_had_found_however_it_ends(tmp_path, monkeypatch):
     result = run_script(monkeypatch, tmp_path, crash)
     assert (result["status"], result["reason"]) == ("failed", "it ended with -11")
     assert result["last_lines"].endswith("last words") and result["figures"] == {"found": 3}
+
+
+def test_the_runs_of_a_study_are_those_of_its_sweep_each_with_a_port_of_its_own(tmp_path):
+    context = SimpleNamespace(work=tmp_path, study=find_sweep("smollm2-async"))
+    cells = cells_of(context)
+    assert [cell["name"] for cell in cells][:4] == [
+        "grpo-seed-42", "ours-seed-42", "fifo-seed-42", "grpo-seed-43",
+    ]  # fmt: skip
+    ports = {load_recipe(cell["recipe"], cell["set"]).sampling.servers.base_port for cell in cells}
+    assert len(ports) == len(cells) == 15
 
 
 def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
