@@ -54,7 +54,7 @@ class HfSampler:
         max_batch_rollouts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        model = model.to(device).eval().requires_grad_(False)
+        model = _aligned(model.to(device)).eval().requires_grad_(False)
         self._way = first_that_works(model, lambda way: gives_own_logprobs(model, way, pad_id))
         self._model: PreTrainedModel | None = model
         self._expected = weights_of(model, model.dtype)
@@ -185,3 +185,16 @@ class HfSampler:
         self._weights.refuse_closed()
         assert self._model is not None
         return self._model
+
+
+ALIGNMENT = 64
+"""In bytes, of the memory that torch allocates."""
+
+
+def _aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with weights in memory of torch's own. Those that lie in a file begin anywhere, and
+    products of a single row are then rounded otherwise than with weights that were pushed."""
+    for parameter in model.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model

@@ -1,11 +1,14 @@
 """Weight updates of the hf sampler: everything arrives, or nothing is sampled from it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from naive_sampler import EOS, PAD, copied_sampler, make_requests, qwen3
 
 from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.hf import HfSampler
 
 
 def sampler_of(model):
@@ -141,3 +144,16 @@ def test_a_sleeping_sampler_wakes_and_a_closed_one_refuses(model):
         sampler.generate(make_requests())
     with pytest.raises(SamplerError, match="closed"):
         sampler.load_weights(all_names(model), 3)
+
+
+def test_weights_that_lie_in_a_file_are_moved_to_where_pushed_ones_are(model):
+    """Else a resumed run, whose sampler was given weights at once, rounds otherwise than one that
+    was never killed."""
+    moved = copy.deepcopy(model)
+    for parameter in moved.parameters():
+        room = torch.empty(parameter.numel() + 10)[10:].view_as(parameter)
+        parameter.data = room.copy_(parameter.data)
+    assert any(parameter.data_ptr() % 64 for parameter in moved.parameters())
+    sampler = HfSampler(moved, (EOS,), PAD, 8)
+    for own, given in zip(sampler._open_model().parameters(), model.parameters(), strict=True):
+        assert own.data_ptr() % 64 == 0 and torch.equal(own, given)
