@@ -122,6 +122,11 @@ def test_a_collector_that_does_not_stop_is_killed_with_what_it_started(idle):
     idle.close()
 
 
+def test_a_closed_link_leaves_no_threads_of_zmq(idle):
+    idle.close()
+    assert idle._context.closed and idle._deliveries.closed and idle._commands.closed
+
+
 def test_a_collector_sees_no_gpu_and_is_no_rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
