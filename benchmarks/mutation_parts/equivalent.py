@@ -83,6 +83,26 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "the first of the two most common is the most common one",
     ),
     (
+        "grpo_replay/collection/messages.py",
+        "return values.astype(dtype, copy=False).tobytes()",
+        "return values.astype(dtype, copy=(True)).tobytes()",
+        "the bytes of a copy are the same",
+    ),
+    (
+        "grpo_replay/collection/journal.py",
+        "is_begun = any(data[offset : offset + _HEADER.size]) # else every record would read the rest",
+        "is_begun = any((data[offset + 1:offset + _HEADER.size])) # else every record would read the "
+        "rest",
+        "it saves the count of zeros, which decides",
+    ),
+    (
+        "grpo_replay/collection/journal.py",
+        "is_begun = any(data[offset : offset + _HEADER.size]) # else every record would read the rest",
+        "is_begun = any((data[offset:offset + _HEADER.size - 1])) # else every record would read the "
+        "rest",
+        "it saves the count of zeros, which decides",
+    ),
+    (
         "grpo_replay/sampling/decoding.py",
         "_TOKENS = (3, 5, 2)", "_TOKENS = ((4), 5, 2)",
         "lengths of made-up completions; others serve as well",

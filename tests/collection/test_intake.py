@@ -273,9 +273,11 @@ def test_the_collector_hears_which_weights_a_server_has(server, tmp_path):
     assert told == [Version(server.url, 1), Version(server.url, None)]
 
 
-def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lived", [True, False])
+def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch, lived):
     run = Run(recipe(server), tmp_path)
-    run.step()
+    if lived:
+        run.step()
     real = ThreadedLink.__init__
 
     def stillborn(self, settings):
@@ -283,7 +285,8 @@ def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch
         self.die()
 
     monkeypatch.setattr(ThreadedLink, "__init__", stillborn)
-    ThreadedLink.made[0].die()
+    if lived:
+        ThreadedLink.made[0].die()
     server.seconds = 5.0
     with pytest.raises(CollectorError, match="ended 4 times without delivering a group"):
         for _ in range(STEPS):
