@@ -1,5 +1,7 @@
 """Mutants that no test can notice, and why: (path, old lines, new lines, reason)."""
 
+_WHY_BEGUN = "# else every record would read the rest"
+
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     (
         "grpo_replay/integrations/trl_rows.py",
@@ -90,16 +92,14 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "grpo_replay/collection/journal.py",
-        "is_begun = any(data[offset : offset + _HEADER.size]) # else every record would read the rest",
-        "is_begun = any((data[offset + 1:offset + _HEADER.size])) # else every record would read the "
-        "rest",
+        "is_begun = any(data[offset : offset + _HEADER.size]) " + _WHY_BEGUN,
+        "is_begun = any((data[offset + 1:offset + _HEADER.size])) " + _WHY_BEGUN,
         "it saves the count of zeros, which decides",
     ),
     (
         "grpo_replay/collection/journal.py",
-        "is_begun = any(data[offset : offset + _HEADER.size]) # else every record would read the rest",
-        "is_begun = any((data[offset:offset + _HEADER.size - 1])) # else every record would read the "
-        "rest",
+        "is_begun = any(data[offset : offset + _HEADER.size]) " + _WHY_BEGUN,
+        "is_begun = any((data[offset:offset + _HEADER.size - 1])) " + _WHY_BEGUN,
         "it saves the count of zeros, which decides",
     ),
     (
