@@ -57,7 +57,11 @@ def cells_of(context: Context) -> list[dict[str, Any]]:
     """Those of --study, or two arms of the recipe smollm2 (`tiny` without the model)."""
     if context.study is not None:
         return cells_of_sweep(context, context.study)
-    settings = ["model.path={smollm2}", f"model.dtype={context.size.dtype}", "run.steps=30"]
+    settings = [
+        f"model.path={context.work / 'smollm2'}",
+        f"model.dtype={context.size.dtype}",
+        "run.steps=30",
+    ]
     recipe = "smollm2"
     if not has_smollm2(context):
         recipe, settings = "tiny", ["run.steps=4", "replay.warmup_steps=1", "eval.samples=1"]
@@ -73,13 +77,15 @@ def cells_of_sweep(context: Context, file: Path) -> list[dict[str, Any]]:
 
     cells = []
     for place, cell in enumerate(expand(read_sweep_file(file), file, context.work)):
+        if cell.awaits_choice:
+            continue  # `grpo-replay sweep` chooses, of the tuning runs
         here = [
             f"sampling.servers.address=127.0.0.1:{FIRST_PORT + place}",
             "sampling.vllm.gpu_memory_utilization=0.08",
             "sampling.vllm.kv_cache_memory_bytes=2000000000",  # else each one measures the others
         ]
         if cell.recipe == "smollm2":
-            here.append("model.path={smollm2}")
+            here.append(f"model.path={model_folder(context, 'smollm2')}")
         settings = [*cell.all_overrides(), *here]
         cells.append({"name": cell.name.replace("/", "-"), "recipe": cell.recipe, "set": settings})
     return cells
@@ -89,8 +95,6 @@ def begin(context: Context, cell: dict[str, Any], folder: Path) -> "subprocess.P
     folder.mkdir(exist_ok=True)
     words = [sys.executable, "-m", "gpu_parts.on_one_card", "train", cell["recipe"]]
     for setting in cell["set"]:
-        if "{smollm2}" in setting:
-            setting = setting.replace("{smollm2}", str(model_folder(context, "smollm2")))
         words += ["--set", setting]
     words += ["--output-dir", str(folder / "run")]
     if list(folder.glob("run/checkpoints/step_*")):

@@ -6,7 +6,7 @@ tokens of a row depend only on its own seed and not on the batch, and the log-pr
 token is returned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -54,7 +54,8 @@ class HfSampler:
         max_batch_rollouts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        model = _aligned(model.to(device)).eval().requires_grad_(False)
+        model = model.to(device).eval().requires_grad_(False)
+        _align(pushed_weights(model).values())
         self._way = first_that_works(model, lambda way: gives_own_logprobs(model, way, pad_id))
         self._model: PreTrainedModel | None = model
         self._expected = weights_of(model, model.dtype)
@@ -191,10 +192,10 @@ ALIGNMENT = 64
 """In bytes, of the memory that torch allocates."""
 
 
-def _aligned(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with weights in memory of torch's own. Those that lie in a file begin anywhere, and
-    products of a single row are then rounded otherwise than with weights that were pushed."""
-    for parameter in model.parameters():
-        if parameter.data_ptr() % ALIGNMENT:
-            parameter.data = parameter.data.clone()
-    return model
+def _align(weights: Iterable[torch.Tensor]) -> None:
+    """Move weights that lie in a file, where they begin anywhere, to memory of torch's own, where
+    pushed ones are: products of a single row are rounded otherwise from the one than the other, and
+    a resumed run, whose sampler is pushed to before it samples, must round as one never killed."""
+    for tensor in weights:
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()

@@ -49,6 +49,8 @@ def test_a_job_keeps_what_it_had_found_however_it_ends(tmp_path, monkeypatch):
 
 
 def test_the_runs_of_a_study_are_those_of_its_sweep_each_with_a_port_of_its_own(tmp_path):
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").touch()
     context = SimpleNamespace(work=tmp_path, study=find_sweep("smollm2-async"))
     cells = cells_of(context)
     assert [cell["name"] for cell in cells][:4] == [
