@@ -76,12 +76,12 @@ def test_a_rollout_is_drawn_at_most_so_often():
     assert ids(buffer.draw(3, 7, rng).rollouts) == [9]
 
 
-def test_a_rollout_rests_for_so_many_steps_after_a_use():
-    """Drawn in step 3 it is not drawn in steps 3 to 5."""
-    buffer = aged(replay_settings(cooldown_steps=2), count=1)
+@pytest.mark.parametrize(("steps", "expected"), [(1, [1, 0, 0, 1, 0]), (2, [1, 0, 0, 0, 1])])
+def test_a_rollout_rests_for_so_many_steps_after_a_use(steps, expected):
+    """Drawn in step 3, and again in step 5 after one step of rest, in step 6 after two."""
+    buffer = aged(replay_settings(cooldown_steps=steps), count=1)
     rng = np.random.default_rng(0)
-    drawn = [len(buffer.draw(1, step, rng).rollouts) for step in (3, 3, 4, 5, 6)]
-    assert drawn == [1, 0, 0, 0, 1]
+    assert [len(buffer.draw(1, step, rng).rollouts) for step in (3, 3, 4, 5, 6)] == expected
 
 
 def test_rollouts_of_priority_0_alone_are_no_reason_to_stop():

@@ -15,7 +15,7 @@ from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer, opening
-from grpo_replay.training.opening import RunOpener
+from grpo_replay.training.opening import RunOpener, missing_packages
 from grpo_replay.training.resuming import StartingPoint, open_other_logs
 from grpo_replay.training.run import run_training
 
@@ -30,6 +30,14 @@ def opener(folder: Path, **sections) -> RunOpener:
 class Listener(Observer):
     def on_start(self, recipe, run_dir, state, notices) -> None:
         self.notices = [each.text for each in notices]
+
+
+def test_a_package_that_the_attention_needs_is_named(monkeypatch):
+    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda _: None)
+    recipe = resolve_recipe([{"model": {"attn_implementation": "flash_attention_2"}}])
+    (named,) = missing_packages(recipe)
+    assert "model.attn_implementation" in named and "flash_attn" in named
+    assert not missing_packages(resolve_recipe([{}]))
 
 
 def test_a_run_says_what_it_leaves_out(tmp_path, processes, monkeypatch):

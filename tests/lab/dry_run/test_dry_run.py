@@ -263,11 +263,6 @@ def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     assert f"{memory}\n…\n{printed[-1]}\n" in scaling_page()
 
 
-def test_the_page_has_what_a_rank_of_eight_receives_of_4b():
-    gib = 2 * 4_022_468_096 * 7 / 8 / 2**30
-    assert f"{gib:.2f} GiB" in scaling_page()
-
-
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_gets_overrides_with_which_it_does(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
