@@ -147,7 +147,7 @@ class Rollout:
     prompt_token_ids: np.ndarray  # int32 [P]
     completion_token_ids: np.ndarray  # int32 [T]
     completion_text: str
-    behavior_logprobs: np.ndarray | None  # float32 [T], of the policy at birth
+    behavior_logprobs: np.ndarray | None  # float32 [T], of the policies that sampled it
     sampler_logprobs: np.ndarray  # float32 [T]
     reward: float | None
     advantage: float | None
@@ -282,5 +282,6 @@ DRAW_STREAM, SPLIT_STREAM = 1, 2
 
 
 def stream(run_seed: int, *path: int) -> np.random.Generator:
-    """The random generator of the stream that `path` identifies: (step, purpose)."""
+    """The random generator of the stream that `path` identifies, for example
+    (step, DRAW_STREAM)."""
     return np.random.default_rng(np.random.SeedSequence([run_seed, *path]))

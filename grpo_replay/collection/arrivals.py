@@ -263,7 +263,7 @@ def _category(rollout: Rollout, stale: bool, drops_straddlers: bool) -> str:
 
 def _rollouts(arrived: Arrived, recipe: Recipe) -> list[Rollout]:
     """The rollouts of one group, with ids from its number. The birth step is that of its oldest
-    token; each rollout has its own versions."""
+    token, and travels as the step of the keys; each rollout has its own versions."""
     group, size = arrived.group, recipe.sampling.group_size
     assert len(group.rows) == size, f"group {arrived.number} has {len(group.rows)} rows"
     prompt = Prompt(

@@ -87,7 +87,7 @@ def _as_rewards(rewards_G: Sequence[float | None] | np.ndarray) -> np.ndarray:
 
 
 def group_relative(rewards_G: np.ndarray, settings: AdvantageSection) -> np.ndarray | None:
-    """(r - μ_g) / (σ_g + ε_σ), float32 [G]; None if all rewards are equal."""
+    """The default: (r - μ_g) / (σ_g + ε_σ), float32 [G]; None if all rewards are equal."""
     return _statistics(rewards_G, settings).advantages_G
 
 

@@ -1,16 +1,16 @@
 """What a training step does with the buffer, and the batch that comes of it (paper A, Algorithm 1,
 steps 2 to 5; paper B, section 4). `buffer_step` is all of it, in one order for every composition:
 
-| composition    | trains on                                   | drawn units                  |
+| composition    | trains on                                   | drawn rollouts, or queries   |
 |----------------|---------------------------------------------|------------------------------|
 | fresh_anchored | all fresh, and a draw from the buffer       | round(r·B'), round(r·B'/G)   |
 | pool           | one draw from fresh and buffer together     | round((1+r)·B'), …/G         |
 | buffer_only    | a draw from the buffer, fresh ones included | round(r·R), round(r·R/G)     |
 
 B' = fresh survivors, R = rollouts generated in the step (in an asynchronous run
-prompts_per_step · G, whatever arrived), G = group size, r = `replay.ratio`. The second count is the
-number of queries drawn when `replay.unit` is query. `round` is Python's: halves round to even
-(r = 0.5 and B' = 113 draw 56). Without replacement, if fewer can be drawn, all of them are.
+prompts_per_step · G, whatever arrived), G = group size, r = `replay.ratio`. Queries are drawn when
+`replay.unit` is query. `round` is Python's: halves round to even (r = 0.5 and B' = 113 draw 56).
+Without replacement, if fewer can be drawn, all of them are.
 
 The unit of paper B is the optimizer update: a buffer_only step of several updates makes a draw for
 each, of its share of the units, and its `ComposedBatch.ages` are in updates; limits and `Draw.ages`
