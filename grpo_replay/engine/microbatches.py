@@ -204,13 +204,13 @@ def _lay_out(
     the rest of a prompt 2·N + its first row. `positions_C` are 2, 2 4, 6: what predicts 5, 6 6, 4.
     """
     pieces: list[np.ndarray] = []
-    facts: list[tuple[int, ...]] = []  # of each piece: where its position 0 would lie, segments
+    facts: list[tuple[int, ...]] = []  # of each piece: position id of its first token, segments
     after = 0
 
     def put(ids: np.ndarray, first_place: int, *segments: int) -> None:
         nonlocal after
         pieces.append(ids)
-        facts.append((after - first_place, *segments))
+        facts.append((first_place, *segments))
         after += len(ids)
 
     count, ends_of_prompts, befores = len(chosen), [], []
@@ -228,10 +228,13 @@ def _lay_out(
             befores.append(after - 1)
             put(chosen[r].completion_token_ids, len(ids), r, rest, shared)
         put(np.zeros(end - after, np.int32), 0, PADDING, PADDING, PADDING)
+    sizes_P, facts_4P = np.array([len(piece) for piece in pieces]), np.array(facts).T
+    starts_P = np.cumsum(sizes_P) - sizes_P
     flat = np.empty((5, after), dtype=np.int64)
     flat[0] = np.concatenate(pieces)
-    flat[1:] = np.repeat(np.array(facts).T, [len(piece) for piece in pieces], axis=1)
-    flat[1] = np.where(flat[2] == PADDING, 0, np.arange(after) - flat[1])
+    flat[1] = np.arange(after) + np.repeat(facts_4P[0] - starts_P, sizes_P)
+    flat[2:] = np.repeat(facts_4P[1:], sizes_P, axis=1)
+    flat[1, flat[2] == PADDING] = 0
     counts, nth_C = [len(its) for its in trained], np.concatenate(trained)
     end_of_prompt_C, before_C = np.repeat(ends_of_prompts, counts), np.repeat(befores, counts)
     return flat, np.where(nth_C == 0, end_of_prompt_C, before_C + nth_C).astype(np.int64)
