@@ -73,6 +73,14 @@ def test_the_notice_says_why(changes, share, advice):
     assert share in notice and advice in notice
 
 
+def test_the_notice_names_masks_where_there_are_any():
+    sampling = {"group_size": G, "backend": "own.py:Sampler"}
+    recipe = resolve_recipe([{"sampling": sampling, "reward": {"mask_truncated": True}}])
+    watch = watch_of(recipe)
+    (notice,) = [each for step in range(1, 6) for each in watch.observe(step, group())]
+    assert "equal or its completions cut off or masked by the sampler" in notice
+
+
 def test_a_step_stops_if_most_verdicts_are_failures():
     half = [*group(verdict="crash"), *group()]
     refuse_failed_verdicts(half, 3, recipe_of().reward, "ValueError: no")
