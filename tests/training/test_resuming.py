@@ -96,6 +96,8 @@ def test_a_run_goes_on_to_no_fewer_steps_than_it_has_and_beside_no_other_process
 class Listener(Observer):
     def on_start(self, recipe, run_dir, state, notices) -> None:
         self.heard = [each.text for each in notices]
+        with pytest.raises(OutputDirectoryError, match="in use by process"):
+            RunDirectory(Path(run_dir)).lock()  # the run has it
 
 
 def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_run, processes):

@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small_runs.trained import small_recipe
 
 from grpo_replay.errors import RewardError
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.training import Observer
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
     notices_of_ids,
     refuse_failed_verdicts,
 )
+from grpo_replay.training.run import run_training
 from grpo_replay.types import Rollout
 
 G = 4
@@ -79,6 +82,21 @@ def test_the_notice_names_masks_where_there_are_any():
     watch = watch_of(recipe)
     (notice,) = [each for step in range(1, 6) for each in watch.observe(step, group())]
     assert "equal or its completions cut off or masked by the sampler" in notice
+
+
+class Listener(Observer):
+    def on_notice(self, text) -> None:
+        self.heard = [*getattr(self, "heard", []), text]
+
+
+def test_what_both_watches_see_in_a_step_reaches_the_screen(tmp_path, processes, monkeypatch):
+    for watch in (LearningWatch, CorrectWatch):
+        seen = [f"seen by {watch.__name__}"]
+        monkeypatch.setattr(watch, "observe", lambda _, step, rows, seen=seen: seen)
+    listener = Listener()
+    recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"})
+    run_training(recipe, tmp_path / "run", False, listener)
+    assert {"seen by LearningWatch", "seen by CorrectWatch"} <= set(listener.heard)
 
 
 def test_a_step_stops_if_most_verdicts_are_failures():

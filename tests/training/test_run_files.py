@@ -44,10 +44,13 @@ class Watcher(Observer):
     """Keeps what it is shown, and what the sampler is told to do."""
 
     def __init__(self) -> None:
-        self.samples, self.told_sampler = {}, []
+        self.samples, self.told_sampler, self.reports = {}, [], {}
 
     def on_samples(self, step, rows) -> None:
         self.samples[step] = rows
+
+    def on_evaluation(self, step, report) -> None:
+        self.reports[step] = report
 
     def noted(self, name: str):
         """The sampler's method, which says that it was called."""
@@ -217,6 +220,14 @@ def test_the_sampler_drops_its_weights_only_where_a_push_comes_next(run, watcher
         following for call, following in pairwise(calls) if call == ("sleep", None)
     ]
     assert len(after_evaluations) == 2 and "load_weights" not in after_evaluations
+
+
+def test_an_observer_gets_the_report_of_each_evaluation(run, watcher):
+    written = {int(path.stem[5:]): read_report(path) for path in (run / "eval").glob("*.json")}
+    assert len(written) >= 2
+    assert {step: each.accuracies() for step, each in watcher.reports.items()} == {
+        step: each.accuracies() for step, each in written.items()
+    }
 
 
 def test_a_run_directory_belongs_to_one_process(tmp_path):
