@@ -1,5 +1,5 @@
-"""Draw docs/images/does-replay-pay.svg, break-even.svg, tiny-buffers.svg and smollm2.svg from
-docs/results.yaml and docs/records/.
+"""Draw docs/images/does-replay-pay.svg, break-even.svg, tiny-buffers.svg, smollm2.svg and
+tiny-long-async.svg from docs/results.yaml and docs/records/.
 
     python docs/draw_results.py
 """
@@ -100,4 +100,9 @@ if __name__ == "__main__":
     draw_courses(
         "smollm2", {arm: arm for arm in results()["smollm2"]["rate"]}, "seconds", 60,
         "SmolLM2-135M, additions", xlabel="minutes of training on two cores", ylim=(10, 80),
+    )  # fmt: skip
+    draw_courses(
+        "tiny-long-async", {arm: arm for arm in results()["tiny-long-async"]["rate"]}, "seconds", 1,
+        "tiny-long, beside a server",
+        xlabel="seconds of training, without evaluations", ylim=(35, 100),
     )  # fmt: skip

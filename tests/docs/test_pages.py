@@ -206,7 +206,6 @@ REWARDS = {
     "my_rewards.py:score": [1.0, -1.0, 1.0],
     "verl_score.py:compute_score": [1.0, 0.0, 0.0],
     "trl_reward.py:ends_well": [0.0, 0.0, 1.0],
-    "relative.py:shorter_is_better": [1.0, -1.0, 1 / 5],
 }
 """Rewards of "4", "5" and "so 4." (cut off) where the answer is 4."""
 
