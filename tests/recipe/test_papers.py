@@ -150,18 +150,21 @@ def test_theory_and_report_have_the_papers_constants():
 
 def test_the_page_has_every_printed_row_of_paper_b_and_of_paper_a():
     for table, mu in (("table_1", 5.28), ("table_3", 6.84)):
-        for words, (gamma, y) in B[table].items():
-            workers, trainers = split(words)
-            ours = Machines(workers=workers, trainers=trainers, mu=mu)
-            for number in (_cell(gamma), f"{ours.gamma:.3f}", _cell(y)):
-                assert number in PAGE, number
+        places = [split(words) for words in B[table]]
+        ours = [Machines(workers=w, trainers=t, mu=mu) for w, t in places]
+        gammas, ratios = zip(*B[table].values(), strict=True)
+        for numbers in (
+            [f"{each.gamma:.3f}" for each in ours], [f"{each.ratio:.3f}" for each in ours],
+            list(map(_cell, gammas)), list(map(_cell, ratios)),
+        ):  # fmt: skip
+            assert f"{', '.join(numbers[:-1])} and {numbers[-1]}" in PAGE, numbers
     for name, (_, accuracy, passed) in A["ablations"].items():
         row = rf"^\| `{name}` \|.*\| {accuracy:.2f} / {passed:.2f} \|$"
         assert re.search(row, PAGE, re.M), name
     for name, sizes in A["main"].items():
         cells = " | ".join(f"{accuracy:.2f} / {passed:.2f}" for accuracy, passed in sizes)
         assert f"| `{name}` | {cells} |" in PAGE, name
-    for value in A["survivors"]:
+    for value in (*A["survivors"], *A["all_correct"], *A["all_wrong"]):
         assert f"{value}" in PAGE
 
 
