@@ -23,9 +23,10 @@ from grpo_replay.collection.messages import (
     Group,
     Report,
     Restart,
+    Step,
     Version,
 )
-from grpo_replay.errors import CollectorError, JournalError, SamplerError
+from grpo_replay.errors import CollectorError, JournalError, LedgerError, SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.stop import StopToken
 
@@ -224,6 +225,28 @@ def test_the_journal_alone_repeats_every_selection(server, tmp_path):
         assert [rollout.rollout_id for rollout in taken] == run.taken[step]
         assert again.outstanding_groups() == len(again.arrivals)
     assert again.arrivals.ledger.closed == run.intake.arrivals.ledger.closed
+
+
+def test_a_journal_that_lost_rollouts_ends_its_repetition(server, tmp_path):
+    """Its collector generated five rollouts, and four of them arrived."""
+    journal, _ = Journal.open(tmp_path)
+    for place in range(PER_STEP):
+        journal.append(group((0, place)))
+    journal.append(Step(1, PER_STEP, 5, 15, 0, 0))
+    journal.close()
+    again = Intake(recipe(server), None, JournalRecords.of(tmp_path), 0)
+    with pytest.raises(LedgerError, match="step 1"):
+        again.take_recorded(1)
+
+
+def test_a_poll_takes_what_is_there_and_does_not_wait(server, tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(ThreadedLink, "receive", lambda _, seconds: waited.append(seconds) or ())
+    run = Run(recipe(server), tmp_path)
+    run.go_live()
+    run.intake.poll(0)
+    assert waited == [0.0]
+    run.close()
 
 
 def test_a_checkpoint_that_is_ahead_of_its_journal_is_refused(server, tmp_path):

@@ -99,6 +99,16 @@ def test_rollouts_of_priority_0_alone_are_no_reason_to_stop():
     assert drawn == [1, 0, 1]
 
 
+def test_priorities_of_0_are_drawn_where_no_priority_weighs():
+    signed = f"{__file__}:only_positive"
+    buffer = ReplayBuffer(
+        replay_settings(priority=signed, priority_exponent=0, cooldown_steps=1), 1
+    )
+    rows = [make_rollout(i, birth_step=0, advantage=a) for i, a in enumerate((1.0, -1.0))]
+    buffer.insert(rows, 0)
+    assert sorted(ids(buffer.draw(2, 1, np.random.default_rng(0)).rollouts)) == [0, 1]
+
+
 def only_positive(columns):
     return np.maximum(columns["advantage"], 0.0)
 

@@ -82,6 +82,7 @@ class Made:
 
     def __init__(self, folder: Path, monkeypatch, comm=None, state=None, due=(), **run) -> None:
         self.now, self.saved, self.evaluated = 1000.0, [], []
+        self.saving_seconds = 0.0
         self.due, self.at = set(due), {}
         self.listener, self.tracking, self.first_steps = Listener(), Tracking(), []
         clock = SimpleNamespace(perf_counter=lambda: self.now)
@@ -128,6 +129,7 @@ class Made:
     def write_checkpoint(self, parts, source, state, size, model_card):
         assert size == 123 and f"step {state.step}" in model_card()
         self.saved.append((state.step, state.wall_seconds))
+        self.now += self.saving_seconds
 
     def train(self) -> RunResult:
         return self.run.train()
@@ -158,6 +160,14 @@ def test_a_run_records_every_step_and_saves_every_nth_and_the_last(tmp_path, mon
     assert made.first_steps == [0] and made.tracking.closed == 0
     made.stack.close()
     assert made.tracking.closed == 1
+
+
+def test_the_log_has_the_seconds_of_a_checkpoint(tmp_path, monkeypatch, caplog):
+    made = Made(tmp_path, monkeypatch, steps=1)
+    made.saving_seconds = 1.5
+    with caplog.at_level(logging.INFO, "grpo_replay.training.run"):
+        made.train()
+    assert "checkpoint of step 1: 1.5 s" in caplog.messages
 
 
 @pytest.mark.parametrize("during", [1, 2])
