@@ -11,7 +11,13 @@ from grpo_replay.cli.options import SweepOptions
 from grpo_replay.errors import INTERRUPTED
 from grpo_replay.lab.sweep.cells import expand, shell_command
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
-from grpo_replay.lab.sweep.sweep_run import Entry, Status, SweepRun, open_folder
+from grpo_replay.lab.sweep.sweep_run import (
+    Entry,
+    Status,
+    SweepRun,
+    refuse_other_sweep,
+    write_sweep,
+)
 from grpo_replay.terminal.console import open_console
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -23,8 +29,9 @@ def run(options: SweepOptions) -> int:
     sweep = read_sweep_file(path)
     folder = Path(options.output_dir) if options.output_dir else Path("runs") / sweep.name
     attempt = SweepRun(expand(sweep, path, folder, options.only), options.jobs, _on_change, _say)
-    open_folder(folder, sweep)
+    refuse_other_sweep(folder, sweep)
     attempt.prepare()
+    write_sweep(folder, sweep)
     if options.print_commands:
         for line in command_lines(attempt.entries):
             print(line)
@@ -45,8 +52,8 @@ def _say(text: str) -> None:
 def _on_change(entry: Entry) -> None:
     """A line for each cell that starts or ends."""
     words = [entry.message] if entry.message else []
-    if entry.status is Status.DONE and entry.accuracy is not None:
-        words.append(f"{100 * entry.accuracy:.1f} %")
+    if entry.status is Status.DONE and (accuracy := entry.cell.accuracy) is not None:
+        words.append(f"{100 * accuracy:.1f} %")
     if entry.status is Status.FAILED and entry.cell.log.exists():
         words[-1] += f" (see {entry.cell.log})"
     _say(": ".join([f"{entry.status.value}: {entry.cell.name}", *words]))

@@ -33,15 +33,18 @@ Scores = Mapping[tuple[str, ...], Mapping[int, float]]
 """Accuracy by candidate and seed."""
 
 
-def open_folder(folder: Path, sweep: SweepFile) -> None:
-    """Write sweep.yaml. Raises OutputDirectoryError if the folder is of another sweep, or cannot be
-    written."""
+def refuse_other_sweep(folder: Path, sweep: SweepFile) -> None:
+    """Raises OutputDirectoryError if the folder is of a sweep of another name."""
     path = folder / SWEEP
     if path.exists() and (name := read_sweep_file(path).name) != sweep.name:
         raise OutputDirectoryError(f"{folder} holds the sweep {name}: choose another --output-dir")
+
+
+def write_sweep(folder: Path, sweep: SweepFile) -> None:
+    """Write sweep.yaml. Raises OutputDirectoryError if the folder cannot be written."""
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text_whole(path, sweep_to_yaml(sweep))
+        write_text_whole(folder / SWEEP, sweep_to_yaml(sweep))
 
 
 def choose(scores: Scores) -> tuple[str, ...]:
@@ -79,10 +82,6 @@ class Entry:
     message: str = ""
     exit_code: int = 0
     process: Process | None = None
-
-    @property
-    def accuracy(self) -> float | None:
-        return self.cell.accuracy
 
 
 @dataclass(slots=True)

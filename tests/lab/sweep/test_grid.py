@@ -13,7 +13,7 @@ from grpo_replay.lab.sweep.sweep_file import (
     TuneSection,
     read_sweep_file,
 )
-from grpo_replay.lab.sweep.sweep_run import open_folder
+from grpo_replay.lab.sweep.sweep_run import refuse_other_sweep, write_sweep
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.compose import draw_count
 from grpo_replay.replay.replay_buffer import ReplayBuffer
@@ -83,10 +83,10 @@ def trained_rollouts(recipe: Recipe) -> int:
 
 
 def test_a_folder_is_of_one_sweep(tmp_path):
-    open_folder(tmp_path, sweep(seeds=[1, 2]))
+    write_sweep(tmp_path, sweep(seeds=[1, 2]))
     more = sweep(arms={"a": [], "c": ["replay.ratio=2"]}, seeds=[3, 1, 2])
-    open_folder(tmp_path, more)
+    refuse_other_sweep(tmp_path, more)
+    write_sweep(tmp_path, more)
     assert read_sweep_file(tmp_path / "sweep.yaml") == more
     with pytest.raises(OutputDirectoryError, match="holds the sweep s: choose another"):
-        open_folder(tmp_path, more.model_copy(update={"name": "t"}))
-    assert read_sweep_file(tmp_path / "sweep.yaml") == more
+        refuse_other_sweep(tmp_path, more.model_copy(update={"name": "t"}))

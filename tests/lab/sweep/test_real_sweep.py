@@ -1,5 +1,5 @@
-"""A sweep of real runs on the tiny model, killed with SIGKILL in between: the sweep and a run. It
-ends as the same sweep whose printed commands ran undisturbed."""
+"""A sweep of real runs on the tiny model, interrupted once and killed with SIGKILL afterwards: the
+sweep and a run. It ends as the same sweep whose printed commands ran undisturbed."""
 
 import os
 import shlex
@@ -85,7 +85,13 @@ def test_a_sweep_killed_with_one_of_its_runs_and_continued_is_what_its_printed_c
 ):
     out = tmp_path / "killed"
     process = start("killed", "--jobs", "2")
-    wait_for_step(out / "ours/seed-5", 3, process)
+    wait_for_step(out / "ours/seed-5", 1, process)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert (out / "ours/seed-5/checkpoints/latest").exists()
+
+    process = start("killed", "--jobs", "2")
+    wait_for_step(out / "ours/seed-5", 4, process)
     run = process_of(out / "ours/seed-5")
     other = process_of(out / "grpo/seed-5")
     run.kill()
@@ -108,7 +114,7 @@ def test_a_sweep_killed_with_one_of_its_runs_and_continued_is_what_its_printed_c
         assert [row["step"] for row in ours.metrics] == [1, 2, 3, 4, 5, 6]
         assert verify_run(ours.path).passed
     log = (out / "log/ours/seed-5.log").read_text()
-    assert log.count("# process ") == 2 and "--resume" in log
+    assert log.count("# process ") == 3 and "--resume" in log
 
     code, stdout, err = finish(start("killed", "--print"))
     assert (code, stdout) == (0, "")

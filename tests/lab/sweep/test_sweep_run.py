@@ -1,43 +1,114 @@
-"""Cells as processes: started, followed, stopped, killed and continued. The trainer is a stand-in
-that writes a run's files in milliseconds; `test_real_sweep.py` has the real one."""
+"""Cells as processes: started, followed, stopped and continued. The trainer is a stand-in that ends
+at once; `test_real_sweep.py` has the real one."""
 
+import itertools
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
-from fake_sweep import CELLS, Sweep
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.lab.sweep import cell_processes as processes
+from grpo_replay.lab.sweep import sweep_run
+from grpo_replay.recipe import load_recipe
+from grpo_replay.storage.run_directory import RunDirectory
+
+SWEEP = """
+name: s
+recipe: tiny
+set: [run.steps=25]
+arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
+seeds: [5, 6]
+"""
 
 
-def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_the_rest(tmp_path):
-    sweep = Sweep(tmp_path, **{"ours/seed-5": {"fail": "the first line of a message"}})
-    code, err = sweep.run(jobs=2)
-    assert code == 3, err
-    assert "failed: ours/seed-5: the first line of a message (see " in err
-    for cell in ("grpo/seed-5", "grpo/seed-6", "ours/seed-6"):
-        assert sweep.steps(cell) == list(range(1, 26))
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert (sweep.out / "grpo/seed-5.threads").read_text() == f"{threads} {threads}"
+class Trainer:
+    """The process of a cell. It writes a run's recipe and, unless it is to fail or to run until it
+    is told to stop, its summary."""
 
-    sweep.behave({})
-    code, err = sweep.run()
-    assert code == 0, err
-    assert [len(sweep.commands(cell)) for cell in CELLS] == [1, 2, 1, 1]
-    assert "train --resume" in sweep.commands("ours/seed-5")[1]
-    assert sweep.steps("ours/seed-5") == list(range(1, 26))
+    fails: tuple[str, ...] = ()
+    runs_on: tuple[str, ...] = ()
+    started: "list[Trainer]" = []  # noqa: RUF012
+    pid = 1
+
+    def __init__(self, words, env, stdout, **_) -> None:
+        self.words, self.env, self.code, self.signals = words, env, 0, []
+        self.log = Path(stdout.name)
+        self.name = env["WANDB_NAME"].removeprefix("out/")
+        self.started.append(self)
+        run = RunDirectory(Path(words[words.index("--output-dir") + 1]))
+        if "--resume" not in words:
+            overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
+            run.create(load_recipe("tiny", overrides))
+        if self.name in self.fails:
+            self.code = 3
+        elif self.name in self.runs_on:
+            self.code = None
+        else:
+            summary = {"steps": 25, "wall_seconds": 1, "final": {"mean": 0.5}}
+            run.summary_path.write_text(json.dumps(summary))
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.code == 3:
+            with self.log.open("a") as log:
+                log.write("a line before it\nerror: the first line of a message\nmore lines\n")
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.code = 130
 
 
-@pytest.mark.slow
-def test_sigterm_stops_the_cells_once_and_the_same_command_continues(tmp_path):
-    held = {cell: {"hold": True} for cell in CELLS}
-    sweep = Sweep(tmp_path, **held)
-    process = sweep.start(jobs=2)
-    sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert sweep.cell_processes() == []
-    assert not (sweep.out / "grpo/seed-6").exists()
-    assert len(sweep.steps("grpo/seed-5")) < 25
-    sweep.behave({})
-    assert sweep.run()[0] == 0
-    assert all(sweep.steps(cell) == list(range(1, 26)) for cell in CELLS)
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Runs the sweep."""
+    (tmp_path / "s.yaml").write_text(SWEEP)
+    monkeypatch.setattr(processes.subprocess, "Popen", Trainer)
+    monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.0)
+    Trainer.fails, Trainer.runs_on, Trainer.started = (), (), []
+    words = ["sweep", str(tmp_path / "s.yaml"), "--output-dir", str(tmp_path / "out")]
+    return lambda *options: CliRunner().invoke(app, [*words, "--jobs", "2", *options])
+
+
+def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_the_rest(sweep):
+    Trainer.fails = ("ours/seed-5",)
+    first = sweep()
+    assert first.exit_code == 3
+    assert "failed: ours/seed-5: the first line of a message (see " in first.stderr
+    order = [trainer.name for trainer in Trainer.started]
+    assert order == ["grpo/seed-5", "ours/seed-5", "grpo/seed-6", "ours/seed-6"]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert {trainer.env["OMP_NUM_THREADS"] for trainer in Trainer.started} == {threads}
+
+    Trainer.fails = ()
+    assert sweep().exit_code == 0
+    (again,) = Trainer.started[4:]
+    assert again.name == "ours/seed-5" and "--resume" in again.words
+    assert "4 of 4 cells are done already" in sweep().stderr
+
+
+def test_sigterm_stops_the_cells_once_and_the_same_command_continues(sweep):
+    Trainer.runs_on = ("grpo/seed-5", "ours/seed-5")
+    first = sweep()
+    assert first.exit_code == 130 and "4 cells: 2 interrupted, 2 waiting" in first.stdout
+    assert {trainer.name: trainer.signals[0] for trainer in Trainer.started} == {
+        "grpo/seed-5": signal.SIGTERM, "ours/seed-5": signal.SIGTERM,
+    }  # fmt: skip
+    Trainer.runs_on = ()
+    assert sweep().exit_code == 0
+    resumed = [trainer.name for trainer in Trainer.started if "--resume" in trainer.words]
+    assert resumed == ["grpo/seed-5", "ours/seed-5"] and len(Trainer.started) == 6
+
+
+def test_a_sweep_that_is_refused_leaves_its_folder_as_it_was(sweep, tmp_path):
+    assert sweep().exit_code == 0
+    before = (tmp_path / "out/sweep.yaml").read_bytes()
+    (tmp_path / "s.yaml").write_text(SWEEP.replace("preset=ours", "ratio=0.5"))
+    refused = sweep("--print")
+    assert refused.exit_code == 3 and "run of another recipe: replay.ratio" in refused.stderr
+    assert (tmp_path / "out/sweep.yaml").read_bytes() == before
