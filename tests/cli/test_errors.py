@@ -30,8 +30,13 @@ def refused(result, code, *words):
 @pytest.mark.parametrize(
     "line, code, word",
     [
+        ("train tinny", 2, "did you mean 'tiny'?"),
+        ("train tiny --set replay.rato=1", 2, "unknown key 'replay.rato' (did you mean 'ratio'?)"),
+        ("train tiny --set run.steps=many", 2, "run.steps: Input should be a valid integer"),
+        ("train tiny --set prompts.user_template=Solve", 2, "it must contain {problem}"),
         ("train tiny --set replay.capacity_rollouts=10", 2, "128"),
         ("train tiny --set run.steps=10", 2, "warmup_steps 20"),
+        ("train tiny --set name=../../evil", 2, "name"),
         ("train tiny --resume", 2, "--output-dir"),
         ("train", 2, "RECIPE"),
         ("train tiny --json", 2, "--dry-run"),
@@ -39,13 +44,42 @@ def refused(result, code, *words):
         ("eval", 2, "--ckpt"),
         ("eval --ckpt builtin:tiny --set model.path=other", 2, "--ckpt"),
         ("aes --reference 0,100 --candidate ours=30,90", 2, "0"),
+        ("aes --reference 20,100 --candidate 30,90", 2, "expected NAME=ACC,TOKENS"),
         ("aes --reference none.json a.json", 3, "none.json"),
         ("plan", 2, "--mu"),
+        ("plan --from-run gone", 3, "gone"),
         ("inspect-buffer gone", 3, "gone"),
+        ("inspect-buffer RUN --step 99", 3, "no step 99; the run has steps 1 to 24"),
+        ("inspect-buffer RUN --what-if run.steps=3", 2, "unknown key 'replay.run'"),
+        ("report gone", 3, "gone"),
     ],
 )
-def test_what_a_command_cannot_use_is_refused_in_one_line(line, code, word):
-    refused(call(*line.split()), code, word)
+def test_what_a_command_cannot_use_is_refused_in_one_line(
+    line, code, word, runs, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    words = [runs["ours"] if word == "RUN" else word for word in line.split()]
+    refused(call(*words), code, word)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
+SWEEP = "name: s\nrecipe: tiny\narms:\n  a: []\n  b: [replay.ratio=1]\nseeds: [1]\n"
+
+
+@pytest.mark.parametrize(
+    "command, text, words",
+    [
+        ("train", "replay:\n  max_age: 5\n", ("'replay.max_age'", "'max_age_steps'")),
+        ("train", "run:\n  steps: 5\n bad: [\n", ("f.yaml:3: not valid YAML",)),
+        ("train", "run:\n  steps: 5\n  steps: 50\n", ("f.yaml:3", "'steps' is written twice")),
+        ("sweep", SWEEP.replace("ratio", "ratoi"), ("arm b", "'replay.ratoi'", "'ratio'")),
+        ("sweep", SWEEP + "tune: {seeds: [2], grid: {}}\n", ("tune.grid", "at least 1 item")),
+    ],
+)
+def test_a_file_that_a_person_mistyped(command, text, words, tmp_path):
+    (tmp_path / "f.yaml").write_text(text)
+    refused(call(command, tmp_path / "f.yaml"), 2, *words)
 
 
 def test_resuming_needs_a_run_or_the_recipe_of_one_that_never_began(tmp_path):
