@@ -38,15 +38,6 @@ def test_a_folder_that_may_not_be_written_stops_the_run(tmp_path, monkeypatch):
     assert asked == [tmp_path]
 
 
-def test_a_run_goes_on_in_its_own_folder_with_its_own_reward(ours_run):
-    own = "--resume", "--output-dir", ours_run.path
-    assert report_of(*own)["problems"] == []
-    report = report_of(*own, "--set", "reward.correct=0.5")
-    (problem,) = report["problems"]
-    assert "the reward is another than before step 13: reward.correct 0.5, was 1.0" in problem
-    assert report["exit_code"] == 2
-
-
 def test_a_journal_to_repeat_must_be_there(tmp_path):
     key = "sampling.collection.replay_journal"
     words = f"{key}={tmp_path}/typo", "eval.benchmarks=[]"

@@ -104,9 +104,9 @@ def model_without(tmp_path: Path, *names: str, template: str = "") -> list[str]:
     return [f"model.path={folder}"]
 
 
-def functions(tmp_path: Path, text: str) -> list[str]:
+def functions(tmp_path: Path, text: str, key: str = "reward.function") -> list[str]:
     (tmp_path / "functions.py").write_text(text)
-    return [f"reward.function={tmp_path}/functions.py:score"]
+    return [f"{key}={tmp_path}/functions.py:score"]
 
 
 def benchmark(tmp_path: Path, problem: str) -> list[str]:
@@ -144,12 +144,21 @@ BROKEN: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
         lambda at: functions(at, "def score(completion, answer):\n    return 1 / 0\n"),
         "ZeroDivisionError",
     ),
+    "a function of other arguments": (
+        lambda at: [*functions(at, "def score(text, gold):\n    return 1.0\n", "eval.reward"),
+                    "eval.benchmarks=[tiny_add]"],
+        "score(text, gold)",
+    ),
     "no benchmark": (lambda at: [f"eval.benchmarks=[{at}/none.csv]"], "none.csv does not exist"),
     "a benchmark too long": (
         lambda at: [*benchmark(at, "+".join("1" * 30)), "prompts.max_prompt_length=16"],
         "60 tokens",
     ),
     "completions too long": (lambda _: ["sampling.max_completion_length=126"], "126"),
+    "evaluated completions too long": (
+        lambda _: ["eval.benchmarks=[tiny_add]", "eval.max_completion_length=128"],
+        "eval.max_completion_length 128",
+    ),
     "no server": (
         lambda _: ["sampling.backend=vllm_server", "sampling.servers.urls=[http://127.0.0.1:9]"],
         "no vLLM server is left (http://127.0.0.1:9",
@@ -158,6 +167,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     "no tracker": (lambda _: ["tracking.report_to=[wandb]"], "tracking.report_to"),
     "no peft": (lambda _: ["model.lora.r=8"], "model.lora needs peft"),
     "no priority": (lambda _: ["replay.priority=nowhere.py:f"], "replay.priority"),
+    "no advantage": (lambda _: ["advantage.estimator=nowhere.py:f"], "advantage.estimator"),
     "no loss": (lambda _: ["loss.kind=nowhere.py:f"], "loss.kind"),
     "no optimizer setting": (lambda _: ["optimizer.adamw.nonsense=1"], "nonsense"),
     "no stop token": (lambda _: ["sampling.stop_tokens=[nowhere]"], "not a token"),
