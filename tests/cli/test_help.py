@@ -1,17 +1,9 @@
 """`--help`, `--version` and completion import no heavy library, and a run no more than it needs."""
 
-import json
 import os
-import runpy
-import shutil
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
-import pytest
-from packaging.requirements import Requirement
-from small_runs.experiments import write_run
 from typer.testing import CliRunner
 
 from grpo_replay import __version__
@@ -33,39 +25,6 @@ def test_help_imports_no_heavy_library():
     code = f"from grpo_replay.cli.app import app\ntry: app({words})\nexcept SystemExit: pass"
     imported = _imported_by(code)
     assert "typer" in imported and not imported & set(HEAVY)
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-READING = runpy.run_path(str(ROOT / ".ci/check_base.py"))["READING"]
-
-WITHOUT = """
-import sys, json
-sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
-from grpo_replay.cli.app import main
-for line in json.loads(sys.argv[2]):
-    sys.argv = ["grpo-replay", *line.split()]
-    try: main()
-    except SystemExit as end: print(f"exit {end.code}: {line}", file=sys.stderr)
-"""
-
-
-@pytest.mark.slow
-def test_commands_that_only_read_need_none_of_the_packages_for_training(runs, tmp_path):
-    """As `.ci/check_base.py` shows in an environment that has only the base."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extra, base = (
-        {Requirement(line).name.replace("-", "_") for line in lines}
-        for lines in (project["optional-dependencies"]["train"], project["dependencies"])
-    )
-    missing = {{"pyzmq": "zmq"}.get(name, name) for name in extra - base}
-    assert {"torch", "psutil", "zmq"} < missing
-    read = shutil.copytree(runs["ours"], tmp_path / "read")
-    ended = write_run(tmp_path / "ended", [], seed=0, gain=0.2)
-    lines = [line.format(run=ended if line.startswith("report") else read) for line in READING]
-    words = [sys.executable, "-c", WITHOUT, json.dumps(sorted(missing)), json.dumps(lines)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr.count("exit 0: ") == len(READING) > 8, done.stderr
 
 
 def test_the_light_modules_do_not_import_torch():
