@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import Axis, break_even, cost_ratio, rollouts_to_reach
-from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
+from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import Document, shown_target, shown_title
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.terminal.plot_style import (
@@ -27,9 +27,6 @@ from grpo_replay.terminal.plot_style import (
 # The palette of Okabe and Ito; the baseline is grey.
 COLOURS = (STORED, REPLAYED, FRESH, "#CC79A7", WARN, "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
-
-WINDOWS = 40
-"""The entropy of single steps is averaged over at most this many windows of consecutive steps."""
 
 FEWEST_FOR_BANDS = 5
 """With fewer seeds, each is shown as a line instead of quartiles."""
@@ -55,8 +52,8 @@ Look = tuple[str, str]
 
 
 def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]) -> list[Figure]:
-    """The figures that have data: accuracy over steps, compute and seconds, the cost of an accuracy
-    over μ, and entropy."""
+    """The figures that have data: accuracy over steps, compute and seconds, and the cost of an
+    accuracy over μ."""
     looks = _looks(experiment)
     trained = [arm for arm in experiment.arms if arm.runs]
     figures: list[Figure] = []
@@ -66,9 +63,7 @@ def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]
             for axis in axes
             if axis.key != "generated_tokens"
         ]
-    figures += _cost_ratio_figure(experiment, looks, found)
-    shown = [arm for arm in trained if all(map(_logged_entropy, arm.runs.values()))]
-    return [*figures, *([_entropy_figure(shown, looks)] if shown else [])]
+    return figures + _cost_ratio_figure(experiment, looks, found)
 
 
 def _looks(experiment: Experiment) -> dict[str, Look]:
@@ -134,7 +129,7 @@ def _cost_ratio_figure(
     experiment: Experiment, looks: dict[str, Look], found: Document
 ) -> list[Figure]:
     """Where a line is below 1, the arm reaches the accuracy of the table for less than the
-    baseline. None if no arm reaches it."""
+    baseline. Empty if no arm reaches it."""
     base, target, outcome = experiment.baseline, shown_target(found), Outcome(**found["shown"])
     spent = {
         arm.name: rollouts_to_reach(arm.paired_with(base), target, outcome)
@@ -182,35 +177,6 @@ def draw_cost_ratios(
     axes.set(xscale="log", xlabel="μ, generating a rollout over training on it")
     axes.set(xlim=(mu_M[0], mu_M[-1]), ylim=(0.0, 1.15 * highest))
     axes.xaxis.set_major_formatter("{x:g}")
-
-
-def _entropy_figure(arms: Sequence[Arm], looks: dict[str, Look]) -> Figure:
-    def draw(axes: Any) -> None:
-        for arm in arms:
-            runs = list(arm.runs.values())
-            steps = min(len(run.lines) for run in runs)
-            windows = np.array_split(np.arange(steps), min(WINDOWS, steps))
-            columns = [_entropy(run) for run in runs]
-            values_SW = np.array([[each[w].mean() for w in windows] for each in columns])
-            centres = np.array([window.mean() + 1 for window in windows])
-            _draw_seeds(axes, centres, values_SW, arm.name, looks[arm.name])
-        axes.set(xlabel="training step", ylabel="nats a token")
-        axes.set_ylim(bottom=0)
-        _legend(axes)
-
-    caption = f"Mean entropy of the policy's tokens. {OVER_SEEDS}"
-    return Figure("entropy", "Entropy", caption, draw)
-
-
-def _logged_entropy(run: FinishedRun) -> bool:
-    return bool(np.isfinite(run.column("entropy")).any())
-
-
-def _entropy(run: FinishedRun) -> np.ndarray:
-    """float64 [T]: of every step; between its neighbours where a step trained on nothing."""
-    values_T = run.column("entropy")
-    known = np.flatnonzero(np.isfinite(values_T))
-    return np.interp(np.arange(len(values_T)), known, values_T[known])
 
 
 def _legend(axes: Any) -> None:

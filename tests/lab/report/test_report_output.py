@@ -1,6 +1,5 @@
 """The forms of a report: terminal, Markdown, figures and the page."""
 
-import json
 import math
 import re
 import socket
@@ -116,22 +115,6 @@ def test_a_dot_is_where_an_arm_begins_to_pay():
     )
     dots = [line.get_data() for line in axes.lines if line.get_marker() == "o"]
     assert [(x[0], y[0]) for x, y in dots] == [(pytest.approx(2), 1)]
-
-
-def test_the_entropy_of_a_step_that_trained_on_nothing_is_between_its_neighbours(tmp_path):
-    folder = write_run(tmp_path / "run", [], seed=1, gain=0.1)
-    file = folder / "metrics.jsonl"
-    lines = [{**json.loads(line), "entropy": 0.5} for line in file.open()]
-    lines[0] |= {"entropy": 0.1}
-    lines[1] |= {"entropy": None}
-    lines[2] |= {"entropy": 0.3}
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    experiment = collect([str(folder)])
-    figure = report_figures(experiment, measure(experiment), usable_axes(experiment.runs, ()))[-1]
-    with drawn(figure) as canvas:
-        (line,) = canvas.axes[0].lines
-    assert figure.name == "entropy"
-    assert line.get_ydata()[:4] == pytest.approx([0.1, 0.2, 0.3, 0.5])
 
 
 def test_the_page_is_complete_and_loads_nothing(written, findings):
