@@ -1,4 +1,3 @@
-"""Estimates memory, disk, network and tokens of a run without starting it (`train --dry-run`).
-
-Imports engine and the folders below it; not sampling, evaluation or training. torch in `trace`.
+"""Estimates memory, disk and tokens of a run without starting it (`train --dry-run`), and checks
+with the stages of a start whether it would start.
 """

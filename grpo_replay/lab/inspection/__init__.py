@@ -1,4 +1,4 @@
-"""Inspection of a run's buffer from its files: summaries, warnings, figures, filters and what-if.
+"""Inspection of a run's buffer from its files: summaries, warnings, figures and what-if.
 
 Read-only. Imports `replay` and the folders below it; never torch.
 """

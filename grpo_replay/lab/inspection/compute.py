@@ -23,7 +23,6 @@ from grpo_replay.lab.inspection.rollout_columns import (
     is_positive,
     of_stored,
     read_log_and_draws,
-    updates_of_a_step,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
@@ -43,8 +42,7 @@ def summarise(source: Source) -> Inspection:
     step, stored = source.step, stored_after(source, settings, group_size)
     log, draws = read_log_and_draws(source)
     replayed = of_stored(draws, settings)
-    draws_per_step = source.recipe.draws_per_step if source.recipe else 1
-    updates = updates_of_a_step(draws_per_step, draws)
+    updates = source.recipe.draws_per_step if source.recipe else 1
     inspection = Inspection(
         path=str(source.path),
         step=step,

@@ -22,7 +22,6 @@ from grpo_replay.lab.inspection.rollout_columns import (
     read_log,
     read_log_and_draws,
     read_stored,
-    updates_of_a_step,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
@@ -105,9 +104,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     changed = changed_recipe(recipe, changes)
     log, draws = read_log_and_draws(source)
     refuse_what_was_not_kept(log, recipe.replay.max_age_steps, changed.replay.max_age_steps)
-    own = updates_of_a_step(recipe.draws_per_step, draws)
-    plan = [(recipe, own, seed) for seed in range(REPEATS)]
-    plan += [(changed, changed.draws_per_step, seed) for seed in range(REPEATS)]
+    plan = [(each, seed) for each in (recipe, changed) for seed in range(REPEATS)]
     results = [simulate(log, *each) for each in tracked(plan, "replaying the log")]
     before, after = (each.replay.model_dump(mode="json") for each in (recipe, changed))
     # As logged: what was trained on as fresh, and every draw that is in the log.
@@ -118,7 +115,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
         log,
         np.append(draws.row, fresh),
         replayed.row,
-        replayed.age // own,
+        replayed.age // recipe.draws_per_step,
         [value for _, value in source.points_of("replay/ess")],
         [value for _, value in source.points_of("buffer/rollouts")],
     )
@@ -155,12 +152,13 @@ def refuse_what_was_not_kept(log: Rollouts, limit: int | None, other: int | None
         )
 
 
-def simulate(log: Rollouts, recipe: Recipe, draws_per_step: int, seed: int) -> Statistics:
+def simulate(log: Rollouts, recipe: Recipe, seed: int) -> Statistics:
     """Statistics of one simulation: the log through buffer and composer with these settings."""
     buffer, rng = (
         ReplayBuffer(recipe.replay, recipe.sampling.group_size),
         np.random.default_rng(seed),
     )
+    draws_per_step = recipe.draws_per_step
     log = kept_under(log, recipe.replay)
     survivors = log[log.kept]
     entries = entries_of_log(survivors)

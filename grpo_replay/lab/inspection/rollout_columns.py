@@ -137,13 +137,6 @@ def of_stored(draws: Draws, settings: ReplaySection) -> Draws:
     return draws[draws.age > 0] if settings.pools_fresh else draws
 
 
-def updates_of_a_step(draws_per_step: int, draws: Draws) -> int:
-    """Optimizer updates per step in which a run counts ages, of which a step makes
-    `draws_per_step`; 1 if it counts them in steps."""
-    by_step = len(draws) and (draws.update == draws.step).all()
-    return 1 if by_step else draws_per_step
-
-
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
     """Row of each wanted id in `ids_N` (distinct, in any order); NO_ROW for an unknown id."""
     wanted = np.asarray(wanted_M, dtype=np.int64)

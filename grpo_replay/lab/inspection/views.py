@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.rebuild import WhatIf, stored_after
+from grpo_replay.lab.inspection.rebuild import REPEATS, WhatIf, stored_after
 from grpo_replay.lab.inspection.rollout_columns import OUTCOMES
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
@@ -137,9 +137,9 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     ]
     print_table(console, plain_table("", header, rows))
     console.print(
-        "[dim]± is the standard deviation over five simulations with the rollouts of the log. A "
-        "real run with these settings would train another policy and sample other rollouts: clip "
-        "fraction, KL and accuracy need one.[/dim]"
+        f"[dim]± is the standard deviation over {REPEATS} simulations with the rollouts of the "
+        "log. A real run with these settings would train another policy and sample other "
+        "rollouts: clip fraction, KL and accuracy need one.[/dim]"
     )
 
 

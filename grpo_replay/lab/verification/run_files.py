@@ -74,9 +74,7 @@ class RunFiles:
         return self.draws_of_step.get(step) or _arrays(DRAW_SCHEMA.empty_table())
 
     def draws_per_step(self, step: int) -> int:
-        """Draws of the step: one for each update, if the files of the run say so."""
-        by_update = any("update" in draws for draws in self.draws_of_step.values())
-        return self.recipes.at(step).draws_per_step if by_update else 1
+        return self.recipes.at(step).draws_per_step
 
     def checkpoints(self) -> dict[int, Path]:
         """Those up to the last step, by step."""

@@ -47,7 +47,7 @@ def long_run(tmp_path_factory):
 def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of every statistic over simulations with different draws."""
     log = read_log(source.rollout_files)
-    results = [simulate(log, recipe, 1, seed) for seed in range(1000, 1000 + count)]
+    results = [simulate(log, recipe, seed) for seed in range(1000, 1000 + count)]
     return {
         name: (
             float(np.mean([result[name] for result in results])),
@@ -147,7 +147,7 @@ def test_what_an_asynchronous_run_dropped_as_stale_stays_dropped():
     """Two draws a step, also in the three steps in which nothing arrived; at the end of the fifth
     step the first group leaves the buffer."""
     recipe = asynchronous("replay.preset=fifo", "replay.max_age_steps=4", "replay.ratio=1")
-    found = simulate(stale_group(), recipe, 1, seed=0)
+    found = simulate(stale_group(), recipe, seed=0)
     assert (found["replayed_rollouts"], found["stored_mean"]) == (10, 8 / 5)
     assert found["abs_advantage_mean"] == 1.0
     assert found["never_drawn_share"] == 0.0
@@ -156,7 +156,7 @@ def test_what_an_asynchronous_run_dropped_as_stale_stays_dropped():
 def test_what_is_stored_is_counted_at_the_end_of_each_step():
     """The group of the first of five steps is there after all of them."""
     recipe = asynchronous("replay.preset=fifo", "replay.max_age_steps=5", "replay.ratio=1")
-    assert simulate(stale_group(), recipe, 1, seed=0)["stored_mean"] == 2.0
+    assert simulate(stale_group(), recipe, seed=0)["stored_mean"] == 2.0
 
 
 def test_a_shorter_age_limit_drops_what_arrives_late():
@@ -219,23 +219,6 @@ def test_invalid_keys_and_values_raise(runs):
         what_if(source, ["ratio=-1"])
     with pytest.raises(UsageError, match="max_age_steps: expected key=value"):
         what_if(source, ["max_age_steps"])
-
-
-def test_ages_are_in_steps_if_the_run_makes_several_draws_in_each(runs):
-    """This run logs ages in steps; a simulation of its two updates a step counts updates."""
-    result = what_if(open_source(runs["fifo"]), [])
-    assert open_source(runs["fifo"]).recipe.draws_per_step == 2
-    assert result.changed["age_mean"] == pytest.approx(result.logged["age_mean"], rel=0.15)
-
-
-def test_changed_settings_make_their_own_number_of_draws(runs):
-    """Each of the two draws of a step takes all R rollouts that are stored; one could not take
-    2·R. The run itself logs one draw a step."""
-    source = open_source(runs["fifo"])
-    size = source.recipe.rollouts_per_step
-    changes = ["with_replacement=false", "ratio=2", f"capacity_rollouts={size}"]
-    found = what_if(source, changes).changed["replayed_rollouts"]
-    assert found == 2 * size * source.step
 
 
 def test_the_comparison_names_the_changes_and_has_every_statistic(runs, capsys):

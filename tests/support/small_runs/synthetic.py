@@ -44,6 +44,7 @@ def synthetic_recipe(preset: str, steps: int = 24, **replay) -> Recipe:
         "name": f"synthetic-{preset}",
         "sampling": {"prompts_per_step": 8, "group_size": GROUP_SIZE},
         "replay": section | replay,
+        "batch": {"updates_per_step": 1},
         "run": {"steps": steps},
     }
     return resolve_recipe([layer])
