@@ -273,25 +273,31 @@ class EntryStore:
     def _new_columns(
         self, entries: Sequence[Entry], step: int, times_used_N: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        count, settings = len(entries), self.settings
+        count = len(entries)
         times_used = np.zeros(count, dtype=np.int32)
         if times_used_N is not None:
             times_used[:] = times_used_N
+        priority_N = self._new_priorities(entries)
         stored = np.empty(count, dtype=np.object_)
         stored[:] = [stored_form(entry) for entry in entries]
-        if settings.positive_fraction > 0:
-            for name in ("advantage", "group_reward_std"):
-                column_of(entries, name, "replay.positive_fraction")
         return {
             "rollout_id": np.array([entry.rollout_id for entry in entries]),
             "group_id": np.array([entry.group_id for entry in entries]),
             "birth_step": np.array([entry.birth_step for entry in entries]),
-            "priority": entry_priorities(settings.priority, entries),
+            "priority": priority_N,
             "correct": np.array([is_correct(entry.columns) for entry in entries]),
             "times_used": times_used,
             "last_used_step": np.where(times_used > 0, step, NEVER_USED),
             "entry": stored,
         }
+
+    def _new_priorities(self, entries: Sequence[Entry]) -> np.ndarray:
+        """Priorities of new entries, float64 [N]. Raises RecipeError, also for a column that the
+        positive bias reads and an entry lacks."""
+        if self.settings.positive_fraction > 0:
+            for name in ("advantage", "group_reward_std"):
+                column_of(entries, name, "replay.positive_fraction")
+        return entry_priorities(self.settings.priority, entries)
 
     def _evict_born_before(self, step: int, now: int) -> int:
         if self.settings.max_age_steps is None:

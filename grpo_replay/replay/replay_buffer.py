@@ -94,7 +94,8 @@ class ReplayBuffer(EntryStore):
         the rollouts generated for it, dropped ones included (all were kept if None): `buffer_only`
         draws in proportion to it. The draw uses the random stream of `seed` and the step, as a run
         of this package does. Raises ValueError, and changes nothing, for what `insert` refuses, for
-        more rollouts than the capacity, and for a group larger than `group_size`.
+        more rollouts than the capacity, and for a group larger than `group_size`; RecipeError, and
+        changes nothing, for entries of which no priority can be computed.
         """
         step, entries = self.next_step, entries_of(fresh)
         generated = len(entries) if generated is None else generated
@@ -160,6 +161,7 @@ class ReplayBuffer(EntryStore):
         if not self.settings.replays:
             return
         check_insertable(fresh, step, self._columns, self.settings.unit)
+        self._new_priorities(fresh)
         if max(generated, len(fresh)) > self.settings.capacity_rollouts:
             raise ValueError(
                 f"step {step}: replay.capacity_rollouts {self.settings.capacity_rollouts} is less "

@@ -292,6 +292,22 @@ def test_a_priority_reads_what_an_entry_was_given_and_refuses_what_it_was_not(
     assert loaded.rollouts() == ("row 0", "row 1")
 
 
+@pytest.mark.parametrize("composition", ["fresh_anchored", "pool", "buffer_only"])
+@pytest.mark.parametrize("columns", [{"reward": 1.0}, {"advantage": np.nan}])
+def test_a_step_that_the_priority_refuses_draws_nothing_and_can_be_repeated(composition, columns):
+    config = ReplayConfig.of("ours", composition=composition, warmup_steps=0, ratio=1)
+    buffer, other = ReplayBuffer(config, G), ReplayBuffer(config, G)
+    batches = [each.step(handles(1)) for each in (buffer, other)]
+    refused = [replace(entry, columns=columns) for entry in handles(2)]
+    for _ in range(3):
+        with pytest.raises(RecipeError, match=r"replay.priority abs_advantage.* 20\b"):
+            buffer.step(refused)
+        assert buffer.last_step == 1
+        assert seen(buffer, batches[0]) == seen(other, batches[1])
+    batches = [each.step(handles(2)) for each in (buffer, other)]
+    assert seen(buffer, batches[0]) == seen(other, batches[1])
+
+
 def test_the_positive_bias_names_what_an_entry_lacks():
     buffer = ReplayBuffer(ReplayConfig.of("fifo", positive_fraction=0.5), G)
     with pytest.raises(RecipeError, match=r"replay.positive_fraction reads advantage.*entry 3 "):
