@@ -230,8 +230,9 @@ class EntryStore:
 
         Priorities are recomputed from the entries under this buffer's settings, so that a run can
         be resumed with another `replay.priority`. Under the same settings they must equal the saved
-        ones bit for bit. A smaller capacity evicts at once. Raises ValueError for an inconsistent
-        state; the buffer is then unchanged.
+        ones bit for bit. A smaller capacity evicts at once. What had left the buffer before is not
+        reported to `on_evict`. Raises ValueError for an inconsistent state; the buffer is then
+        unchanged.
         """
         restored = EntryStore(self.settings, self.group_size)
         entries = state["entries"]
@@ -246,6 +247,7 @@ class EntryStore:
         if same_law and not np.array_equal(state["priority"], restored._columns["priority"]):
             raise ValueError("the saved priorities are not those that replay.priority gives now")
         self._columns = restored._columns
+        self._gone = []
         self._evicted_by_age = state["evicted_by_age"]
         self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity(0)
         self._evicted_at, self._evicted_undrawn = tuple(state["evicted_at"]), 0

@@ -353,6 +353,19 @@ def test_handles_are_reported_once_when_they_left_and_never_before_their_batch_i
     assert bool(reported) == (capacity == 10 or preset != "fifo")
 
 
+def test_a_buffer_set_back_to_a_state_reports_nothing_that_it_stores_as_gone():
+    """Step 3 pushes out the entries of step 1, which the state from before it still has."""
+    reported = []
+    buffer = ReplayBuffer(ReplayConfig.of("fifo", capacity_rollouts=4), 2, on_evict=reported.extend)
+    for step in (1, 2):
+        buffer.step(handles(step, count=2))
+    state = buffer.get_state()
+    buffer.step(handles(3, count=2))
+    buffer.set_state(state)
+    buffer.evict(4)
+    assert reported == [] and ids(buffer.entries()) == [10, 11, 20, 21]
+
+
 def test_handles_are_saved_without_payloads_and_get_them_back(tmp_path):
     buffer = ReplayBuffer(config_of("fifo"), G)
     for step in range(1, 4):
