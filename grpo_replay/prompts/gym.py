@@ -87,7 +87,7 @@ def _different(
     tries = MOST_TRIES * size * ONE_HELD_OUT_OF // share
     made = _opened(source, family, settings, first, tries)
     asked = set[str]()
-    for index in range(tries):
+    for index in range(min(tries, BLOCK)):
         try:
             entry = made[index]
         except Exception as error:  # of a family that cannot make what its settings ask for

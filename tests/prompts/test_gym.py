@@ -46,6 +46,20 @@ def test_a_shortage_of_different_questions_is_refused():
         rows(0, size=1000, **one_digit)
 
 
+def test_a_family_with_many_repeats_takes_no_items_of_the_next_seed(monkeypatch):
+    """Nine questions in a block; the next block has others."""
+
+    class Repeats:
+        def __getitem__(self, index):
+            number = index % 9 if index < gym.BLOCK else index
+            return {"question": f"{number} + 1", "answer": f"{number + 1}"}
+
+    monkeypatch.setattr(gym, "BLOCK", 100)
+    monkeypatch.setattr(gym, "open_family", lambda family, settings, **of_items: Repeats())
+    with pytest.raises(DatasetError, match=r"only \d different training .* 20 are needed"):
+        rows(0, size=20)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
