@@ -24,7 +24,6 @@ LOSS = "grpo_replay/replay/loss.py"
 BATCH = "grpo_replay/replay/batch.py"
 ADVANTAGES = "grpo_replay/replay/advantages.py"
 ARRIVALS = "grpo_replay/collection/arrivals.py"
-ASSEMBLY = "grpo_replay/collection/arrivals.py"
 FROZEN = (
     "tests/training/test_trainer.py::"
     "test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values"
@@ -242,7 +241,7 @@ KNOWN = (
         "tests/collection/test_arrivals.py::test_a_second_copy_of_a_group_is_recognised",
     ),
     Known(
-        "straddlers kept against the recipe", ASSEMBLY,
+        "straddlers kept against the recipe", ARRIVALS,
         'return "stale" if dropped else "inserted"', 'return "inserted"',
         "tests/collection/test_assembly.py::"
         "test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted",

@@ -1,4 +1,4 @@
 """Prompts: sources of problems, rendering and order.
 
-Imports replay (seeds), recipe, tiny, types and errors; no torch.
+Imports rewards (`gym`), recipe, tiny, hub, types and errors; no torch.
 """

@@ -98,7 +98,8 @@ class RewardScorer:
         group: str = "",
         of: int = 1,
     ) -> None:
-        """Queue one completion for grading and return at once.
+        """Queue one completion for grading, and return without its verdict. With `of` above 1 and a
+        function of the user it first waits until a worker is ready.
 
         Only functions of the user receive `row`, whether the completion was `truncated` at the
         length limit, its `completion_ids`, the rendered `prompt`, its `messages`, the training
