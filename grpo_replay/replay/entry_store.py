@@ -73,7 +73,6 @@ class EntryStore:
         self.on_evict = on_evict
         self._gone: list[Entry] = []  # left, and not yet reported to `on_evict`
         self._columns = {name: np.empty(0, dtype) for name, dtype in _DTYPES.items()}
-        self._evicted_by_age = 0
         self._evicted_by_capacity = 0
         self._evicted_at = (0, 0)  # step, number of entries evicted in it
         self._evicted_undrawn = 0  # of those
@@ -220,7 +219,6 @@ class EntryStore:
             "times_used": self._columns["times_used"].copy(),
             "last_used_step": self._columns["last_used_step"].copy(),
             "priority_kind": self.settings.priority,
-            "evicted_by_age": self._evicted_by_age,
             "evicted_by_capacity": self._evicted_by_capacity,
             "evicted_at": self._evicted_at,
         }
@@ -248,7 +246,6 @@ class EntryStore:
             raise ValueError("the saved priorities are not those that replay.priority gives now")
         self._columns = restored._columns
         self._gone = []
-        self._evicted_by_age = state["evicted_by_age"]
         self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity(0)
         self._evicted_at, self._evicted_undrawn = tuple(state["evicted_at"]), 0
 
@@ -304,11 +301,7 @@ class EntryStore:
     def _evict_born_before(self, step: int, now: int) -> int:
         if self.settings.max_age_steps is None:
             return 0
-        evicted = self._remove(
-            now - self._columns["birth_step"] > self.settings.max_age_steps, step
-        )
-        self._evicted_by_age += evicted
-        return evicted
+        return self._remove(now - self._columns["birth_step"] > self.settings.max_age_steps, step)
 
     def _enforce_capacity(self, step: int) -> int:
         if self.settings.positive_fraction > 0:

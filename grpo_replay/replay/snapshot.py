@@ -37,7 +37,7 @@ from grpo_replay.types import Entry, Rollout
 SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
 _CHUNK_ROLLOUTS = 4096  # rows converted at once, and rows per row group: limits memory
-_COUNTERS = ("evicted_by_age", "evicted_by_capacity", "evicted_at")
+_COUNTERS = ("evicted_by_capacity", "evicted_at")
 
 _USE_FIELDS = [
     pa.field("priority", pa.float64()),

@@ -52,7 +52,7 @@ def seen(buffer, batch):
     state = buffer.get_state()
     arrays = (batch.ages, batch.replayed, batch.draw.probabilities, state["priority"],
               state["times_used"], state["last_used_step"])  # fmt: skip
-    counters = [state[name] for name in ("evicted_by_age", "evicted_by_capacity", "evicted_at")]
+    counters = [state[name] for name in ("evicted_by_capacity", "evicted_at")]
     whole = [each.tolist() for each in arrays]
     return ids(batch.entries), ids(state["entries"]), whole, counters
 

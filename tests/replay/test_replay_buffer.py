@@ -305,14 +305,6 @@ def test_the_evicted_that_were_never_drawn_are_counted_by_step():
     assert (buffer.stats(7).evicted, buffer.stats(7).evicted_undrawn) == (4, 3)
 
 
-def test_what_was_evicted_by_age_is_counted():
-    buffer = filled(replay_settings(max_age_steps=2), births=[1, 2, 3, 4])
-    buffer.evict(4)
-    buffer.evict(5)
-    state = buffer.get_state()
-    assert (state["evicted_by_age"], state["evicted_at"]) == (2, (5, 1))
-
-
 def test_the_next_ids_follow_those_of_the_rollouts():
     buffer = ReplayBuffer(replay_settings(), 4)
     buffer.count_ids([make_rollout(5, group_id=9), make_rollout(3, group_id=2)])
