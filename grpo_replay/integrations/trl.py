@@ -233,12 +233,6 @@ class ReplayMixin(_Host):
     def compute_loss(self, model: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not (self.replay.replays and self.model.training):
             return super().compute_loss(model, inputs, *args, **kwargs)
-        if ROW not in inputs:
-            raise UsageError(
-                f"{type(self).__name__} trains on a batch that did not go through the replay "
-                "buffer: generate it in _generate_and_score_completions, which _prepare_inputs "
-                "calls, and keep its keys; or train without replay"
-            )
         weight = self._weight(len(inputs[ROW]))
         tokens = inputs["num_items_in_batch"] * (weight or 1.0)
         logged = {name: len(values) for name, values in self._metrics["train"].items()}

@@ -222,7 +222,7 @@ class GeneratesElsewhere(ReplayGRPOTrainer):
 
 
 def test_a_batch_that_did_not_go_through_the_buffer_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="GeneratesElsewhere trains on a batch that did not go"):
+    with pytest.raises(KeyError, match="replay_row"):
         make(tmp_path, preset("ours"), GeneratesElsewhere).train()
 
 
