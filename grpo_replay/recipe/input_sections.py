@@ -112,10 +112,9 @@ class PromptSource(Section):
 class PromptsSection(Section):
     source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
     """Hugging Face dataset id; a JSON, JSON lines, CSV, TSV or Parquet file; a `save_to_disk`
-    folder; `builtin:tiny`, `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` or
-    `builtin:word-problems`; `reasoning_gym:NAME`. Several: a list of these or of `{source: …,
-    weight: 1.0}`, which may have fields of their own. `weight`: how often an epoch visits each
-    problem."""
+    folder; `builtin:tiny`, `builtin:tiny-long`, `builtin:additions` or `builtin:step-sums`;
+    `reasoning_gym:NAME`. Several: a list of these or of `{source: …, weight: 1.0}`, which may have
+    fields of their own. `weight`: how often an epoch visits each problem."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
     slice of one: `train[:-500]` is all but the last 500 rows, of a CSV or Parquet file too. Others

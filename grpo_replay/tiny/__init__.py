@@ -51,7 +51,7 @@ TASKS: Mapping[str, Task] = {
     ),
 } | {
     name.replace("_", "-"): Task(None, (name,), "text_problems", (name,))
-    for name in ("additions", "step_sums", "word_problems")
+    for name in ("additions", "step_sums")
 }
 """The tasks by name. All benchmarks of one together have its name, with `_` for `-`."""
 

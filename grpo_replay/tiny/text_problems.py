@@ -1,14 +1,13 @@
 """Problems for a language model that others have trained: plain text, no base model of their own.
 
-| task            | problem                                     | the work                   |
-|-----------------|---------------------------------------------|----------------------------|
-| `additions`     | `83 + 41`                                   | none: the answer alone     |
-| `step_sums`     | `7 + 12 + 4`                                | a line of running sums     |
-| `word_problems` | `Ann has 34 books. Ann gives away 12. …`    | to find the operation      |
+| task            | problem        | the work               |
+|-----------------|----------------|------------------------|
+| `additions`     | `83 + 41`      | none: the answer alone |
+| `step_sums`     | `7 + 12 + 4`   | a line of running sums |
 
 The recipe shows a few worked examples in front of each problem (`EXAMPLES`). Every task has its own
 held-out problems, the same for every seed. No training problem has the operands of a held-out one
-or of an example, also not in another order or in another story. Needs only numpy.
+or of an example, also not in another order. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from grpo_replay.tiny.problems import HELD_OUT_SEED, generator, row
 TRAIN_PROBLEMS = 2500
 HELD_OUT_PROBLEMS = 200
 
-Drawn = tuple[str, int, tuple[object, ...]]
+Drawn = tuple[str, int, tuple[int, ...]]
 """A problem, its answer, and a key that is equal for problems with the same operands."""
 
 
@@ -47,39 +46,15 @@ def step_sum(rng: np.random.Generator) -> Drawn:
     return " + ".join(map(str, terms)), sum(terms), tuple(sorted(terms))
 
 
-NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
-THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps")
-STORIES: tuple[tuple[str, Callable[[int, int], int]], ...] = (
-    ("{0} has {a} {1}. {0} buys {b} more. How many {1} does {0} have now?", int.__add__),
-    ("{0} has {a} {1} and finds {b} more. How many {1} does {0} have?", int.__add__),
-    ("{0} has {a} {1}. {0} gives away {b}. How many {1} does {0} have left?", int.__sub__),
-    ("There are {a} {1} in a box. {0} takes {b}. How many {1} are left in it?", int.__sub__),
-    ("{0} has {a} boxes with {b} {1} in each. How many {1} does {0} have?", int.__mul__),
-)
-
-
-def word_problem(rng: np.random.Generator) -> Drawn:
-    """One step in plain words: a sum, a difference or a product."""
-    text, operation = STORIES[rng.integers(len(STORIES))]
-    a, b = sorted(rng.integers(2, 60, 2).tolist(), reverse=True)
-    if operation is int.__mul__:
-        a, b = 2 + a % 8, 2 + b % 8
-    words = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
-    problem = text.format(*words, a=a, b=b)
-    return problem, operation(a, b), (operation.__name__, *sorted((a, b)))
-
-
 TASKS: dict[str, Callable[[np.random.Generator], Drawn]] = {
     "additions": addition,
     "step_sums": step_sum,
-    "word_problems": word_problem,
 }
 """What draws a problem of each task."""
 
-EXAMPLES: dict[str, tuple[tuple[object, ...], ...]] = {
+EXAMPLES: dict[str, tuple[tuple[int, ...], ...]] = {
     "additions": ((14, 21), (39, 52)),
     "step_sums": ((4, 7, 12), (3, 5, 16), (2, 8, 9), (6, 15, 18)),
-    "word_problems": (("__add__", 5, 8), ("__sub__", 11, 31), ("__mul__", 3, 4)),
 }
 """Keys of the examples that the recipes show, where the task could draw them."""
 
@@ -106,7 +81,7 @@ def _held_out(name: str) -> tuple[Drawn, ...]:
 
 
 def _distinct(
-    name: str, seed: int, purpose: str, count: int, taken: set[tuple[object, ...]]
+    name: str, seed: int, purpose: str, count: int, taken: set[tuple[int, ...]]
 ) -> tuple[Drawn, ...]:
     """So many problems with different texts, none with a key that is taken."""
     rng, found = generator(name, seed, purpose), dict[str, Drawn]()
