@@ -29,11 +29,6 @@ from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.terminal.console import printable
 
 START_TIMEOUT_SECONDS = 120.0
-FIRST_CALL = (
-    "the first call of {} in a new worker took more than {:g} s, and a worker that is late is "
-    "replaced. An import inside the function counts each time: put it at the top of the file, "
-    f"which has {START_TIMEOUT_SECONDS:g} s, or raise reward.time_limit_seconds"
-)
 LOGGED_LINES = 200
 """Lines that a worker may print into the log."""
 LONGEST_LINE = 1_000
@@ -236,10 +231,7 @@ class VerifierProcess:
             for _ in self._functions:
                 answers.append(self._receive(deadline))
         except TimeoutError:
-            late: dict[str, Any] = {"status": "timeout"}
-            if self.answered == 0 and ":" in self._functions[len(answers)]:
-                late["error"] = FIRST_CALL.format(self._functions[len(answers)], limit_seconds)
-            return [*answers, [late] * len(task[0])], "timeout"
+            return [*answers, [{"status": "timeout"}] * len(task[0])], "timeout"
         except OSError:
             reason = f"its process {self._exit_reason()}"
             return [*answers, [{"status": "crash", "error": reason}] * len(task[0])], "crash"

@@ -87,8 +87,8 @@ def _try_calls(
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
         return _compare_scores(section, verdicts)
-    limit = " (reward.time_limit_seconds)" if failed[0] == "timeout" else ""
-    reason = scorer.first_error or failed[0] + limit
+    limit = f" (reward.time_limit_seconds {section.time_limit_seconds:g})"
+    reason = scorer.first_error or failed[0] + (limit if failed[0] == "timeout" else "")
     if section.max_failed_share == 1 or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "

@@ -116,19 +116,12 @@ def test_a_file_may_import_its_neighbours_and_share_the_name_of_a_module(tmp_pat
     assert (verdict.reward, verdict.scores) == (1.0, (0.5, 0.5))
 
 
-def test_an_import_inside_a_function_that_takes_longer_than_the_limit_is_named(tmp_path):
-    (tmp_path / "slow_library.py").write_text("import time\n\ntime.sleep(30)\n")
+def test_a_function_that_is_late_on_every_row_is_refused_with_its_limit(tmp_path):
     path = tmp_path / "own.py"
-    body = "    import slow_library\n    return 1.0\n"
-    path.write_text(
-        f"def late(completion, answer):\n{body}\ndef once(completion):\n    return 1.0\n"
-    )
+    path.write_text("import time\n\ndef late(completion, answer):\n    time.sleep(30)\n")
     section = RewardSection(function=f"{path}:late", workers=1, time_limit_seconds=0.3)
-    with pytest.raises(
-        RecipeError, match=r"first call of .*own\.py:late.* 0\.3 s.*top of the file"
-    ):
+    with pytest.raises(RecipeError, match=r"own\.py:late.*timeout.*time_limit_seconds 0\.3"):
         tried(section, "1", "2")
-    assert tried(section.model_copy(update={"function": f"{path}:once"}), "1", "2") == []
 
 
 def test_a_function_is_tried_with_the_token_ids_of_its_completion(tmp_path):
