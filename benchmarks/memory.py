@@ -1,8 +1,6 @@
 """Does the dry run's memory model hold? Its prediction beside what a real engine takes on a CPU.
 
-    python benchmarks/memory.py                  ZeRO stages, dtypes, ranks, LoRA, offloading
-    python benchmarks/memory.py --case 18 19     only these of `CASES`
-    python benchmarks/memory.py --json FILE      keep the numbers
+    python benchmarks/memory.py
 
 Each case runs in processes of its own and updates three times, with two micro-batches. Measured is
 the peak of the resident set over that of an engine around a negligible model; predicted is the
@@ -20,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.lab.dry_run.memory import PROCESS, PROCESS_ZERO
+from grpo_replay.lab.dry_run.memory import PROCESS_ZERO
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -31,81 +29,40 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nothing": {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 32,
                 "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1,
                 "head_dim": 32},
-    "wide": {"num_hidden_layers": 4, "vocab_size": 4096},
-    "long": {
-        "num_hidden_layers": 6, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    },
     "seventy": {
         "num_hidden_layers": 10, "vocab_size": 32_768, "hidden_size": 640,
         "intermediate_size": 1920, "num_attention_heads": 10, "num_key_value_heads": 5,
         "head_dim": 64,
     },
-    "vocabulary": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768,
-                   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
-"""Qwen3-0.6B with other sizes; `vocabulary` keeps the real 151,936 tokens; `seventy` has 70 million
-parameters."""
+"""Qwen3-0.6B with other sizes; `seventy` has 70 million parameters."""
 
-
-def bucket(elements: int) -> dict[str, Any]:
-    return {"zero": {"reduce_bucket_size": elements}}
-
-
-OFFLOAD = {"offload": "optimizer"}
-
-BASE_CASES = [("nothing", stage, "float32", 1, False, 64, 2, 1024) for stage in (0, 2)]
+BASE_CASE = ("nothing", 2, 1, "nothing", 64, 2)
 CASES = [
-    # shape, ZeRO stage, dtype, ranks, gradient checkpointing, row length, rows, chunk
-    ("wide", 0, "float32", 1, False, 64, 8, 1024),
-    ("wide", 0, "bfloat16", 1, False, 64, 8, 1024),
-    ("wide", 2, "bfloat16", 1, False, 64, 8, 1024),
-    ("wide", 3, "float32", 1, False, 64, 8, 1024),
-    ("wide", 3, "bfloat16", 1, False, 64, 8, 1024),
-    ("wide", 1, "bfloat16", 2, False, 64, 16, 1024),
-    ("wide", 2, "float32", 2, False, 64, 16, 1024),
-    ("wide", 3, "bfloat16", 2, False, 64, 16, 1024),
-    ("long", 0, "float32", 1, False, 2048, 4, 256),
-    ("long", 0, "float32", 1, True, 2048, 8, 256),
-    ("long", 3, "bfloat16", 1, True, 2048, 8, 256),
-    ("vocabulary", 0, "float32", 1, False, 512, 4, 256),
-    ("vocabulary", 0, "float32", 1, False, 512, 4, 1024),
-    ("vocabulary", 3, "bfloat16", 1, True, 512, 4, 256),
-    # and the rank of LoRA
-    ("wide", 0, "float32", 1, False, 64, 8, 1024, 16),
-    ("wide", 2, "bfloat16", 1, False, 64, 8, 1024, 16),
-    ("wide", 3, "bfloat16", 1, False, 64, 8, 1024, 16),
-    ("long", 3, "float32", 1, False, 2048, 4, 256, 16),
-    # and settings of the engine
-    ("seventy", 2, "float32", 1, False, 16, 4, 1024),
-    ("seventy", 2, "float32", 1, False, 16, 4, 1024, bucket(50_000_000)),
-    ("seventy", 2, "float32", 1, False, 16, 4, 1024, OFFLOAD),
-    ("seventy", 3, "float32", 2, False, 16, 8, 1024),
-    ("seventy", 3, "float32", 2, False, 16, 8, 1024, bucket(50_000_000)),
-    ("seventy", 3, "float32", 2, False, 16, 8, 1024, OFFLOAD),
+    # shape, ZeRO stage, ranks, engine.offload, row length, rows
+    ("seventy", 2, 1, "nothing", 16, 4),
+    ("seventy", 2, 1, "optimizer", 16, 4),
+    ("seventy", 3, 2, "nothing", 16, 8),
+    ("seventy", 3, 2, "optimizer", 16, 8),
 ]
 
 
 def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
-    shape, stage, dtype, ranks, checkpointing, length, rows, chunk, *more = case
-    lora = [each for each in more if isinstance(each, int)]
-    engine = next((each for each in more if isinstance(each, dict)), {})
+    shape, stage, ranks, offload, length, rows = case
     prompt = length // 8
     return {
         "name": "memory",
         "model": {
-            "path": "builtin:qwen3-0.6b", "tokenizer": "builtin:bytes",
-            "dtype": dtype, "gradient_checkpointing": checkpointing,
+            "path": "builtin:qwen3-0.6b", "tokenizer": "builtin:bytes", "dtype": "float32",
             "random_init": SHAPES[shape],
-            "lora": {"r": lora[0]} if lora else {},
         },
         "prompts": {"max_prompt_length": prompt},
         "sampling": {"max_completion_length": length - prompt},
         "replay": {"preset": "grpo"},
         "batch": {"max_tokens_per_microbatch": rows // ranks // 2 * length, "updates_per_step": 1},
         "engine": {
-            "device": "cpu", "zero_stage": stage, "num_processes": ranks,
-            "logprob_chunk_tokens": chunk, **engine,
+            "device": "cpu", "zero_stage": stage, "num_processes": ranks, "offload": offload,
+            "logprob_chunk_tokens": 1024,
         },
     }  # fmt: skip
 
@@ -136,7 +93,7 @@ def worker(case: tuple[Any, ...]) -> None:
     tokenizer = load_tokenizer(recipe.model)
     model = load_policy(recipe.model, 0)
     engine = DeepSpeedEngine(recipe, model, tokenizer, comm, device)
-    length, rows = case[5], case[6]
+    length, rows = case[4:]
     prompt = recipe.prompts.max_prompt_length
     generator = np.random.default_rng(0)
 
@@ -169,9 +126,9 @@ def predicted_mib(case: tuple[Any, ...]) -> float:
 def measure(case: tuple[Any, ...]) -> dict[str, float]:
     """What the case's rank 0 prints."""
     launcher = [sys.executable]
-    if case[3] > 1:
+    if case[2] > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                     str(case[3])]  # fmt: skip
+                     str(case[2])]  # fmt: skip
     done = subprocess.run(
         [*launcher, __file__, "--worker", json.dumps(case)],
         capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
@@ -185,31 +142,18 @@ def measure(case: tuple[Any, ...]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--case", type=int, nargs="*", default=range(len(CASES)))
     options = parser.parse_args()
     if options.worker:
         worker(tuple(json.loads(options.worker)))
         return
-    bases = [measure(case)["peak_mib"] for case in BASE_CASES]
-    print(f"engines around nothing: ZeRO-0 {bases[0]:.0f} MiB (assumed {PROCESS >> 20}), "
-          f"ZeRO-2 {bases[1]:.0f} (assumed {PROCESS_ZERO >> 20})", flush=True)  # fmt: skip
-    rows = []
-    for case in (CASES[index] for index in options.case):
+    base = measure(BASE_CASE)["peak_mib"]
+    print(f"engine around nothing: {base:.0f} MiB (assumed {PROCESS_ZERO >> 20})", flush=True)
+    for case in CASES:
         found = measure(case)
-        measured = found["peak_mib"] - bases[case[1] > 0]
-        rows.append({"case": case, "measured_mib": measured, "seconds": found["seconds"],
-                     "predicted_mib": predicted_mib(case)})  # fmt: skip
-        show(rows[-1])
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-
-
-def show(row: dict[str, Any]) -> None:
-    error = row["predicted_mib"] / row["measured_mib"] - 1
-    print(f"{row['case']!s:70} measured {row['measured_mib']:7.0f} MiB  predicted "
-          f"{row['predicted_mib']:7.0f}  {100 * error:+6.1f} %, an update {row['seconds']:.2f} s",
-          flush=True)  # fmt: skip
+        measured, predicted = found["peak_mib"] - base, predicted_mib(case)
+        print(f"{case!s:45} measured {measured:7.0f} MiB  predicted {predicted:7.0f}  "
+              f"{100 * (predicted / measured - 1):+6.1f} %, an update {found['seconds']:.2f} s",
+              flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
