@@ -21,10 +21,6 @@ def run_eval(*words: Any, **options: Any) -> int:
     return _run("eval", *words, **options)
 
 
-def run_comparison(a: str, b: str, as_json: bool = False) -> int:
-    return run_eval(compare=(a, b), as_json=as_json)
-
-
 def run_inspect(*words: Any, **options: Any) -> int:
     return _run("inspect-buffer", *words, **options)
 

@@ -43,11 +43,6 @@ async def awaited(completion: str, prompt: str, step: int | None, truncated: boo
     return float(-step if truncated else step)
 
 
-async def nan_for_bad(completion: str) -> float | str:
-    await asyncio.sleep(0)
-    return {"bad": float("nan"), "text": "1"}.get(completion, 0.5)
-
-
 def only_even(completion: str, answer: str, row: dict) -> float:
     if int(answer) % 2:
         raise ValueError("odd")

@@ -1,4 +1,4 @@
-"""Stand-ins for what tests may not download: the five benchmarks of the paper, and a model."""
+"""Stand-ins for what tests may not download: the five benchmarks of the paper."""
 
 import json
 from pathlib import Path
@@ -34,30 +34,3 @@ def _row(name: str, number: int) -> dict[str, object]:
         return {"problem_idx": number, "problem": problem, "answer": 2 * number}
     row = {"problem_idx": number, "problem": problem, "answer": f"\\frac{{{4 * number}}}{{2}}"}
     return {**row, "problem_type": ["Algebra"]}
-
-
-def write_model(folder: Path) -> Path:
-    """A small random Qwen3 with the byte tokenizer, as a Hugging Face folder."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from grpo_replay.engine.models import load_tokenizer
-    from grpo_replay.recipe import ModelSection
-
-    tokenizer = load_tokenizer(ModelSection(tokenizer="builtin:bytes"))
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
