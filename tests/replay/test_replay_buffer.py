@@ -242,21 +242,6 @@ def assert_same_state(state, other):
         np.testing.assert_array_equal(state[name], other[name])
 
 
-def test_a_restored_buffer_behaves_like_the_original():
-    settings = replay_settings(max_age_steps=4, capacity_rollouts=30)
-    original, restored = busy_buffer(settings), ReplayBuffer(settings, 4)
-    restored.set_state(original.get_state())
-    assert_same_state(original.get_state(), restored.get_state())
-    one, other = np.random.default_rng(1), np.random.default_rng(1)
-    for step in range(9, 13):
-        assert original.evict(step) == restored.evict(step)
-        drawn = original.draw(6, step, one), restored.draw(6, step, other)
-        assert ids(drawn[0].rollouts) == ids(drawn[1].rollouts)
-        assert drawn[0].probabilities.tobytes() == drawn[1].probabilities.tobytes()
-        assert original.stats(step) == restored.stats(step)
-    assert_same_state(original.get_state(), restored.get_state())
-
-
 def test_a_state_is_a_copy():
     buffer = busy_buffer(replay_settings())
     state = buffer.get_state()
