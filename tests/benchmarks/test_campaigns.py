@@ -9,7 +9,11 @@ import pytest
 
 @pytest.mark.parametrize(
     "verifier, count",
-    [("minerva", 240), pytest.param("boxed", 60, marks=pytest.mark.slow)],
+    [
+        ("minerva", 240),
+        ("math_verify", 12),
+        pytest.param("boxed", 60, marks=pytest.mark.slow),
+    ],
 )
 def test_hostile_completions_neither_crash_nor_delay_the_verifiers(verifier, count):
     found = hostile_completions.campaign(verifier, count, seed=1, workers=2, limit=5.0)

@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from slow_tests import slow_except
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
@@ -44,32 +43,6 @@ def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
     assert results["b"] == Verdict(1.0, "correct", (1.0,))
     assert results[("a", 1)] == Verdict(-1.0, "timeout", (-1.0,))
     assert symbolic.results() == {}
-
-
-HOSTILE = {
-    "a tower of powers": (
-        "\\boxed{9999999999^{9999999999^{99999}}}", {"unparsable"},
-    ),
-    "parentheses": (
-        "\\boxed{" + "(" * 5_000 + "}", {"timeout", "incorrect", "unparsable", "crash"},
-    ),
-    "open boxes": ("\\boxed{" * 20_000, {"timeout", "incorrect", "unparsable"}),
-    "three million letters": ("a" * 3_000_000, {"timeout", "unparsable"}),
-    "dollar signs": ("$" * 100_000, {"timeout", "unparsable"}),
-    "half a surrogate pair": ("\x00\ud800\udfff", {"incorrect", "unparsable"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", slow_except(["a tower of powers", "parentheses", "half a surrogate pair"], HOSTILE)
-)
-def test_hostile_answers_neither_hang_nor_end_the_run(symbolic, name):
-    completion, statuses = HOSTILE[name]
-    started = time.monotonic()
-    (verdict,) = symbolic.score([(completion, "5", None)])
-    assert verdict.reward == -1.0 and verdict.status in statuses
-    assert time.monotonic() - started < 30
-    assert symbolic.score([("\x00\ud800 \\boxed{5}", "5", None)])[0].status == "correct"
 
 
 def test_unparsable_reference_answers_are_named():
