@@ -1,6 +1,5 @@
 """Replay in TRL's own trainer, on the tiny model."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
@@ -21,7 +19,7 @@ from test_trl_rows import EOS, PAD, TOKENS, batch, rollouts
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
-from trl_runs import make, preset, weights_of
+from trl_runs import logged, make, metrics, preset, weights_of
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
@@ -35,7 +33,6 @@ from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay.batch import token_weights
 from grpo_replay.replay.loss import token_loss
-from grpo_replay.training.metrics import depends_on_time
 
 RUNS = Path(__file__).parents[1] / "support" / "trl_runs.py"
 THREE_OF_FOUR = {"steps_per_generation": 3, "gradient_accumulation_steps": 4,
@@ -70,16 +67,6 @@ class Watched(Hearing):
                 self.seen.append((self.replay_buffer.last_step, first, rollout.rollout_id,
                                   rollout.birth_step, gaps[i], logprobs))  # fmt: skip
         return loss
-
-
-def metrics(folder, timed=True):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if timed or not depends_on_time(k)} for line in lines]
-
-
-def logged(folder, kind="rollouts"):
-    files = sorted((folder / kind).glob("*.parquet"))
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
 def check_run(folder, trainer, name):
@@ -483,19 +470,6 @@ class Experts(ReplayGRPOTrainer):
         )  # fmt: skip
         args.model_init_kwargs = None
         super().__init__(Qwen3MoeForCausalLM(config), reward, args, dataset, **others)
-
-
-@pytest.mark.skipif("router_aux_loss_coef" not in OWN, reason="this TRL has none")
-@pytest.mark.parametrize("signal", [False, True])
-def test_padding_does_not_balance_experts(tmp_path, signal):
-    trainer = make(tmp_path, preset("ours"), Experts, max_steps=4, router_aux_loss_coef=0.5)
-    before = weights_of(trainer)
-    trainer.reward_funcs = [
-        lambda completions, **_: [float(i % 2 and signal) for i, _ in enumerate(completions)]
-    ]
-    trainer.train()
-    assert (weights_of(trainer) == before) == (not signal)
-    assert any(line.get("aux_loss") for line in trainer.state.log_history) == signal
 
 
 class Bonuses(Hearing, Experts):

@@ -1,34 +1,18 @@
 """Replay in subclasses of TRL's trainer: what they compute is what counts, wherever they stand."""
 
 import copy
-import json
 
-import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 
 import torch
 from trl import GRPOTrainer
-from trl_runs import make, preset, weights_of
+from trl_runs import failures, logged, make, metrics, preset, weights_of
 
 from grpo_replay import ReplayConfig
 from grpo_replay.errors import UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
-from grpo_replay.lab.verification.verify import verify_run
-
-
-def logged(folder, kind="rollouts"):
-    files = sorted((folder / kind).glob("*.parquet"))
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def failures(folder):
-    return [check.detail for check in verify_run(folder).checks if not check.passed]
 
 
 def of_no_use(completions, **_):

@@ -8,7 +8,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
@@ -17,12 +16,11 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
-from trl_runs import weights_of
+from trl_runs import failures, logged, weights_of
 
 from grpo_replay import ReplayConfig
 from grpo_replay.errors import UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer
-from grpo_replay.lab.verification.verify import verify_run
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "replay_with_tools.py"
 sys.path.insert(0, str(EXAMPLE.parent))
@@ -87,11 +85,6 @@ def make(folder, rows=None, **changes):
     return trainer
 
 
-def logged(folder, kind="rollouts"):
-    files = sorted((folder / kind).glob("*.parquet"))
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
-
-
 def check(folder, trainer):
     """No gradient where a tool spoke, fresh or replayed; masks of birth; verify."""
     assert all(others == 0 for *_, others in trainer.seen)
@@ -105,8 +98,7 @@ def check(folder, trainer):
             heard &= token != ASSISTANT
         assert row["completion_mask"] == expected
     assert len({len(row["completion_token_ids"]) for row in logged(folder)}) > 1
-    failed = [each.detail for each in verify_run(folder).checks if not each.passed]
-    assert failed == []
+    assert failures(folder) == []
 
 
 def test_an_environment_of_several_turns_with_its_own_reward(tmp_path):

@@ -1,10 +1,12 @@
 """Short runs of TRL on the tiny model. As a script, one rank of two: trl_runs.py FOLDER PRESET."""
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback
@@ -13,7 +15,9 @@ from trl import GRPOConfig, GRPOTrainer
 import grpo_replay
 from grpo_replay import ReplayConfig
 from grpo_replay.integrations.trl import ReplayGRPOTrainer
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.tiny.problems import PROMPT_TEMPLATE, train_problems
+from grpo_replay.training.metrics import depends_on_time
 
 BASE = Path(grpo_replay.__file__).parent / "tiny" / "base"
 PRESETS = {
@@ -62,6 +66,21 @@ def weights_of(trainer: Any) -> str:
     model = trainer.accelerator.unwrap_model(trainer.model)
     parts = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
     return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def metrics(folder: Path, timed: bool = True) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if timed or not depends_on_time(k)} for line in lines]
+
+
+def logged(folder: Path, kind: str = "rollouts") -> list[dict[str, Any]]:
+    files = sorted((folder / kind).glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def failures(folder: Path) -> list[str]:
+    """What --verify finds wrong."""
+    return [check.detail for check in verify_run(folder).checks if not check.passed]
 
 
 def main() -> None:
