@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from architectures import WITH_STATE, random_model
 from core_engine import (
     first_gradient,
     make_rows,
@@ -15,7 +16,6 @@ from core_engine import (
     share_prompts,
 )
 from mini_batches import plan_microbatches
-from model_zoo import APART, MIXING, random_model
 from slow_tests import slow_except
 from transformers import (
     AttentionInterface,
@@ -109,9 +109,12 @@ def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch
             assert engine._layout.packing is packing
 
 
-@pytest.mark.parametrize("kind", slow_except(["lfm2", *APART], [*MIXING, *APART]))
+APART = ["qwen2", "qwen3", "llama", "gemma3_text", "mistral", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("kind", slow_except(["lfm2", *APART], ["lfm2", *WITH_STATE, *APART]))
 def test_which_models_keep_rows_apart_is_found_by_trying(kind):
-    model = random_model(kind, "float32")
+    model = random_model(kind)
     module = PolicyModule(model, 1.0, 1024)
 
     @torch.no_grad()

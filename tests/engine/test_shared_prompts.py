@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from architectures import random_model
 from core_engine import (
     first_gradient,
     keep_rows_apart,
@@ -20,7 +21,6 @@ from core_engine import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mini_batches import plan_microbatches
-from model_zoo import random_model
 
 from grpo_replay.engine.microbatches import micro_batch, plan_sequences
 from grpo_replay.engine.policy_module import segment_mask

@@ -36,13 +36,24 @@ ARCHITECTURES = {
 }  # fmt: skip
 """By transformers' name of the type; `attn_implementation` is the recipe's."""
 
+WITH_STATE = {
+    "qwen3_next": HEADS | EXPERTS | {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+    },
+    "falcon_h1": HEADS,
+}  # fmt: skip
+"""Others, whose layers carry a state from position to position, as `lfm2` does."""
+
 
 def attention_of(kind: str) -> str:
-    return ARCHITECTURES[kind].get("attn_implementation", "sdpa")
+    return (ARCHITECTURES | WITH_STATE)[kind].get("attn_implementation", "sdpa")
 
 
 def random_config(kind: str, **changes) -> PreTrainedConfig:
-    own = {k: v for k, v in ARCHITECTURES[kind].items() if k != "attn_implementation"}
+    settings = (ARCHITECTURES | WITH_STATE)[kind]
+    own = {k: v for k, v in settings.items() if k != "attn_implementation"}
     return AutoConfig.for_model(kind, **SIZES | own | changes)
 
 
