@@ -32,6 +32,12 @@ def main() -> None:
     for folder, shipped in (("recipes", shipped_recipes()), ("recipes/sweeps", shipped_sweeps())):
         ours = {path.stem for path in Path(folder).glob("*.yaml")}
         assert len(ours) >= 7 and ours == set(shipped), f"{folder}: {shipped}"
+    package, data = Path(grpo_replay.__file__).parents[1], 0
+    for pattern in ("grpo_replay/tiny/*base/*", "grpo_replay/models/**/*.json"):
+        for path in Path().glob(pattern):
+            assert (package / path).read_bytes() == path.read_bytes(), path
+            data += 1
+    assert data >= 20, f"{data} files of tiny bases and published configurations"
     assert grpo_replay.ReplayBuffer and grpo_replay.ReplayConfig and grpo_replay.Rollout
     for command in READING:
         done = call(command, run)
