@@ -61,15 +61,14 @@ def directly(pairs: list[tuple[str, str]]) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "fewest", "most"), [(100, 1, 60), (250, 5, 150), (700, 20, 300)])
-def test_verdicts_equal_those_of_direct_calls_in_any_order(grader, count, fewest, most):
+def test_verdicts_equal_those_of_direct_calls_in_any_order(grader):
     pairs = [(frame.format(a), b) for frame in FRAMES for a in PIECES for b in PIECES]
     random.Random(0).shuffle(pairs)
-    pairs = pairs[:count]
+    pairs = pairs[:700]
     ours = [grader.grade(*pair)[0] == "correct" for pair in pairs + pairs[::-1]]
     expected = directly(pairs)
     assert ours == expected + expected[::-1]
-    assert fewest < sum(expected) < most
+    assert 20 < sum(expected) < 300
 
 
 @pytest.mark.parametrize(
