@@ -24,7 +24,6 @@ from grpo_replay.collection.messages import (
     Command,
     Credit,
     Delivery,
-    Drain,
     Drop,
     Group,
     Hello,
@@ -149,7 +148,6 @@ class Collector:
         self._open: dict[Place, OpenGroup] = {}
         self._may_start: int | None = 0
         self._started = 0
-        self._draining = self._drained = False
         self._generated_rollouts = self._generated_tokens = 0
         self._seq = 0
         self._unacknowledged: set[int] = set()
@@ -182,8 +180,6 @@ class Collector:
             self._unacknowledged.discard(command.seq)
         elif isinstance(command, Cancel):
             self._cancel_older_than(command.older_than)
-        elif isinstance(command, Drain):
-            self._drain()
         elif isinstance(command, Stop):
             self._stopped.set()
             return
@@ -194,7 +190,7 @@ class Collector:
     def _admit(self) -> Sequence[Member]:
         """The members of the next group, if back-pressure allows it."""
         waiting, limit = len(self._unacknowledged), self._settings.unacknowledged_limit
-        if self._draining or (limit is not None and waiting >= limit):
+        if limit is not None and waiting >= limit:
             return ()
         if self._may_start is not None and self._started >= self._may_start:
             return ()
@@ -252,13 +248,6 @@ class Collector:
         self._scorer.put_incomplete(_name_of(group.place))
         self._deliver(group.drop(reason))
 
-    def _drain(self) -> None:
-        self._draining = True
-        for group in list(self._open.values()):
-            self._give_up(group, "cancelled")
-        self._drained = True
-        self._send(Delivery(0, None, self.report()))
-
     async def _take_verdicts(self) -> None:
         while True:
             await asyncio.sleep(GRADE_POLL_SECONDS)
@@ -297,7 +286,6 @@ class Collector:
             grading=sum(group.grading for group in self._open.values()),
             idle_seconds=idle,
             server_seconds=used,
-            drained=self._drained,
             sent=time.monotonic(),
             first_error=self._scorer.first_error,
         )

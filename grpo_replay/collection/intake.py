@@ -18,7 +18,6 @@ one whole buffer: with more, they would push each other out of it undrawn.
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from grpo_replay.collection.arrivals import (
@@ -35,7 +34,6 @@ from grpo_replay.collection.messages import (
     CollectorSettings,
     Credit,
     Delivery,
-    Drain,
     Drop,
     Group,
     Hello,
@@ -44,7 +42,7 @@ from grpo_replay.collection.messages import (
     Step,
     Version,
 )
-from grpo_replay.errors import CollectorError, JournalError, SamplerError, ServersLost
+from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
 from grpo_replay.stop import StopToken
@@ -53,7 +51,6 @@ from grpo_replay.types import Rollout
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-DRAIN_SECONDS = 10.0
 RESTARTS_WITHOUT_PROGRESS = 3
 LOST_IN_A_ROW = 3
 """Groups lost one after the other that a run endures, or those of a step if these are more."""
@@ -274,21 +271,6 @@ class Intake:
         """Flush the journal, before a checkpoint that relies on it."""
         if self._journal is not None:
             self._journal.sync()
-
-    def finish(self) -> None:
-        """The last step has its groups: close the books of what is still running, and end the
-        collector."""
-        if self._link is None:
-            return
-        self._link.send(Drain())
-        deadline = time.monotonic() + DRAIN_SECONDS
-        try:
-            while not self.newest_report.drained and time.monotonic() < deadline:
-                for delivery in self._link.receive(POLL_SECONDS):
-                    self._take_delivery(delivery)
-        except (CollectorGone, ServersLost) as gone:
-            logger.warning("the collector ended before its books were closed: %s", gone)
-        self.close()
 
     def close(self) -> None:
         """End the collector. May be called twice."""

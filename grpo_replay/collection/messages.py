@@ -2,7 +2,7 @@
 pickle.
 
     collector → rank 0    Delivery(seq, body, report): a Group, a Drop, a Failure, or only a report
-    rank 0 → collector    Hello, Credit, Version, Cancel, Drain, Stop, Ack
+    rank 0 → collector    Hello, Credit, Version, Cancel, Stop, Ack
     journal               Group, Drop, Step, Restart
 
 Arrays travel as bytes: token ids int32, log-probs float32, both little-endian.
@@ -134,7 +134,6 @@ class Report(msgspec.Struct, frozen=True):
     grading: int = 0
     idle_seconds: float = 0.0
     server_seconds: float = 0.0
-    drained: bool = False
     sent: float = 0.0
     first_error: str | None = None
 
@@ -183,10 +182,6 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     older_than: int
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Start nothing, give up what is running, and report `drained`."""
-
-
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End."""
 
@@ -197,7 +192,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     seq: int
 
 
-Command = Hello | Credit | Version | Cancel | Drain | Stop | Ack
+Command = Hello | Credit | Version | Cancel | Stop | Ack
 """What rank 0 sends."""
 
 encode = msgspec.msgpack.encode

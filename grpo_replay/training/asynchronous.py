@@ -244,7 +244,7 @@ class MainSource(FollowerSource):
         if not self._is_live:
             return
         if version == self.recipe.run.steps:
-            self.intake.finish()
+            self.intake.close()
             return
         self.intake.cancel_stale(version + 1)
         super().advance(version)

@@ -20,7 +20,6 @@ from grpo_replay.collection.messages import (
     CollectorSettings,
     Credit,
     Delivery,
-    Drain,
     Drop,
     Group,
     Hello,
@@ -438,22 +437,6 @@ def test_an_error_of_what_runs_beside_ends_the_collector(server):
 
     with pytest.raises(ValueError, match="a prompt that is not there"):
         asyncio.run(run())
-
-
-def test_a_drain_closes_the_books(server):
-    server.seconds = 0.3
-    harness = Harness([server])
-
-    async def scenario():
-        harness.greet()
-        await harness.until(lambda: len(harness.groups()) >= 2)
-        harness.collector.handle(Drain())
-        await harness.until(lambda: harness.received[-1].report.drained)
-        last = harness.received[-1].report
-        assert (last.held_rollouts, last.running) == (0, 0)
-
-    harness.run(scenario)
-    harness.check_balance()
 
 
 def test_a_refused_request_ends_the_collector_with_its_reason(server):

@@ -203,7 +203,7 @@ def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_o
     assert intake.done == [
         ("cancel_stale", 4), ("give_credit", 3),
         ("cancel_stale", 5), ("pushed", 4), ("give_credit", 4),
-        ("finish",),
+        ("close",),
     ]  # fmt: skip
 
 
