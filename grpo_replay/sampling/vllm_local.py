@@ -43,7 +43,6 @@ from grpo_replay.sampling.vllm_requests import (
     check_request,
     engine_arguments,
     log_through_root,
-    read_versions,
     sampling_parameters,
     set_environment,
 )
@@ -166,15 +165,16 @@ class VllmLocalSampler:
             self._abandon(engine, running)
 
     def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
-        place = f"completion {tuple(request.key)}"
         tokens = list(sampled.token_ids)
         entries = sampled.logprobs or []
+        # The labels are those of `set_weight_version`.
+        versions = [int(span.version) for span in sampled.weight_versions]
         return build_completion(
             request,
             tokens,
             [entry[token].logprob for token, entry in zip(tokens, entries, strict=False)],
             sampled.finish_reason,
-            read_versions([span.version for span in sampled.weight_versions or ()], place),
+            (versions[0], versions[-1]),
             self.stop_token_ids,
         )
 

@@ -91,20 +91,6 @@ def _checked_logprobs(logprobs: Sequence[float], place: str) -> np.ndarray:
     return logprobs_T
 
 
-def read_versions(labels: Sequence[Any], place: str) -> tuple[int, int]:
-    """First and last policy version of the weight labels of one completion, in token order.
-
-    Raises SamplerError for any other label: the weights are not this run's.
-    """
-    versions = [int(label) for label in labels if isinstance(label, str) and label.isdecimal()]
-    if not versions or len(versions) < len(labels):
-        raise SamplerError(
-            f"{place}: sampled by weights labelled {list(labels)}, not by a policy version of "
-            "this run: the server was restarted, or something else updates it"
-        )
-    return versions[0], versions[-1]
-
-
 CPU_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     # Binding threads to cores would also bind those of the trainer in the same process.

@@ -39,7 +39,6 @@ from grpo_replay.sampling.vllm_process import SleepState
 from grpo_replay.sampling.vllm_requests import (
     build_completion,
     engine_arguments,
-    read_versions,
     set_environment,
 )
 from grpo_replay.types import GenerationRequest, RequestKey
@@ -349,13 +348,6 @@ def test_an_answer_that_was_cut_short_is_refused(tokens, finish):
 def test_an_answer_without_a_finite_log_prob_is_refused(logprob):
     with pytest.raises(SamplerError, match="log-prob of token 0 is not finite"):
         answer([4, 9], "stop", logprob)
-
-
-def test_labels_of_other_runs_are_not_read():
-    assert read_versions(["3", "4"], "here") == (3, 4)
-    for labels in (["default"], ["b/3"], [""], [], ["3", "default"], [3], [None]):
-        with pytest.raises(SamplerError, match="here: sampled by weights labelled"):
-            read_versions(labels, "here")
 
 
 STUBBORN = (
