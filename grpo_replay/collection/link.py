@@ -12,6 +12,7 @@ from pathlib import Path
 
 import zmq
 
+from grpo_replay import errors
 from grpo_replay.collection.messages import (
     CollectorSettings,
     Command,
@@ -23,18 +24,6 @@ from grpo_replay.collection.messages import (
     encode,
 )
 from grpo_replay.distributed.held_folder import HeldFolder
-from grpo_replay.errors import (
-    CollectorError,
-    DatasetError,
-    JournalError,
-    LedgerError,
-    ModelError,
-    RecipeError,
-    RewardError,
-    SamplerError,
-    ServersLost,
-    UsageError,
-)
 from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES, log_tail
 
 SOCKET_PARENT = Path("/tmp")
@@ -160,19 +149,13 @@ def collector_environment() -> dict[str, str]:
     }
 
 
-_RAISED = (
-    DatasetError, JournalError, LedgerError, ModelError, RecipeError, RewardError, SamplerError,
-    ServersLost, UsageError,
-)  # fmt: skip
-"""What a collector may end with that its trainer raises as it is."""
-
-
 def _as_error(failure: Failure, log: Path) -> Exception:
-    """The collector's error, as the class of the same name."""
-    for kind in _RAISED:
-        if kind.__name__ == failure.kind:
-            return kind(failure.message)
-    return CollectorError(
+    """The collector's error, as the class of the same name. CollectorError for one that is not
+    ours."""
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.GrpoReplayError):
+        return kind(failure.message)
+    return errors.CollectorError(
         f"the collector failed with {failure.kind}: {failure.message}; its log is {log}. Resume "
         "from the last checkpoint with --resume"
     )

@@ -31,7 +31,7 @@ from grpo_replay.collection.messages import (
     Report,
     encode,
 )
-from grpo_replay.errors import CollectorError, RecipeError
+from grpo_replay.errors import CollectorError, NotFetchedError, RecipeError
 
 
 def settings(url: str, folder: Path) -> CollectorSettings:
@@ -98,8 +98,9 @@ def test_a_collector_may_be_silent_longer_while_it_starts(idle):
     ("kind", "expected", "message"),
     [
         ("RecipeError", RecipeError, "^as told$"),
+        ("NotFetchedError", NotFetchedError, "^as told$"),
         ("ZeroDivisionError", CollectorError, "failed with ZeroDivisionError: as told; its log"),
-        ("Path", CollectorError, "failed with Path: as told"),
+        ("Iterable", CollectorError, "failed with Iterable: as told"),
     ],
 )
 def test_the_collectors_error_is_raised_as_its_own_class(idle, kind, expected, message):
