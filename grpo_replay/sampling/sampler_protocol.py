@@ -34,8 +34,7 @@ class SamplerOpening:
     with `seed`. `stop_token_ids` end a completion; `longest` is the number of tokens of the longest
     prompt and completion. Ranks wait for each other for `timeout_seconds` at most.
     `pushed_while_sampling` is true in asynchronous runs.
-    Servers that it launches log to `log_folder` (a temporary folder if None); `is_checked` is
-    whether those given by URL were found to match the recipe (`VllmServerSampler.check`).
+    Servers that it launches log to `log_folder` (a temporary folder if None).
     """
 
     model: ModelSection
@@ -48,7 +47,6 @@ class SamplerOpening:
     timeout_seconds: float
     pushed_while_sampling: bool = False
     log_folder: Path | None = None
-    is_checked: bool = False
 
     @property
     def with_adapters(self) -> bool:
@@ -63,7 +61,6 @@ class SamplerOpening:
         model_path: str,
         comm: "Comm",
         log_folder: Path | None = None,
-        is_checked: bool = False,
     ) -> "SamplerOpening":
         """With the weights in `model_path`, a local folder or hub id. Raises RecipeError,
         ModelError."""
@@ -84,7 +81,6 @@ class SamplerOpening:
             recipe.engine.timeout_seconds,
             recipe.run.is_async,
             log_folder,
-            is_checked,
         )
 
 
@@ -190,12 +186,11 @@ def open_sampler(
     model_path: str,
     comm: "Comm",
     log_folder: Path | None = None,
-    is_checked: bool = False,
 ) -> Sampler:
     """The sampler that `recipe.sampling.backend` names, with the weights in `model_path`.
     Collective."""
     found = sampler_class(recipe.sampling)
-    return found.open(SamplerOpening.of(recipe, model_path, comm, log_folder, is_checked))
+    return found.open(SamplerOpening.of(recipe, model_path, comm, log_folder))
 
 
 class NoSampler:

@@ -431,7 +431,7 @@ class RunOpener:
     def _open_sampler(self) -> None:
         path = self._model_path()
         log = self.run_dir.path / "log"
-        self.sampler = open_sampler(self.recipe, path, self.comm, log, is_checked=True)
+        self.sampler = open_sampler(self.recipe, path, self.comm, log)
         self.stack.callback(self.sampler.close)
 
     def _model_path(self) -> str:

@@ -161,11 +161,9 @@ class VllmServerSampler:
         self.servers = Servers(servers, settings, self._comm.world_size)
 
     def _check_servers(self) -> None:
-        """Wait for launched servers, and validate all that were not; on rank 0 only."""
+        """Wait for launched servers, and validate all of them; on rank 0 only."""
         if self._launched:
             wait_until_healthy(self._launched, self.servers.all)
-        elif self._opening.is_checked:
-            return
         for server in self.servers.all:
             try:
                 check_server(server, self._config, self._arguments)
