@@ -86,7 +86,7 @@ class HfSampler:
 
         A completion is determined by its request: the seed gives the random number of every
         position. Raises RecipeError for a request longer than the model's positions, SamplerError
-        for an invalid one, after `close`, or if a weight update was left incomplete.
+        for an invalid one, or if a weight update was left incomplete.
         """
         self._weights.refuse_incomplete()
         model = self._open_model().to(self._device)
@@ -177,14 +177,12 @@ class HfSampler:
 
     def close(self) -> None:
         """Free the weights. May be called twice."""
-        self._weights.close()
         self._model = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _open_model(self) -> PreTrainedModel:
-        self._weights.refuse_closed()
-        assert self._model is not None
+        assert self._model is not None, "the sampler is closed"
         return self._model
 
 

@@ -209,11 +209,7 @@ class NoSampler:
         return cls(opening.stop_token_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        """Raises SamplerError."""
-        raise SamplerError(
-            "a run that replays a journal (sampling.collection.replay_journal) samples nothing: "
-            "its journal has no further step; lower run.steps"
-        )
+        raise NotImplementedError("a run that is replayed from its journal samples nothing")
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self.policy_version = version
@@ -259,17 +255,15 @@ def refuse_split_engine(size: int, ranks_here: int) -> None:
 
 
 class WeightState:
-    """Tracks whether a sampler can sample: it is open, its last weight update is complete, and the
-    weights were not discarded since."""
+    """Tracks whether a sampler can sample: its last weight update is complete, and the weights were
+    not discarded since."""
 
     def __init__(self) -> None:
         self._reason: str | None = None  # why there is nothing to sample from
-        self._closed = False
 
     def begin(self, version: int, held: int) -> None:
-        """Start an update of a sampler at version `held`. Raises SamplerError if the sampler is
-        closed or `version` does not increase."""
-        self.refuse_closed()
+        """Start an update of a sampler at version `held`. Raises SamplerError if `version` does not
+        increase."""
         if version <= held:
             raise SamplerError(
                 f"weights of version {version} offered to a sampler at version {held}: "
@@ -285,17 +279,9 @@ class WeightState:
         """Mark the weights as dropped: a complete update must come before sampling."""
         self._reason = self._reason or "the weights were discarded when the sampler went to sleep"
 
-    def close(self) -> None:
-        self._closed = True
-
-    def refuse_closed(self) -> None:
-        if self._closed:
-            raise SamplerError("the sampler is closed; open another one")
-
     def refuse_incomplete(self) -> None:
         """Raises SamplerError if there is nothing to sample from: an update began and did not
-        complete, the weights were discarded, or the sampler is closed."""
-        self.refuse_closed()
+        complete, or the weights were discarded."""
         if self._reason is not None:
             raise SamplerError(f"{self._reason}; load a complete set before generating")
 

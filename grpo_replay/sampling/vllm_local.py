@@ -129,7 +129,7 @@ class VllmLocalSampler:
 
         Collective with tensor parallelism. Raises RecipeError for a request longer than the
         engine's longest sequence, SamplerError for an invalid one, for a log-prob that is not
-        finite, if the engine does not wake, after `close`, or without complete weights.
+        finite, if the engine does not wake, or without complete weights.
         """
         self._weights.refuse_incomplete()
         engine = self._open_engine()
@@ -249,14 +249,12 @@ class VllmLocalSampler:
         Kept weights, and in any case the base of adapters, are stored in pinned host memory;
         without them `generate` is refused until the next `load_weights`. Frees nothing on a CPU or
         with sleep_mode false."""
-        self._open_engine()
         if not keep_weights:
             self._weights.discard()
         self._memory.sleep(keep_weights or self._files is not None)
 
     def close(self) -> None:
         """Free the engine, but not the process group. May be called twice."""
-        self._weights.close()
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -276,8 +274,7 @@ class VllmLocalSampler:
             torch.cuda.empty_cache()
 
     def _open_engine(self) -> "LLMEngine":
-        self._weights.refuse_closed()
-        assert self._engine is not None
+        assert self._engine is not None, "the sampler is closed"
         return self._engine
 
 

@@ -200,8 +200,6 @@ def test_raw_logprobs_are_detected(tied, monkeypatch, capfd):
     finally:
         sampler.close()
     sampler.close()
-    with pytest.raises(SamplerError, match="closed"):
-        sampler.generate(requests)
     assert torch.equal(torch.random.get_rng_state(), before[0]), "the trainer's random state moved"
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
     torch.set_num_threads(2)

@@ -196,7 +196,7 @@ class VllmServerSampler:
         A failed request is retried, on another server if there is one. Raises RecipeError for a
         request longer than the servers' longest sequence; ServersLost if no server is left;
         SamplerError for an invalid request, for a log-prob that is not finite, when retries run
-        out, after `close`, or if a weight update was left incomplete.
+        out, or if a weight update was left incomplete.
         """
         self._weights.refuse_incomplete()
         for request in requests:
@@ -307,7 +307,6 @@ class VllmServerSampler:
 
     def close(self) -> None:
         """Stop launched servers and remove weight files. May be called twice."""
-        self._weights.close()
         if self._transfer is not None:
             self._transfer.close()
         for server in self._launched:
