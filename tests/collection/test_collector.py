@@ -27,7 +27,7 @@ from grpo_replay.collection.messages import (
     Version,
     unpack,
 )
-from grpo_replay.errors import SamplerError, ServersLost
+from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.types import RequestKey, completion_seed
 
@@ -195,19 +195,6 @@ def test_finished_groups_that_nobody_takes_hold_the_collector_back(server):
     harness.run(scenario)
 
 
-def test_a_failed_request_is_sent_again_and_kills_nothing(server):
-    """trl#7176."""
-    server.statuses = [500, 500]
-    harness = Harness([server])
-
-    async def scenario():
-        harness.greet(credit=2)
-        await harness.until(lambda: len(harness.groups()) == 2)
-
-    harness.run(scenario)
-    harness.check_balance()
-
-
 def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
     monkeypatch.setattr("grpo_replay.sampling.server.dispatcher.MAX_RETRIES", 0)
     server.statuses = [500] * 3
@@ -226,21 +213,6 @@ def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
     harness.check_balance()
     assert harness.scorer.incomplete == [f"{d.place[0]}.{d.place[1]}" for d in harness.drops()]
     assert set(harness.scorer.groups.values()) == {harness.recipe.sampling.group_size}
-
-
-def test_a_dead_server_leaves_its_requests_to_the_other(pair):
-    harness = Harness(pair)
-
-    async def scenario():
-        harness.greet()
-        await harness.until(lambda: len(harness.groups()) >= 2)
-        pair[1].stop()
-        before = len(harness.groups())
-        await harness.until(lambda: len(harness.groups()) >= before + 6)
-
-    harness.run(scenario)
-    assert harness.drops() == []
-    harness.check_balance()
 
 
 def test_a_server_with_other_weights_is_not_used_until_it_has_ours(pair):
@@ -292,40 +264,6 @@ def test_a_server_that_is_being_updated_when_a_request_fails_is_used_again(serve
         await harness.until(lambda: len(harness.groups()) == 1)
 
     harness.run(scenario)
-
-
-def test_the_last_server_that_is_lost_ends_the_collector(pair):
-    harness = Harness(pair)
-
-    async def scenario():
-        harness.greet()
-        await harness.until(lambda: len(harness.groups()) >= 2)
-        pair[0].stop()
-        before = len(harness.groups())
-        await harness.until(lambda: len(harness.groups()) >= before + 4)
-        pair[1].stop()
-        await asyncio.sleep(10)
-
-    with pytest.raises(ServersLost, match=pair[0].url):
-        harness.run(scenario)
-
-
-def test_requests_of_a_server_that_is_lost_are_withdrawn_and_sent_to_the_other(pair):
-    for each in pair:
-        each.seconds = 0.5
-    harness = Harness(pair, max_in_flight=2)
-
-    async def scenario():
-        harness.greet(credit=2)
-        await harness.until(lambda: all(each.in_flight == 2 for each in pair))
-        harness.collector.handle(Version(pair[1].url, None))
-        assert harness.collector.report().running == 2
-        await harness.until(lambda: pair[1].hung_up == 2)
-        await harness.until(lambda: len(harness.groups()) == 2)
-
-    harness.run(scenario)
-    assert pair[0].served == 4
-    harness.check_balance()
 
 
 def test_a_straddler_arrives_with_the_version_and_the_log_prob_of_every_token(server, monkeypatch):
