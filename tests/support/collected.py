@@ -14,11 +14,9 @@ def row(
     reward: float | None = 1.0,
     tokens: int = 3,
     spans: Sequence[Span] = ((0, 0, 3),),
-    first_id: int = 7,
 ) -> Row:
-    ids = np.arange(first_id, first_id + tokens, dtype=np.int32)
     return Row(
-        token_ids=pack(ids, TOKEN_IDS),
+        token_ids=pack(np.arange(7, 7 + tokens, dtype=np.int32), TOKEN_IDS),
         logprobs=pack(np.full(tokens, -0.5, dtype=np.float32), LOGPROBS),
         spans=tuple(spans),
         text="text",

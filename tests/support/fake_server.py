@@ -53,16 +53,13 @@ class FakeServer:
         self.logprob = -0.5
         self.statuses: list[int] = []  # of the next completions; then 200
         self.aborts = 0  # of the next completions: finished by "abort"
-        self.spans: list[tuple[str, int, int]] | None = None  # instead of one of `label`
         self.requests: list[Request] = []  # all, in the order of arrival
         self.seconds = 0.0
-        self.health_seconds = 0.0
         self.generates: bool | None = True  # None: does not count tokens
         self.generated = 0
         self.served = 0
         self.hung_up = 0  # completions whose client had closed the connection
         self.in_flight = self.most_in_flight = 0
-        self.connections = 0  # made so far
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
         server = self
@@ -72,7 +69,6 @@ class FakeServer:
 
             def setup(self) -> None:
                 super().setup()
-                server.connections += 1
                 server._open.append(self.connection)
 
             def do_GET(self) -> None:
@@ -80,7 +76,6 @@ class FakeServer:
                 if self.path == "/metrics":
                     self._send(200, server._metrics().encode())
                     return
-                time.sleep(server.health_seconds * (self.path == "/health"))
                 self._answer(200, server.describe(self.path))
 
             def do_POST(self) -> None:
@@ -126,10 +121,8 @@ class FakeServer:
 
     def sample(self, body: dict[str, Any]) -> Answer:
         """A completion."""
-        labels = [self.label] * len(self.tokens)
-        for label, start, end in self.spans or []:
-            labels[start:end] = [label] * (end - start)
-        return Answer(self.tokens, [self.logprob] * len(self.tokens), labels)
+        count = len(self.tokens)
+        return Answer(self.tokens, [self.logprob] * count, [self.label] * count)
 
     def asked(self, path: str) -> list[Request]:
         """The requests to one route."""
