@@ -197,7 +197,7 @@ def test_finished_groups_that_nobody_takes_hold_the_collector_back(server):
 
 def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
     monkeypatch.setattr("grpo_replay.sampling.server.dispatcher.MAX_RETRIES", 0)
-    server.statuses = [500] * 3
+    server.statuses = [500, 200, 500, 500]  # the second group's first completion has finished
     harness = Harness([server], max_in_flight=1)
 
     async def scenario():
@@ -206,7 +206,8 @@ def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
         await asyncio.sleep(0.1)
 
     harness.run(scenario)
-    assert [drop.reason for drop in harness.drops()] == ["lost"] * 3
+    dropped = [(drop.reason, drop.rollouts, drop.tokens) for drop in harness.drops()]
+    assert dropped == [("lost", 0, 0), ("lost", 1, 2), ("lost", 0, 0)]
     assert {d.place for d in harness.drops()} | {g.place for g in harness.groups()} == {
         (0, 0), (0, 1), (0, 2), (0, 3)
     }  # fmt: skip

@@ -103,16 +103,6 @@ def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_version_stays_until_every_server_has_read_it(tmp_path):
-    folder = FolderTransfer(str(tmp_path), 1, 1)
-    for version in (1, 2):
-        folder.stage([("a", torch.zeros(1))], version)
-        assert [path.name for path in tmp_path.glob("*/version-*")] == [f"version-{version}"]
-        folder.discard()
-        assert not list(tmp_path.glob("*/version-*"))
-    folder.close()
-
-
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path):
     folder = FolderTransfer(str(tmp_path), 2**60, 1)
     with pytest.raises(SamplerError, match=r"1073741824\.00 GiB.*weight_transfer"):

@@ -208,16 +208,6 @@ def test_a_server_that_differs_from_the_run_is_refused_at_the_start(change, name
     assert "pause" not in server.calls, "its weights were left alone"
 
 
-def test_an_asynchronous_run_refuses_raw_log_probs_too(tmp_path):
-    server = FakePolicyServer()
-    server.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
-    try:
-        with pytest.raises(SamplerError, match="raw_logprobs"):
-            open_sampler(recipe_of("async", server.url, tmp_path))
-    finally:
-        server.stop()
-
-
 def test_a_server_without_the_fp32_head_of_the_policy_is_refused(tmp_path):
     server = FakePolicyServer()
     overrides = {"head_dtype": "float32"}
