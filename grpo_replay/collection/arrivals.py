@@ -169,10 +169,6 @@ class Arrivals:
         """The groups that wait and are not too old for `step`, in the order of arrival."""
         return [each for each in self._queue if not self._is_stale(each, step)]
 
-    def has(self, place: Place) -> bool:
-        """True if the group of this place arrived or was dropped: another copy is a duplicate."""
-        return place in self._seen
-
     def outstanding(self, epoch_length: int) -> tuple[list[Place], int]:
         """The places before the last one seen that did not arrive, and the position after it.
 

@@ -2,7 +2,7 @@
 
 It starts groups as long as servers have room and rank 0's credit lasts, in the order of the prompts
 (those outstanding from an earlier attempt first). A group is delivered when all its completions are
-graded. Rank 0 acknowledges what is in its journal; until then the collector keeps it.
+graded, and then forgotten.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import numpy as np
 from grpo_replay.collection.messages import (
     LOGPROBS,
     TOKEN_IDS,
-    Ack,
     Cancel,
     CollectorSettings,
     Command,
@@ -132,7 +131,7 @@ class Collector:
         scorer: RewardScorer,
         send: Callable[[Delivery], None],
     ) -> None:
-        self._settings, self._recipe, self._prompts = settings, settings.recipe, prompts
+        self._recipe, self._prompts = settings.recipe, prompts
         self._decode, self._scorer, self._send = decode, scorer, send
         adapters = settings.recipe.pushes_adapters
         clients = [VllmServer(u, settings.run, with_adapters=adapters) for u in settings.urls]
@@ -146,11 +145,9 @@ class Collector:
         self._places: deque[Place] = deque()  # outstanding, before the cursor's
         self._cursor = 0
         self._open: dict[Place, OpenGroup] = {}
-        self._may_start: int | None = 0
+        self._may_start = 0
         self._started = 0
         self._generated_rollouts = self._generated_tokens = 0
-        self._seq = 0
-        self._unacknowledged: set[int] = set()
         self._stopped = asyncio.Event()
 
     async def run(self, *others: Coroutine[Any, Any, object]) -> None:
@@ -176,8 +173,6 @@ class Collector:
             self._places, self._cursor = deque(command.outstanding), command.cursor
         elif isinstance(command, Credit):
             self._may_start = command.may_start
-        elif isinstance(command, Ack):
-            self._unacknowledged.discard(command.seq)
         elif isinstance(command, Cancel):
             self._cancel_older_than(command.older_than)
         elif isinstance(command, Stop):
@@ -188,11 +183,8 @@ class Collector:
         self._dispatcher.fill()
 
     def _admit(self) -> Sequence[Member]:
-        """The members of the next group, if back-pressure allows it."""
-        waiting, limit = len(self._unacknowledged), self._settings.unacknowledged_limit
-        if limit is not None and waiting >= limit:
-            return ()
-        if self._may_start is not None and self._started >= self._may_start:
+        """The members of the next group, if there is credit for it."""
+        if self._started >= self._may_start:
             return ()
         self._started += 1
         place, prompt = self._next_prompt()
@@ -262,13 +254,11 @@ class Collector:
                     self._deliver(group.complete())
 
     def _deliver(self, body: Group | Drop) -> None:
-        self._seq += 1
-        self._unacknowledged.add(self._seq)
-        self._send(Delivery(self._seq, body, self.report()))
+        self._send(Delivery(body, self.report()))
 
     async def _send_reports(self) -> None:
         while True:
-            self._send(Delivery(0, None, self.report()))
+            self._send(Delivery(None, self.report()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def report(self) -> Report:

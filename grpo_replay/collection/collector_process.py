@@ -59,7 +59,7 @@ def main() -> int:
     except Exception as error:
         logging.exception("the collector failed")
         failure = Failure(type(error).__name__, str(error) or first_line(error))
-        send(Delivery(0, failure, Report(sent=time.monotonic())))
+        send(Delivery(failure, Report(sent=time.monotonic())))
         return 1
     finally:
         commands.close()

@@ -1,19 +1,19 @@
 """Where rank 0 gets the groups of each step from: the journal's recorded steps, then the collector.
 
 A step that the journal has is repeated with exactly what it had seen. Afterwards the intake is
-live: what arrives is journalled, queued and acknowledged; `cut` ends a step's arrivals. A collector
-that dies is replaced; what it held is lost, and its groups are sampled again.
+live: what arrives is journalled and queued; `cut` ends a step's arrivals. A collector that dies is
+replaced; what it held is lost, and its groups are sampled again.
 
-Back-pressure: `fresh_anchored` and the use-once queue train on P prompts a step, so groups that are
-too far ahead of the trainer would only grow old. AReaL's rule (arXiv 2505.24298, eq. 3) bounds
-them:
+Back-pressure is the number of groups that the collector may start. `fresh_anchored` and the
+use-once queue train on P prompts a step, so groups that are too far ahead of the trainer would only
+grow old. AReaL's rule (arXiv 2505.24298, eq. 3) bounds them:
 
     accepted + running ≤ (max_ahead_steps + v + 1) · P
 
 with v the steps that the trainer has made. A run of S steps never needs more than S · P groups.
-`buffer_only` (paper B) is never gated: the servers always have `max_in_flight` requests, and the
-ring drops the oldest rollouts. Only finished groups that the trainer has not taken are bounded, by
-one whole buffer: with more, they would push each other out of it undrawn.
+With `buffer_only` (paper B) the servers have `max_in_flight` requests as long as the trainer works,
+and the ring drops the oldest rollouts. Beside those that run, the collector may have finished the
+groups of one whole buffer since rank 0 last looked: more would push each other out undrawn.
 """
 
 import logging
@@ -29,7 +29,6 @@ from grpo_replay.collection.arrivals import (
 from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorGone, Link
 from grpo_replay.collection.messages import (
-    Ack,
     Cancel,
     CollectorSettings,
     Credit,
@@ -171,15 +170,24 @@ class Intake:
         ledger.report(ledger.delivered, Amount())
 
     def give_credit(self, version: int) -> None:
-        """Tell the collector how many groups it may have started; `version` steps are done: what is
-        allowed, less those accepted before it said hello, and one more for each group since then
-        that was stale, cancelled or lost."""
-        if self._link is None:
-            return
+        """Tell the collector how many groups it may have started; `version` steps are done."""
+        if self._link is not None:
+            never_gated = self.arrivals.groups_per_step is None
+            credit = self._credit_of_buffer() if never_gated else self._credit_of_steps(version)
+            self._link.send(Credit(credit))
+
+    def _credit_of_buffer(self) -> int:
+        """The groups delivered, those of a whole buffer, and one for every request that may run."""
+        assert self._settings is not None
+        sampling = self.recipe.sampling
+        stored = -(-self.recipe.replay.capacity_rollouts // sampling.group_size)
+        running = sampling.servers.max_in_flight * len(self._settings.urls)
+        return self._delivered_groups + stored + running
+
+    def _credit_of_steps(self, version: int) -> int:
+        """What is allowed, less the groups accepted before the collector began, and one more for
+        each group since then that was stale, cancelled or lost."""
         arrivals, sampling = self.arrivals, self.recipe.sampling
-        if arrivals.groups_per_step is None:
-            self._link.send(Credit(None))
-            return
         limit = accepted_limit(
             sampling.collection.max_ahead_steps, version, sampling.prompts_per_step,
             self.recipe.run.steps,
@@ -188,7 +196,7 @@ class Intake:
         stale = len(arrivals) - len(arrivals.young(version + 1))
         discarded = arrivals.stale_groups + stale + arrivals.dropped_groups
         discarded -= self._discarded_at_hello
-        self._link.send(Credit(limit - self._accepted_at_hello + discarded))
+        return limit - self._accepted_at_hello + discarded
 
     def cancel_stale(self, next_step: int) -> None:
         """Give up running groups that would be too old for `next_step`."""
@@ -203,7 +211,8 @@ class Intake:
             self._link.send(Version(url, version))
 
     def poll(self, version: int, timeout_seconds: float = 0.0) -> None:
-        """Journal, queue and acknowledge what has arrived. Replaces a collector that is gone."""
+        """Journal and queue what has arrived, and give credit for more. Replaces a collector that
+        is gone."""
         with self._using_link:
             assert self._link is not None, "the intake is closed"
             try:
@@ -211,18 +220,17 @@ class Intake:
                     self._take_delivery(delivery)
             except CollectorGone as gone:
                 self._replace_collector(gone, version)
+            self.give_credit(version)
 
     def _take_delivery(self, delivery: Delivery) -> None:
-        assert self._link is not None and self._journal is not None
+        assert self._journal is not None
         body, self.newest_report = delivery.body, delivery.report
         if isinstance(body, Group | Drop):
-            if not self.arrivals.has(body.place):
-                self._journal.append(body)
-                self.arrivals.take_in(body)
-                self._delivered_groups += 1
-                self._fruitless_restarts = 0
-                self._refuse_endless_loss(body)
-            self._link.send(Ack(delivery.seq))
+            self._journal.append(body)
+            self.arrivals.take_in(body)
+            self._delivered_groups += 1
+            self._fruitless_restarts = 0
+            self._refuse_endless_loss(body)
         report = self.newest_report
         generated = Amount(report.generated_rollouts, report.generated_tokens)
         held = Amount(report.held_rollouts, report.held_tokens)
@@ -260,7 +268,6 @@ class Intake:
             if stop.requested:
                 return False
             self.poll(version, POLL_SECONDS)
-            self.give_credit(version)
         return True
 
     def outstanding_groups(self) -> int:

@@ -1,8 +1,8 @@
 """What the collector and rank 0 tell each other, and what the journal records. MessagePack, no
 pickle.
 
-    collector → rank 0    Delivery(seq, body, report): a Group, a Drop, a Failure, or only a report
-    rank 0 → collector    Hello, Credit, Version, Cancel, Stop, Ack
+    collector → rank 0    Delivery(body, report): a Group, a Drop, a Failure, or only a report
+    rank 0 → collector    Hello, Credit, Version, Cancel, Stop
     journal               Group, Drop, Step, Restart
 
 Arrays travel as bytes: token ids int32, log-probs float32, both little-endian.
@@ -27,15 +27,12 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CollectorSettings:
-    """What a collector is given. `run` prefixes the weight labels of this attempt.
-    `unacknowledged_limit`: finished groups that may wait for rank 0 before no more are started;
-    None for no limit."""
+    """What a collector is given. `run` prefixes the weight labels of this attempt."""
 
     recipe: Recipe
     run: str
     urls: Sequence[str]
     stop_token_ids: Sequence[int]
-    unacknowledged_limit: int | None
     log: Path
 
 
@@ -146,10 +143,8 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A message to rank 0. Those with a group or a drop are numbered from 1 and acknowledged;
-    reports, sent once a second, have number 0."""
+    """A message to rank 0, sent once. One without a body is sent every second."""
 
-    seq: int
     body: Group | Drop | Failure | None
     report: Report
 
@@ -163,10 +158,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """The number of groups that the collector may have started since it said hello. None: no
-    limit."""
+    """The number of groups that the collector may have started since `Hello`."""
 
-    may_start: int | None
+    may_start: int
 
 
 class Version(msgspec.Struct, frozen=True, tag="version"):
@@ -186,13 +180,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End."""
 
 
-class Ack(msgspec.Struct, frozen=True, tag="ack"):
-    """The message with this number is in the journal: forget it."""
-
-    seq: int
-
-
-Command = Hello | Credit | Version | Cancel | Stop | Ack
+Command = Hello | Credit | Version | Cancel | Stop
 """What rank 0 sends."""
 
 encode = msgspec.msgpack.encode

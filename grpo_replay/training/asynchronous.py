@@ -192,14 +192,11 @@ class MainSource(FollowerSource):
 
     def _collector_settings(self) -> CollectorSettings:
         recipe, servers = self.recipe, self._server_sampler().servers.all
-        never_gated = self.intake.arrivals.groups_per_step is None
-        groups_of_a_buffer = -(-recipe.replay.capacity_rollouts // recipe.sampling.group_size)
         return CollectorSettings(
             recipe=recipe,
             run=servers[0].prefix.removesuffix("/"),
             urls=[server.url for server in servers],
             stop_token_ids=self.parts.sampler.stop_token_ids,
-            unacknowledged_limit=max(groups_of_a_buffer, 1) if never_gated else None,
             log=self.parts.run_dir.path / "log" / "collector.log",
         )
 

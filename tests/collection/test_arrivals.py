@@ -73,9 +73,9 @@ def test_too_few_groups_in_a_journal_are_named():
 def test_a_second_copy_of_a_group_is_recognised():
     queue = filled(arrivals(), 2)
     queue.take_in(Drop(0, 2, "lost", 0, 0))
-    assert [queue.has((0, index)) for index in range(4)] == [True, True, True, False]
-    with pytest.raises(JournalError, match=r"\(0, 1\) is journalled twice"):
-        queue.take_in(group((0, 1)))
+    for index in range(3):
+        with pytest.raises(JournalError, match=rf"\(0, {index}\) is journalled twice"):
+            queue.take_in(group((0, index)))
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "lost"])

@@ -15,7 +15,6 @@ from grpo_replay.collection.collector import Collector
 from grpo_replay.collection.messages import (
     LOGPROBS,
     TOKEN_IDS,
-    Ack,
     Cancel,
     CollectorSettings,
     Credit,
@@ -35,7 +34,7 @@ from grpo_replay.types import RequestKey, completion_seed
 class Harness:
     """A collector in this process, its messages, and rank 0's part."""
 
-    def __init__(self, servers: list[FakeServer], limit: int | None = None, **settings) -> None:
+    def __init__(self, servers: list[FakeServer], **settings) -> None:
         self.servers = servers
         self.received: list[Delivery] = []
         self.scorer = InstantScorer()
@@ -43,7 +42,6 @@ class Harness:
         self.recipe: Recipe = resolve_recipe(
             [{"sampling": {"group_size": 2, "servers": section, "max_completion_length": 8}}]
         )
-        self.limit = limit
 
     def run(self, scenario, seconds: float = 20.0) -> None:
         """Run the collector and a coroutine function that plays rank 0, then stop."""
@@ -65,12 +63,12 @@ class Harness:
     def make(self) -> Collector:
         urls = self.recipe.sampling.servers.urls
         return Collector(
-            CollectorSettings(self.recipe, "run", urls, (1,), self.limit, Path("log")),
+            CollectorSettings(self.recipe, "run", urls, (1,), Path("log")),
             NumberedPrompts(), lambda ids: " ".join(map(str, ids)), self.scorer,
             self.received.append,
         )  # fmt: skip
 
-    def greet(self, outstanding=(), cursor=0, credit: int | None = None) -> None:
+    def greet(self, outstanding=(), cursor=0, credit: int = 10**6) -> None:
         self.collector.handle(Hello(list(outstanding), cursor))
         self.collector.handle(Credit(credit))
 
@@ -101,15 +99,12 @@ class Harness:
     def check_balance(self) -> None:
         """The collector's own count equals what it sent and what it holds, at every message."""
         rollouts = tokens = 0
-        seen = set()
         for delivery in self.received:
             body, report = delivery.body, delivery.report
-            if delivery.seq not in seen:
-                if isinstance(body, Group):
-                    rollouts, tokens = rollouts + len(body.rows), tokens + body.tokens
-                if isinstance(body, Drop):
-                    rollouts, tokens = rollouts + body.rollouts, tokens + body.tokens
-                seen.add(delivery.seq or object())
+            if isinstance(body, Group):
+                rollouts, tokens = rollouts + len(body.rows), tokens + body.tokens
+            if isinstance(body, Drop):
+                rollouts, tokens = rollouts + body.rollouts, tokens + body.tokens
             assert report.generated_rollouts == rollouts + report.held_rollouts
             assert report.generated_tokens == tokens + report.held_tokens
 
@@ -151,6 +146,20 @@ def test_groups_come_scored_in_the_order_of_the_prompts_with_their_own_seeds(ser
     harness.check_balance()
 
 
+def test_further_credit_lets_a_collector_go_on(server):
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=2)
+        await harness.until(lambda: len(harness.groups()) == 2)
+        harness.collector.handle(Credit(5))
+        await harness.until(lambda: len(harness.groups()) == 5)
+        await asyncio.sleep(0.2)
+
+    harness.run(scenario)
+    assert len(harness.groups()) == harness.collector.report().started_groups == 5
+
+
 def test_outstanding_prompts_come_first_and_the_epoch_goes_on(server):
     harness = Harness([server])
 
@@ -177,22 +186,6 @@ def test_requests_are_continuous_and_bounded_in_flight(server):
     harness.run(scenario)
     assert server.most_in_flight == 4
     assert harness.collector.report().idle_seconds < 0.3
-
-
-def test_finished_groups_that_nobody_takes_hold_the_collector_back(server):
-    harness = Harness([server], limit=3, max_in_flight=2)
-
-    async def scenario():
-        harness.greet()
-        await harness.until(lambda: len(harness.groups()) >= 3)
-        await asyncio.sleep(0.4)
-        held_back = len(harness.groups())
-        assert held_back <= 3 + 1  # one group was in flight when the limit was reached
-        for delivery in list(harness.received):
-            harness.collector.handle(Ack(delivery.seq))
-        await harness.until(lambda: len(harness.groups()) > held_back)
-
-    harness.run(scenario)
 
 
 def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):

@@ -1,5 +1,6 @@
 """Rank 0's side with a real collector in a thread and fake servers: journal, credit, restarts."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from grpo_replay.collection.arrivals import Amount
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
 from grpo_replay.collection.messages import (
-    Ack,
     Cancel,
     CollectorSettings,
     Credit,
@@ -94,7 +94,7 @@ class Run:
 
     def go_live(self) -> None:
         urls = self.recipe.sampling.servers.urls
-        settings = CollectorSettings(self.recipe, "run", urls, (1,), None, Path("log"))
+        settings = CollectorSettings(self.recipe, "run", urls, (1,), Path("log"))
         self.intake.go_live(settings, epoch_length=6, version=self.done)
 
     def close(self) -> None:
@@ -134,20 +134,37 @@ def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
     run.close()
 
 
-def test_every_group_is_acknowledged_once_it_is_in_the_journal(server, tmp_path):
-    """What is not acknowledged holds a collector back that may not run ahead."""
-    run = Run(recipe(server), tmp_path)
-    for _ in range(STEPS):
-        run.step()
-    acknowledged = [c.seq for c in ThreadedLink.made[0].commands if isinstance(c, Ack)]
-    assert acknowledged == list(range(1, PER_STEP * STEPS + 1))
-    run.close()
+BUFFER_ONLY = {"preset": "fifo", "warmup_steps": 0, "capacity_rollouts": 7}
 
 
-def test_buffer_only_is_never_gated(server, tmp_path):
-    run = Run(recipe(server, replay={"preset": "fifo", "warmup_steps": 0}), tmp_path)
+@pytest.mark.parametrize(
+    ("sections", "bound"),
+    [
+        ({}, 2 * PER_STEP),
+        ({"replay": {"preset": "grpo"}}, 2 * PER_STEP),
+        ({"replay": BUFFER_ONLY}, 4 + 3),
+    ],
+    ids=["fresh_anchored", "use once", "buffer_only"],
+)
+def test_a_trainer_that_stands_still_gets_no_more_groups_than_it_may_use(
+    server, tmp_path, sections, bound
+):
+    """Two steps' groups; with `buffer_only` four groups of two fill the buffer, and three requests
+    run. The collector goes on when the trainer does."""
+    run = Run(recipe(server, sampling={"servers": {"max_in_flight": 3}}, **sections), tmp_path)
+    run.go_live()
+    collector = ThreadedLink.made[0]._collector
+
+    def started_in_the_end() -> int:
+        deadline = time.monotonic() + 10
+        while collector._started < credits_sent()[-1] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)  # for one too many
+        return collector._started
+
+    assert started_in_the_end() == bound
     run.step()
-    assert set(credits_sent()) == {None}
+    assert started_in_the_end() == credits_sent()[-1] > bound
     run.close()
 
 
@@ -316,7 +333,7 @@ def test_groups_lost_one_after_the_other_end_the_run(server, tmp_path):
     run.go_live()
     reasons = ["lost", "lost", "lost", "cancelled", "lost", "lost", "lost", "lost"]
     deliveries = [
-        Delivery(1000 + group, Drop(9, group, reason, 0, 0), run.intake.newest_report)
+        Delivery(Drop(9, group, reason, 0, 0), run.intake.newest_report)
         for group, reason in enumerate(reasons)
     ]
     for delivery in deliveries[:-1]:

@@ -36,7 +36,7 @@ from grpo_replay.errors import CollectorError, NotFetchedError, RecipeError
 
 def settings(url: str, folder: Path) -> CollectorSettings:
     return CollectorSettings(
-        async_recipe([url]), "run", [url], (1,), None, folder / "run" / "log" / "c.log"
+        async_recipe([url]), "run", [url], (1,), folder / "run" / "log" / "c.log"
     )
 
 
@@ -87,7 +87,7 @@ def test_a_collector_may_be_silent_longer_while_it_starts(idle):
     idle.report = Report(sent=time.monotonic() - START_SECONDS - 5)
     with pytest.raises(CollectorGone, match="has reported nothing for 605 s"):
         list(idle.receive())
-    deliver(idle, Delivery(0, None, Report(sent=time.monotonic() - SILENCE_SECONDS + 5)))
+    deliver(idle, Delivery(None, Report(sent=time.monotonic() - SILENCE_SECONDS + 5)))
     assert len(list(idle.receive(5.0))) == 1
     idle.report = Report(sent=time.monotonic() - SILENCE_SECONDS - 5)
     with pytest.raises(CollectorGone, match="has reported nothing for 125 s"):
@@ -104,7 +104,7 @@ def test_a_collector_may_be_silent_longer_while_it_starts(idle):
     ],
 )
 def test_the_collectors_error_is_raised_as_its_own_class(idle, kind, expected, message):
-    deliver(idle, Delivery(0, Failure(kind, "as told"), Report(sent=time.monotonic())))
+    deliver(idle, Delivery(Failure(kind, "as told"), Report(sent=time.monotonic())))
     with pytest.raises(expected, match=message):
         list(idle.receive(5.0))
 

@@ -299,18 +299,15 @@ def test_a_recorded_step_is_repeated_without_waiting():
     assert intake.done == [], "nothing samples yet"
 
 
-@pytest.mark.parametrize(("replay", "limit"), [({}, None), (BUFFER_ONLY, 25)])
-def test_a_collector_is_started_with_the_servers_and_what_may_wait(tmp_path, replay, limit):
-    """Of a buffer for 97 rollouts, 25 groups of four; of groups that steps wait for, any number."""
-    changes = {"replay": {**replay, "capacity_rollouts": 97}}
-    source, intake = main_source(async_recipe(URLS, changes))
+def test_a_collector_is_started_with_the_servers(tmp_path):
+    source, intake = main_source(async_recipe(URLS))
     source.parts.run_dir, source.parts.prompts = SimpleNamespace(path=tmp_path), range(11)
     servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
     source.parts.sampler.servers = SimpleNamespace(all=servers)
     source.parts.sampler.stop_token_ids = (1, 5)
     source._go_live()
     settings = CollectorSettings(
-        source.recipe, "run-7", ["a", "b"], (1, 5), limit, tmp_path / "log" / "collector.log"
+        source.recipe, "run-7", ["a", "b"], (1, 5), tmp_path / "log" / "collector.log"
     )
     assert intake.done == [("go_live", settings, 11, 2)]
     source.parts.sampler.on_switch("a", 3)
