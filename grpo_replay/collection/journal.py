@@ -187,8 +187,13 @@ def _is_zero_from(data: bytes, offset: int) -> bool:
 def _create(folder: Path, number: int) -> tuple[int, int]:
     path = folder / f"segment_{number:06d}.journal"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-    _write(descriptor, MAGIC)
-    flush_files([folder])  # the file's name
+    try:
+        _write(descriptor, MAGIC)
+        flush_files([folder])  # the file's name
+    except OSError:
+        os.close(descriptor)
+        path.unlink()
+        raise
     return descriptor, len(MAGIC)
 
 

@@ -133,18 +133,22 @@ def test_what_append_returned_for_survives_sigkill(tmp_path):
     assert list(read_journal(tmp_path)) == [group((0, index)) for index in range(25)]
 
 
-def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("segment_bytes", [journal_module.SEGMENT_BYTES, 60])
+def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch, segment_bytes):
+    """Also where the next segment would begin."""
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", segment_bytes)
     journal, _ = Journal.open(tmp_path)
     journal.append(RECORDS[0])
-    real = os.write
+    real, before = os.write, segments(tmp_path)
 
     def half(descriptor, view):
         real(descriptor, view[: len(view) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "write", half)
-    with pytest.raises(OSError, match="No space left"):
-        journal.append(RECORDS[1])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(RECORDS[1])
+    assert segments(tmp_path) == before
     journal.append(RECORDS[2])
     assert list(read_journal(tmp_path)) == [RECORDS[0], RECORDS[2]]
