@@ -172,7 +172,6 @@ class HfSampler:
                 tensor.data = tensor.new_empty(0)
         if self._device.type == "cuda":
             model.to("cpu")
-        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
