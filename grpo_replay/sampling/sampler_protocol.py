@@ -101,7 +101,8 @@ class Sampler(Protocol):
     @classmethod
     def open(cls, opening: SamplerOpening) -> "Sampler":
         """A sampler with the weights of the opening as policy version 0. Collective. Raises
-        ModelError for a model that it cannot sample."""
+        ModelError or SamplerError for a model that it cannot sample, SamplerError for an engine or
+        a server that it cannot start or reach."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 
 GAP_SAMPLE_ROLLOUTS = 64
-"""The gap is measured on at least so many fresh rollouts of every step, or on all."""
+"""The gap is measured on this many fresh rollouts of every step, or on all if they are fewer; on
+more where the trainer computes the log-probs of every survivor."""
 
 
 @dataclass(frozen=True, slots=True)

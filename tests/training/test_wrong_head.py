@@ -1,5 +1,4 @@
-"""A model whose head the trainer would get wrong never samples a token; one that the sampler cannot
-decode never loads its weights."""
+"""A model whose head the trainer would get wrong never samples a token."""
 
 import pytest
 from architectures import random_model
