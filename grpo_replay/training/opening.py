@@ -38,7 +38,7 @@ from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, read_from_hub
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
-from grpo_replay.recipe import BUILTIN_VERIFIERS, ModelSection, Recipe
+from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
@@ -331,9 +331,6 @@ class RunOpener:
     def _try_rewards(self) -> None:
         """The scorer is opened on every rank; rank 0 tries it."""
         reward = self.recipe.reward
-        builtin = all(each.function in BUILTIN_VERIFIERS for each in reward.functions)
-        if self.prompts is None and builtin:
-            return
         if self.scorer is None:
             workers = 1 if self.place.is_plan else reward.workers
             section = reward.model_copy(update={"workers": workers})

@@ -1,13 +1,18 @@
 """A resume with another reward than that of the stored rollouts is refused, or empties them."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_runs.trained import interrupted, small_recipe, train_small_run
 
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
+from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training.opening import Place, RunOpener
 from grpo_replay.training.reward_watch import changes_of_reward, notices_of_change, reward_facts
 
 REWARD = """
@@ -38,6 +43,24 @@ def test_an_edited_source_file_is_refused_before_anything_changes_unless_the_buf
     assert emptied.metrics[2]["replay/rollouts"] == 0
     assert {row["reward"] for row in emptied.rollouts(3)} == {0.0, 1.0}
     assert {row["reward"] for row in emptied.rollouts(2)} == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize(("correct", "refused"), [(1.0, 0), (0.5, 1)])
+def test_a_plan_that_leaves_the_prompts_to_the_hub_refuses_another_reward_too(
+    ours_run, correct, refused
+):
+    recipe = small_recipe(
+        prompts={"source": "owner/problems"}, reward={"correct": correct}, run={"steps": 12}
+    )
+    plan = Place(ranks=1, ranks_here=1, gpu_bytes=None, is_plan=True)
+    with ExitStack() as stack:
+        opener = RunOpener(
+            recipe, Comm(), SimpleNamespace(type="cpu"), RunDirectory(ours_run.path), stack,
+            resume=True, place=plan,
+        )  # fmt: skip
+        problems = list(opener.problems())
+    assert [type(each) for each in problems] == [RecipeError] * refused
+    assert all("reward.correct 0.5, was 1.0" in str(each) for each in problems)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
