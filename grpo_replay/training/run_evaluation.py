@@ -156,12 +156,13 @@ def model_card(
 ) -> str:
     """Markdown with Hugging Face metadata. `reports` are of the base model and of this step."""
     replay = recipe.replay
+    limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
     metadata = _metadata(recipe.model.path, recipe.prompts.source_names)
     return f"""{metadata}# {recipe.name}, step {state.step}
 
 Post-trained from `{shareable(recipe.model.path)}` with GRPO by grpo-replay {__version__}, recipe
 `{recipe.name}`, replay preset `{replay.preset}` (unit {replay.unit}, priority {replay.priority},
-composition {replay.composition}, ratio {replay.ratio}, age limit {replay.max_age_steps} steps).
+composition {replay.composition}, ratio {replay.ratio}, age limit {limit}).
 
 | | |
 |---|---|

@@ -107,3 +107,8 @@ def test_a_card_names_no_host_and_no_local_folder():
     card = model_card(recipe, RunState(step=3), (None, None))
     assert "/home/me" not in card and "node17" not in card
     assert "Post-trained from `base`" in card and "path: base" in card and "http://HOST" in card
+
+
+def test_a_card_of_a_buffer_without_an_age_limit_names_none():
+    recipe = small_recipe(replay={"max_age_steps": None})
+    assert "None" not in model_card(recipe, RunState(step=3), (None, None))
