@@ -361,7 +361,7 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
     verifier = plan.settings.reward
     if verifier in BUILTIN_VERIFIERS:
         return []
-    planned = {each.problem.problem_id: each for each in plan.samples}
+    planned = {(each.benchmark, each.problem_index): each for each in plan.samples}
     tried = [
         Prompt(
             each.problem.problem_id,

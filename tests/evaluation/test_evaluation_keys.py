@@ -11,6 +11,7 @@ import pytest
 from commands import plan_of
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.evaluation.benchmarks import try_verifier
 from grpo_replay.evaluation.cache import request_digest
 from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate
 from grpo_replay.evaluation.evaluation_report import (
@@ -35,6 +36,9 @@ class Bytes:
 
     def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return bytes(token_ids).decode()
@@ -161,6 +165,17 @@ def test_the_greedy_completion_is_in_no_group_of_sampled_ones(tmp_path):
         report = evaluate(SaysTwo(), Bytes(), own, Comm(), scorer)
     assert report.accuracies()["mine"] == 1.0  # both samples of a problem, and nothing else
     assert report.greedy_accuracies()["mine"] == 0.0
+
+
+def test_a_verifier_is_tried_on_problems_of_every_benchmark_though_their_ids_coincide(tmp_path):
+    (tmp_path / "own.py").write_text("def own(completion, answer):\n    return 1 / int(answer)\n")
+    row = {"name": "0", "problem": "?"}
+    for name, answer in (("a", "0"), ("b", "1")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "answer": answer}) + "\n")
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    own = plan(tmp_path, benchmarks=files, reward=f"{tmp_path}/own.py:own")
+    (notice,) = try_verifier(RECIPE.reward, own)
+    assert "failed on 1 of the 2 rows" in notice
 
 
 def test_temperatures_are_those_that_were_sampled_at():
