@@ -147,10 +147,6 @@ def test_the_model_digest_covers_what_determines_a_completion_and_no_unrelated_f
 
 
 ONE_OF_TWO = """
-def alone(completion, step):
-    assert step is None
-    return 1.0
-
 def of_two(completions, answers):
     return [float(len(completions) == 2) for each in completions]
 """

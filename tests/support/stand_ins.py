@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 SIZES = {"math500": 500, "aime25": 30, "aime26": 30, "hmmt_feb25": 30, "hmmt_feb26": 33}
 
 
-def write_benchmarks(folder: Path, largest: int | None = None) -> Path:
-    """One file per benchmark in its own schema, at most `largest` problems each; the AIME sets as
-    Parquet with int64 answers, the others as JSONL."""
+def write_benchmarks(folder: Path) -> Path:
+    """One file per benchmark in its own schema; the AIME sets as Parquet with int64 answers, the
+    others as JSONL."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
-        rows = [_row(name, number) for number in range(1, min(size, largest or size) + 1)]
+        rows = [_row(name, number) for number in range(1, size + 1)]
         if name.startswith("aime"):
             pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
         else:
