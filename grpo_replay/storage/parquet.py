@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.errors import OutputDirectoryError, SnapshotError, first_line
-from grpo_replay.storage.atomic import written_whole
+from grpo_replay.errors import SnapshotError, first_line
+from grpo_replay.storage.atomic import named_if_unwritable, written_whole
 
 _KIND_KEY = b"grpo_replay.kind"
 _VERSION_KEY = b"grpo_replay.schema_version"
@@ -27,20 +27,15 @@ def write_parquet(
     schema version in the metadata. `flushed`: see `written_whole`. Raises OutputDirectoryError if
     the disk is full or the folder is not writable."""
     marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
-    try:
-        with (
-            written_whole(path, flushed) as temporary,
-            pq.ParquetWriter(
-                temporary, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
-            ) as writer,
-        ):
-            for table in tables:
-                writer.write_table(table.replace_schema_metadata(marks))
-    except OSError as error:
-        raise OutputDirectoryError(
-            f"{path}: cannot be written ({error}); free space or make the folder writable, then "
-            "resume the run"
-        ) from error
+    with (
+        named_if_unwritable(path),
+        written_whole(path, flushed) as temporary,
+        pq.ParquetWriter(
+            temporary, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
+        ) as writer,
+    ):
+        for table in tables:
+            writer.write_table(table.replace_schema_metadata(marks))
 
 
 @contextmanager

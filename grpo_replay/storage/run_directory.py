@@ -106,10 +106,8 @@ class RunDirectory:
 
         Raises OutputDirectoryError if another process holds the lock, or the file system has none.
         """
-        try:
+        with named_if_unwritable(self.path):
             self._lock = (self.path / LOCK).open("a+")
-        except OSError as error:
-            raise self._unwritable(error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -207,13 +205,13 @@ class RunDirectory:
         RecipeError if the recipe holds a secret."""
         refuse_secrets(recipe)
         self.refuse_occupied()
-        try:
+        with named_if_unwritable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unwritable(error) from error
         self.lock()
         self.refuse_occupied()  # another process may have created files before we got the lock
-        self._write_opening(recipe)
+        with named_if_unwritable(self.path):
+            self._make_folders()
+            write_recipe(self.recipe_path, recipe)
 
     def check(self, step: int) -> None:
         """Check what a resume after `step` needs, and change nothing. Raises CheckpointError for
@@ -241,7 +239,7 @@ class RunDirectory:
 
     def go_back(self, recipe: Recipe, step: int) -> list[str]:
         """Go back to the end of `step` (0: the start). Returns the changes of the recipe."""
-        try:
+        with named_if_unwritable(self.path):
             if self.metrics_path.exists():
                 kept = first_steps(self.metrics_path, step)
                 write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
@@ -254,27 +252,12 @@ class RunDirectory:
                 shutil.rmtree(leftover)
             self.summary_path.unlink(missing_ok=True)
             self._make_folders()
-        except OSError as error:
-            raise self._unwritable(error) from error
         self._flushed_step = step
         return changes
-
-    def _write_opening(self, recipe: Recipe) -> None:
-        try:
-            self._make_folders()
-            write_recipe(self.recipe_path, recipe)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def _make_folders(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(parents=True, exist_ok=True)
-
-    def _unwritable(self, error: OSError) -> OutputDirectoryError:
-        return OutputDirectoryError(
-            f"output directory {self.path} cannot be written: {error}; choose another "
-            "--output-dir, free space, or change its permissions"
-        )
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         line = json.dumps(metrics, allow_nan=False) + "\n"
@@ -333,11 +316,9 @@ class RunDirectory:
         errors that come later.
         """
         path = self.log_path(attempt, rank)
-        try:
+        with named_if_unwritable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = _AttemptLog(path, encoding="utf-8")
-        except OSError as error:
-            raise self._unwritable(error) from error
         handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         for earlier in [h for h in root.handlers if isinstance(h, _AttemptLog)]:
