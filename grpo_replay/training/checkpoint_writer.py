@@ -1,4 +1,4 @@
-"""Writing a checkpoint: room first, then shards, then a manifest.
+"""Writing a checkpoint: shards, then a manifest; before a run, whether the disk has room for them.
 
 Every rank flushes and hashes what it wrote itself; rank 0 completes the folder.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.failures import run_collectively, run_on_main
+from grpo_replay.distributed.failures import run_on_main
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import CheckpointSection
 from grpo_replay.replay.snapshot import write_snapshot
@@ -45,7 +45,6 @@ def write_checkpoint(
     parts: Parts,
     source: RolloutSource,
     state: RunState,
-    size: CheckpointSize,
     model_card: Callable[[], str],
 ) -> None:
     """Write the checkpoint of `state.step` and drop the oldest. Collective.
@@ -54,21 +53,15 @@ def write_checkpoint(
     engine/ (each rank's shards), buffer.parquet, those of the source, state.json and the manifest
     last. Rollouts and draws up to it are flushed.
 
-    `size` is what is expected if there is none yet to go by. Raises OutputDirectoryError if the
-    disk has no room for it, or runs full; earlier checkpoints are then as they were.
+    Raises OutputDirectoryError if the disk runs full; earlier checkpoints are then as they were.
     """
-    comm, checkpoints = parts.comm, parts.run_dir.checkpoints
-    temporary = temporary_folder(checkpoints, state.step)
-    has_model = parts.recipe.saves_model(state.step)
-    expected_bytes = size.usual + (size.merged if has_model else 0)
+    comm = parts.comm
+    temporary = temporary_folder(parts.run_dir.checkpoints, state.step)
 
     def begin() -> None:
-        if comm.is_main:
-            what = f"the checkpoint of step {state.step}"
-            refuse_full_disk(checkpoints, what, expected_bytes, free_bytes(checkpoints))
-            with removed_if_unwritable(temporary):
-                parts.run_dir.flush_steps(state.step)
-                begin_checkpoint(temporary)
+        with removed_if_unwritable(temporary):
+            parts.run_dir.flush_steps(state.step)
+            begin_checkpoint(temporary)
 
     def complete() -> None:
         _refuse_unseen(temporary, facts)
@@ -79,10 +72,10 @@ def write_checkpoint(
             source.save(temporary)
             complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
 
-    run_collectively(comm, begin)
+    run_on_main(comm, begin)
     with removed_if_unwritable(temporary):
         parts.engine.save(temporary / "engine")
-        if has_model:
+        if parts.recipe.saves_model(state.step):
             parts.engine.save_model(temporary / "model")
         parts.engine.save_adapter(temporary / "adapter")
         facts = _facts_of_all(comm, temporary)
@@ -127,9 +120,16 @@ def notices_of_room(
     another is written. Raises OutputDirectoryError if there is no room for one. What a killed run
     left of a checkpoint counts as free: the resume removes it."""
     free = free_bytes(checkpoints) + sum(map(checkpoint_bytes_on_disk, leftovers(checkpoints)))
-    refuse_full_disk(checkpoints, "a checkpoint of this run", size.usual + size.merged, free)
-    more = max(section.keep + 1 - len(list_checkpoints(checkpoints)), 1)
-    each = _expected_size(checkpoints, size.usual)
+    kept = list_checkpoints(checkpoints)
+    newest = checkpoint_bytes_on_disk(kept[-1]) if kept else 0
+    one = max(size.usual + size.merged, newest)
+    if free < one:
+        raise OutputDirectoryError(
+            f"a checkpoint of this run needs {to_gib(one)} GiB, and {checkpoints} has "
+            f"{to_gib(free)} GiB free: nothing was written. {_what_is_left(kept)}"
+        )
+    more = max(section.keep + 1 - len(kept), 1)
+    each = max(size.usual, newest)
     needed = more * each + size.merged * (more if section.merged == "all" else 1)
     if free >= needed:
         return []
@@ -138,22 +138,6 @@ def notices_of_room(
         f"{section.keep} and one being written) take {to_gib(needed)} GiB: the run stops at the "
         "one that does not fit; make room"
     ]
-
-
-def refuse_full_disk(checkpoints: Path, what: str, expected_bytes: int, free: int) -> None:
-    """Raises OutputDirectoryError if a checkpoint does not fit in the `free` bytes of the disk."""
-    needed = _expected_size(checkpoints, expected_bytes)
-    if free < needed:
-        raise OutputDirectoryError(
-            f"{what} needs {to_gib(needed)} GiB, and {checkpoints} has {to_gib(free)} GiB free: "
-            f"nothing was written. {_what_is_left(list_checkpoints(checkpoints))}"
-        )
-
-
-def _expected_size(checkpoints: Path, expected_bytes: int) -> int:
-    """As large as the newest, or as expected if that is more."""
-    kept = list_checkpoints(checkpoints)
-    return max(expected_bytes, checkpoint_bytes_on_disk(kept[-1]) if kept else 0)
 
 
 def _what_is_left(kept: Sequence[Path]) -> str:

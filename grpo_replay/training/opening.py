@@ -57,7 +57,7 @@ from grpo_replay.sampling.sampler_protocol import (
     sampler_class,
 )
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.checkpoint import INITIAL_MODEL, CheckpointSize, RunState, checkpoint_size
+from grpo_replay.storage.checkpoint import INITIAL_MODEL, RunState, checkpoint_size
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.training import Notice
@@ -120,14 +120,12 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """A run that is ready to step. `checkpoint_size` is the expected size of a checkpoint;
-    `notices` are messages for the user, on rank 0."""
+    """A run that is ready to step. `notices` are messages for the user, on rank 0."""
 
     parts: Parts
     state: RunState
     source: RolloutSource
     evaluation: EvaluationPlan | None
-    checkpoint_size: CheckpointSize
     notices: list[Notice]
 
 
@@ -171,7 +169,6 @@ class RunOpener:
         self.tokenizer: Any = None
         self.prompts: PromptSet | None = None
         self.evaluation: EvaluationPlan | None = None
-        self.checkpoint_size = CheckpointSize(0)
         self._held_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
 
     def _with_zero_stage(self) -> Recipe:
@@ -229,10 +226,7 @@ class RunOpener:
         comm, start = self.comm, self.start
         if self.resume:
             run_on_main(comm, lambda: go_back(self.recipe, self.run_dir, start))
-        return OpenedRun(
-            self.parts, start.state, self.source, self.evaluation, self.checkpoint_size,
-            self.notices,
-        )  # fmt: skip
+        return OpenedRun(self.parts, start.state, self.source, self.evaluation, self.notices)
 
     def _say(self, key: str, *texts: str) -> None:
         """Each once: the same function may grade training and evaluations."""
@@ -387,9 +381,6 @@ class RunOpener:
         engine = DeepSpeedEngine(self.settled, model, self.tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
         self._say("engine", *engine.notices)
-        self.checkpoint_size = checkpoint_size(
-            parameters, model.dtype.itemsize, self.zero_stage, engine.adapter_parameters
-        )
         if engine.adapter_parameters:
             self._say(
                 "engine",

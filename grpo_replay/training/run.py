@@ -99,7 +99,6 @@ class Run:
         self.trainer = Trainer(parts, state, opened.source)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
-        self._checkpoint_size = opened.checkpoint_size
         self._told_of_stop = False
         self._started = 0.0
         stack.callback(faulthandler.cancel_dump_traceback_later)
@@ -242,7 +241,7 @@ class Run:
         state = self.state
         started = time.perf_counter()
         parts, source = self.trainer.parts, self.trainer.source
-        write_checkpoint(parts, source, state, self._checkpoint_size, self._model_card)
+        write_checkpoint(parts, source, state, self._model_card)
         seconds = time.perf_counter() - started
         logger.info("checkpoint of step %d: %.1f s", state.step, seconds)
 

@@ -1,4 +1,4 @@
-"""How a checkpoint is written: room first, the manifest last, and a full disk loses nothing."""
+"""How a checkpoint is written: the manifest last; and a full disk loses nothing."""
 
 import os
 from pathlib import Path
@@ -21,15 +21,11 @@ from grpo_replay.storage.checkpoint import (
 from grpo_replay.training import checkpoint_writer
 
 SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}
-PLENTY, LITTLE = 10**12, 1000
 
 
-def say_free(monkeypatch, *sizes: int) -> None:
-    """Make the disk have so much room, one size a question, the last for ever."""
-    left = list(sizes)
-    monkeypatch.setattr(
-        checkpoint_writer, "free_bytes", lambda _: left.pop(0) if len(left) > 1 else left[0]
-    )
+def say_free(monkeypatch, size: int) -> None:
+    """Make the disk have so much room."""
+    monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda _: size)
 
 
 def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes):
@@ -74,20 +70,6 @@ def test_what_a_resume_removes_counts_as_free(tmp_path, monkeypatch):
         checkpoint_writer.notices_of_room(tmp_path, section, CheckpointSize(10))
 
 
-def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_which_goes_on_from_the_last(
-    tmp_path, processes, monkeypatch
-):
-    say_free(monkeypatch, PLENTY, PLENTY, LITTLE)  # at the start, then step 1
-    with pytest.raises(OutputDirectoryError, match=r"step 2 .*step_000001 is") as seen:
-        train_small_run(tmp_path / "run", **SHORT)
-    assert seen.value.exit_code == 3
-    monkeypatch.undo()
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_000001"]
-    run = train_small_run(tmp_path / "run", resume=True, **SHORT)
-    assert [line["step"] for line in run.metrics] == [1, 2]
-
-
 @pytest.mark.parametrize("name", ["engine/state/mp_rank_00_model_states.pt", "manifest.json.tmp"])
 def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written(
     tmp_path, processes, monkeypatch, name
@@ -119,11 +101,10 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
     def noted(name: str):
         return lambda *words: done.append((name, *words[:1]))
 
-    for name in ("refuse_full_disk", "begin_checkpoint", "_refuse_unseen", "write_text_whole",
+    for name in ("begin_checkpoint", "_refuse_unseen", "write_text_whole",
                  "write_snapshot", "complete_checkpoint"):  # fmt: skip
         monkeypatch.setattr(checkpoint_writer, name, noted(name))
     monkeypatch.setattr(checkpoint_writer, "_facts_of_all", lambda *_: "facts")
-    monkeypatch.setattr(checkpoint_writer, "run_collectively", lambda _, action: action())
     monkeypatch.setattr(checkpoint_writer, "run_on_main", lambda _, action: is_main and action())
     parts = SimpleNamespace(
         comm=Comm(int(not is_main)), buffer="buffer", recipe=small_recipe(),
@@ -135,11 +116,9 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
     source = SimpleNamespace(save=noted("source"))
     folder = checkpoint_writer.temporary_folder(tmp_path, 3)
     (folder / "model").mkdir(parents=True)
-    checkpoint_writer.write_checkpoint(
-        parts, source, RunState(step=3), CheckpointSize(77), lambda: "a card"
-    )
+    checkpoint_writer.write_checkpoint(parts, source, RunState(step=3), lambda: "a card")
     shards = [(name, folder / name) for name in ("engine", "model", "adapter")]
-    begun = [("refuse_full_disk", tmp_path), ("flush_steps", 3), ("begin_checkpoint", folder)]
+    begun = [("flush_steps", 3), ("begin_checkpoint", folder)]
     completed = [
         ("_refuse_unseen", folder),
         ("write_text_whole", folder / "model" / "README.md"),
