@@ -10,7 +10,7 @@ already have an age.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -254,7 +254,7 @@ class MainSource(FollowerSource):
             **self._metrics,
             "async/trainer_idle": self._waited_seconds / max(step_seconds, 1e-9),
             "async/undrawn_evicted": self.parts.buffer.stats(record.step).evicted_undrawn,
-            **lateness(record),
+            **trained_ages(record),
         }
 
     def save(self, folder: Path) -> None:
@@ -311,39 +311,10 @@ def sampled_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
     return [own[i * len(own) // count] for i in range(count)]
 
 
-def lateness(record: StepRecord) -> Metrics:
-    """How far what was trained on lags behind the policy, and what dropping late rollouts costs."""
-    trained, draw = record.batch.rollouts, record.batch.draw
-
-    def since(steps: Iterable[int]) -> np.ndarray:
-        steps_N = np.array([record.step - step for step in steps], dtype=np.int64)
-        return draw.in_updates(steps_N)
-
-    ages = since(rollout.birth_step for rollout in trained)
-    first_lags = since(rollout.policy_version + 1 for rollout in trained)
-    last_lags = since(rollout.policy_version_end + 1 for rollout in trained)
-    kept_length, dropped_length = mean_lengths(record.generated)
-    return {
-        "async/age_mean": float(ages.mean()) if trained else None,
-        "async/age_max": int(ages.max()) if trained else None,
-        "async/first_token_lag_mean": float(first_lags.mean()) if trained else None,
-        "async/last_token_lag_mean": float(last_lags.mean()) if trained else None,
-        "async/kept_mean_length": kept_length,
-        "async/dropped_mean_length": dropped_length,
-    }
-
-
-def mean_lengths(rollouts: Sequence[Rollout]) -> tuple[float | None, float | None]:
-    """Mean completion length of the rollouts kept, and of those dropped for age or straddling.
-    Dropping what is late favours short answers; these two show by how much."""
-    kept = [len(r.completion_token_ids) for r in rollouts if r.kept]
-    dropped = [
-        len(r.completion_token_ids)
-        for r in rollouts
-        if not r.kept and r.reward is not None and r.group_reward_std
-    ]
-    return _mean(kept), _mean(dropped)
-
-
-def _mean(values: Sequence[int]) -> float | None:
-    return float(np.mean(values)) if values else None
+def trained_ages(record: StepRecord) -> Metrics:
+    """Of everything trained on; in optimizer updates if a step makes several draws."""
+    births = [rollout.birth_step for rollout in record.batch.rollouts]
+    if not births:
+        return {"async/age_mean": None, "async/age_max": None}
+    ages = record.batch.draw.in_updates(record.step - np.array(births))
+    return {"async/age_mean": float(ages.mean()), "async/age_max": int(ages.max())}

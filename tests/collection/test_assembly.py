@@ -16,7 +16,6 @@ from grpo_replay.collection.arrivals import (
 )
 from grpo_replay.collection.messages import LOGPROBS, Group, pack
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.training.asynchronous import mean_lengths
 from grpo_replay.types import Rollout
 
 
@@ -81,7 +80,6 @@ def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_closed_as_suc
     assert ledger.closed["no_reward"] == Amount(3, 9)
     assert ledger.closed["zero_variance"] == Amount(1, 3)
     assert ledger.in_flight == Amount()
-    assert mean_lengths(taken) == (3.0, None)
 
 
 def test_a_stale_group_is_recorded_but_not_trained_on():
@@ -137,10 +135,3 @@ def test_what_a_step_waits_for_is_what_it_inserts(sections, inserted):
     waiting = sum(rollouts_to_insert(each, settings) for each in queue.young(5))
     taken = take_rollouts(queue.select(5), settings, queue.ledger)
     assert waiting == len(survivors(taken)) == inserted
-
-
-def test_the_length_of_what_is_dropped_is_reported_against_what_is_kept():
-    """tinker-cookbook#822: dropping what is late favours short answers."""
-    groups = [group((0, 0), version=0, tokens=9), group((0, 1), version=4, tokens=4)]
-    taken, _ = take(groups, 5, recipe(), max_age=2)
-    assert mean_lengths(taken) == (4.0, 9.0)

@@ -5,7 +5,6 @@ import json
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
@@ -91,20 +90,6 @@ def test_the_gap_is_measured_where_the_present_policy_sampled(anchored):
         gap = line["sampler/logprob_gap_mean"]
         assert gap > 0 if (step - 1, step - 1) in versions else gap is None
     assert anchored.metrics[0]["sampler/logprob_gap_mean"] > 0
-
-
-def test_lags_are_those_of_the_rollout_s_own_tokens(anchored):
-    """Next to the age, which is that of the oldest token in the group."""
-    versions = {}
-    for step in range(1, 7):
-        rows = anchored.rollouts(step)
-        versions |= {r["rollout_id"]: (r["policy_version"], r["policy_version_end"]) for r in rows}
-        trained = [row["rollout_id"] for row in anchored.survivors(step) + anchored.draws(step)]
-        first, last = (step - 1 - np.array([versions[i] for i in trained]).mean(axis=0)).tolist()
-        line = anchored.metrics[step - 1]
-        assert line["async/first_token_lag_mean"] == pytest.approx(first)
-        assert line["async/last_token_lag_mean"] == pytest.approx(last)
-        assert -1e-9 < last <= first < line["async/age_mean"] + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from grpo_replay.training.asynchronous import (
     MainSource,
     ServerShare,
     ServerTimes,
-    lateness,
-    mean_lengths,
+    trained_ages,
 )
 from grpo_replay.training.rollout_source import Parts, StepRecord, StepRollouts
 from grpo_replay.training.run import Run
@@ -235,16 +234,6 @@ def test_counters_of_a_step_by_hand():
     assert (state.prompt_cursor, state.next_group_id, state.next_rollout_id) == (13, 10, 40)
 
 
-def test_mean_lengths_are_of_what_was_kept_and_of_what_came_late():
-    """Groups without a signal and rollouts without a reward were not dropped for being late."""
-    kept = [make_rollout(1, tokens=3), make_rollout(2, tokens=5)]
-    late = [make_rollout(3, tokens=9, kept=False), make_rollout(4, tokens=11, kept=False)]
-    equal = make_rollout(5, tokens=100, kept=False, group_reward_std=0.0)
-    failed = replace(make_rollout(6, tokens=100, kept=False), reward=None)
-    assert mean_lengths([*kept, *late, equal, failed]) == (4.0, 10.0)
-    assert mean_lengths([equal, failed]) == (None, None)
-
-
 def test_a_checkpoint_has_the_journal_on_the_disk_first_and_the_end_ends_the_collector(tmp_path):
     source, intake = main_source(async_recipe(URLS))
     source.save(tmp_path)
@@ -348,26 +337,15 @@ def test_a_resumed_source_brings_servers_the_policy_and_reads_the_journal_that_i
     assert done[1:] == [("intake closed",), *([] if repeats else [("journal closed",)])]
 
 
-@pytest.mark.parametrize(("update_N", "updates"), [(None, 1), ([0, 1], 2)])
-def test_lags_are_counted_from_the_versions_that_sampled(update_N, updates):
-    """Step 9 trains on a rollout of step 5, sampled by versions 5 and 6, and one of step 9, by 8.
-    In the unit of two updates a step these are 8, and 1 of the second update."""
-    first = replace(make_rollout(1, birth_step=5, tokens=3), policy_version=5, policy_version_end=6)
-    trained = (first, make_rollout(2, birth_step=9))
+@pytest.mark.parametrize(
+    ("update_N", "updates", "ages"), [(None, 1, (2.0, 4)), ([0, 1], 2, (4.5, 8))]
+)
+def test_ages_are_those_of_what_trains(update_N, updates, ages):
+    """Step 9 trains on a rollout of step 5, and one of step 9. In the unit of two updates a step
+    their ages are 8, and 1 of the second update."""
+    trained = (make_rollout(1, birth_step=5), make_rollout(2, birth_step=9))
     draw = replace(Draw.empty(), updates=updates, update_N=update_N and np.array(update_N))
     batch = ComposedBatch(tuple(entries_of(trained)), np.zeros(2, bool), draw.ages, draw)
     taken = StepRollouts(trained, (), 0, 0, 0, None)
-    found = lateness(StepRecord(9, taken, (), None, batch, [], []))
-    ages, first_lags, last_lags = [4, 0], [3, 0], [2, 0]
-    if updates == 2:
-        ages, first_lags, last_lags = [8, 1], [6, 1], [4, 1]
-    assert found == {
-        "async/age_mean": np.mean(ages), "async/age_max": max(ages),
-        "async/first_token_lag_mean": np.mean(first_lags),
-        "async/last_token_lag_mean": np.mean(last_lags),
-        "async/kept_mean_length": 3.0, "async/dropped_mean_length": None,
-    }  # fmt: skip
-    nothing = ComposedBatch((), np.zeros(0, bool), draw.ages, Draw.empty())
-    none_taken = StepRollouts((), (), 0, 0, 0, None)
-    found = lateness(StepRecord(9, none_taken, (), None, nothing, [], []))
-    assert set(found.values()) == {None}
+    found = trained_ages(StepRecord(9, taken, (), None, batch, [], []))
+    assert (found["async/age_mean"], found["async/age_max"]) == ages
