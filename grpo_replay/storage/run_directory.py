@@ -215,7 +215,7 @@ class RunDirectory:
 
     def check(self, step: int) -> None:
         """Check what a resume after `step` needs, and change nothing. Raises CheckpointError for
-        damaged metrics, OutputDirectoryError for a recipe that cannot be read."""
+        missing metrics, OutputDirectoryError for a recipe that cannot be read."""
         first_steps(self.metrics_path, step)
         try:
             history = read_history(self.path)

@@ -28,18 +28,11 @@ def test_the_lines_up_to_the_checkpoint_are_kept_as_they_are(path):
     assert first_steps(path, 3) == LINES[:3]
 
 
-@pytest.mark.parametrize(
-    "lines, place",
-    [
-        ([], "metrics.jsonl"),
-        (LINES[:2], "metrics.jsonl ends after 2"),
-        ([*LINES[:2], LINES[1], *LINES[2:]], "metrics.jsonl:3 is of step 2"),
-    ],
-    ids=["none", "short", "a doubled line"],
-)
-def test_other_lines_are_refused_with_their_place(path, lines, place):
-    write(path, lines)
-    with pytest.raises(CheckpointError, match=place):
+@pytest.mark.parametrize("lines", [None, LINES[:2]], ids=["no file", "short"])
+def test_fewer_lines_than_the_checkpoint_has_steps_are_refused(path, lines):
+    if lines is not None:
+        write(path, lines)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
         first_steps(path, 3)
 
 
