@@ -44,6 +44,7 @@ from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
+from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.sampling.sampler_protocol import (
@@ -66,7 +67,6 @@ from grpo_replay.training.resuming import (
     StartingPoint,
     find_start,
     go_back,
-    restore_buffer,
     take_directory,
 )
 from grpo_replay.training.reward_watch import (
@@ -451,9 +451,9 @@ class RunOpener:
             self.run_dir, self.stop,
         )  # fmt: skip
         self.source = open_source(self.parts, start.state, start.checkpoint, self.stack)
-        checkpoint, step = start.checkpoint, start.state.step
-        if checkpoint is not None and recipe.checkpoint.restore_buffer:
-            run_on_main(self.comm, lambda: restore_buffer(checkpoint, step, buffer))
+        if start.checkpoint is not None and recipe.checkpoint.restore_buffer:
+            snapshot = start.checkpoint / "buffer.parquet"
+            run_on_main(self.comm, lambda: restore_snapshot(snapshot, buffer))
 
 
 def missing_packages(recipe: Recipe) -> list[str]:

@@ -17,10 +17,8 @@ from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.storage.checkpoint import (
     RunState,
     checkpoint_name,
@@ -217,18 +215,6 @@ def open_other_logs(run_dir: RunDirectory, comm: Comm) -> None:
             run_dir.open_log(attempt, comm.rank)
 
     run_collectively(comm, open_log)
-
-
-def restore_buffer(checkpoint: Path, step: int, buffer: ReplayBuffer) -> None:
-    """The buffer as it was after `step`. Called on rank 0 only."""
-    snapshot = checkpoint / "buffer.parquet"
-    found = restore_snapshot(snapshot, buffer)
-    if found != step:
-        raise CheckpointError(
-            f"{snapshot} is the buffer after step {found}, in the checkpoint of step {step}: "
-            "restore it from a copy, or start with an empty buffer with --set "
-            "checkpoint.restore_buffer=false"
-        )
 
 
 def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> None:

@@ -1,7 +1,6 @@
 """A resume checks before it removes: a damaged checkpoint is named, and nothing is lost by asking.
 What it changes is remembered."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.storage.checkpoint import file_facts
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer, resuming
 from grpo_replay.training.run import run_training
@@ -42,40 +40,11 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step_{step:06d}"
 
 
-def refresh_manifest(folder: Path) -> None:
-    listed = json.loads((folder / "manifest.json").read_text())["files"]
-    (folder / "manifest.json").write_text(json.dumps({"files": file_facts(folder, list(listed))}))
-
-
-def a_buffer_of_another_step(run: Path) -> str:
-    shutil.copy(checkpoint(run, 6) / "buffer.parquet", checkpoint(run, 9))
-    refresh_manifest(checkpoint(run, 9))
-    return r"step_000009/buffer\.parquet .* step 6"
-
-
-def an_older_checkpoint_under_a_newer_name(run: Path) -> str:
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_removed(run, processes):
+    """An older one that somebody gave a newer name."""
     shutil.copytree(checkpoint(run, 6), checkpoint(run, 11))
-    return r"step_000011 is of step 6"
-
-
-def an_engine_that_cannot_be_read(run: Path) -> str:
-    (checkpoint(run, 9) / "engine" / "layout.json").write_text("{")
-    refresh_manifest(checkpoint(run, 9))
-    return r"layout\.json"
-
-
-DAMAGES = [
-    a_buffer_of_another_step,
-    an_older_checkpoint_under_a_newer_name,
-    an_engine_that_cannot_be_read,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_removed(run, processes, damage):
-    expected = damage(run)
     before = files_of(run)
-    with pytest.raises(CheckpointError, match=expected) as seen:
+    with pytest.raises(CheckpointError, match=r"step_000011 is of step 6") as seen:
         train_small_run(run, resume=True, **OURS)
     assert seen.value.exit_code == 3
     assert files_of(run) == before
