@@ -3,7 +3,6 @@
 Every rank flushes and hashes what it wrote itself; rank 0 completes the folder.
 """
 
-import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +63,6 @@ def write_checkpoint(
             begin_checkpoint(temporary)
 
     def complete() -> None:
-        _refuse_unseen(temporary, facts)
         with removed_if_unwritable(temporary):
             for card in model_cards(temporary):
                 write_text_whole(card, model_card())
@@ -91,16 +89,6 @@ def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
     for part in comm.all_gather_json(file_facts(folder, mine)):
         facts |= part
     return facts
-
-
-def _refuse_unseen(folder: Path, facts: FileFacts) -> None:
-    """Raises OutputDirectoryError, on rank 0, for a shard that another rank wrote elsewhere."""
-    for name in facts:
-        if not (folder / name).exists():
-            raise OutputDirectoryError(
-                f"{folder / name} is not there on {platform.node()}, though rank {_writer(name)} "
-                "wrote it: checkpoints must be on a file system that all nodes share"
-            )
 
 
 def _files_in(folder: Path) -> list[str]:

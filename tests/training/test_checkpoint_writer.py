@@ -101,7 +101,7 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
     def noted(name: str):
         return lambda *words: done.append((name, *words[:1]))
 
-    for name in ("begin_checkpoint", "_refuse_unseen", "write_text_whole",
+    for name in ("begin_checkpoint", "write_text_whole",
                  "write_snapshot", "complete_checkpoint"):  # fmt: skip
         monkeypatch.setattr(checkpoint_writer, name, noted(name))
     monkeypatch.setattr(checkpoint_writer, "_facts_of_all", lambda *_: "facts")
@@ -120,7 +120,6 @@ def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_i
     shards = [(name, folder / name) for name in ("engine", "model", "adapter")]
     begun = [("flush_steps", 3), ("begin_checkpoint", folder)]
     completed = [
-        ("_refuse_unseen", folder),
         ("write_text_whole", folder / "model" / "README.md"),
         ("write_snapshot", folder / "buffer.parquet"),
         ("source", folder),
@@ -133,18 +132,6 @@ def facts_of(rank: int, folder: Path) -> dict:
     """What a rank of three adds to the facts."""
     comm = SimpleNamespace(rank=rank, world_size=3, all_gather_json=lambda mine: [mine])
     return checkpoint_writer._facts_of_all(comm, folder)
-
-
-def test_a_shard_that_rank_0_does_not_see_is_refused(tmp_path):
-    """DeepSpeed makes the folder on the disk of another node without a word."""
-    shard = "engine/state/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    (tmp_path / "other" / shard).parent.mkdir(parents=True)
-    (tmp_path / "other" / shard).write_text("moments")
-    facts = facts_of(0, tmp_path / "own") | facts_of(1, tmp_path / "other")
-    assert list(facts) == [shard]
-    with pytest.raises(OutputDirectoryError, match=r"own/.*rank_1_.* though rank 1 wrote it"):
-        checkpoint_writer._refuse_unseen(tmp_path / "own", facts)
-    checkpoint_writer._refuse_unseen(tmp_path / "other", facts)
 
 
 def test_every_rank_hashes_its_own_shards_and_rank_0_the_rest(tmp_path):
