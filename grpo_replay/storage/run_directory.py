@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
-from grpo_replay.recipe import ModelSection, Recipe
+from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import (
     flush_files,
     named_if_unwritable,
@@ -245,7 +245,7 @@ class RunDirectory:
                 write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
             changes = record_recipe(self.path, recipe, step)
             remove_later(self.path, step)
-            if step == 0 and _is_another_model(recipe.model, changes):
+            if step == 0 and changes:  # the base model may be another now
                 for suffix in ("json", "parquet"):
                     (self.path / "eval" / f"step_000000.{suffix}").unlink(missing_ok=True)
             for leftover in leftovers(self.checkpoints):
@@ -373,14 +373,6 @@ def environment_facts(world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "command": [without_secrets(word) for word in sys.argv],
     }
-
-
-def _is_another_model(model: ModelSection, changes: Sequence[str]) -> bool:
-    """Whether the base model is another than before the changes of the recipe."""
-    keys = ("path", "revision", "tokenizer", "dtype", "random_init")
-    names = tuple(f"model.{key}" for key in keys)
-    names += ("run.seed",) if model.random_init else ()
-    return any(change.startswith(names) for change in changes)
 
 
 def _git_commit() -> str | None:
