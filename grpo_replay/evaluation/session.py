@@ -33,7 +33,6 @@ from grpo_replay.recipe.input_sections import GYM
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import (
     ADAPTER_FOLDER,
-    INITIAL_MODEL,
     MODEL_FOLDER,
     checkpoint_name,
     file_facts,
@@ -125,10 +124,7 @@ def _base_of(run: Path, recipe: Path, adapter: Path) -> ModelSection:
             f"{adapter} has adapters, and {run / 'recipe.yaml'}, which names their base, is not "
             "there: evaluate the checkpoint where its run lies, or the model/ of one that has it"
         )
-    model, written = read_recipe_file(recipe).model, run / INITIAL_MODEL
-    if not written.is_dir():
-        return model
-    return model.model_copy(update={"path": str(written), "random_init": False})
+    return read_recipe_file(recipe).model
 
 
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:

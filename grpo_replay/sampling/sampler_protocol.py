@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
+from grpo_replay.errors import ModelError, RecipeError, SamplerError, did_you_mean
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.recipe.open_lists import SAMPLERS
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
@@ -62,13 +62,18 @@ class SamplerOpening:
         comm: "Comm",
         log_folder: Path | None = None,
     ) -> "SamplerOpening":
-        """With the weights in `model_path`, a local folder or hub id. Raises RecipeError,
-        ModelError."""
+        """With the weights in `model_path`, a local folder or hub id. Raises RecipeError, and
+        ModelError for a random initialisation with a sampler that reads files."""
         import torch
 
         from grpo_replay.engine.models import load_tokenizer, section_at
 
         model = section_at(recipe.model, model_path)
+        if model.random_init and sampler_class(recipe.sampling).reads_files:
+            raise ModelError(
+                f"model.random_init: sampling.backend {recipe.sampling.backend} reads weights from "
+                "files: use hf, or name a folder with saved weights in model.path"
+            )
         stop_tokens = recipe.sampling.stop_tokens
         return cls(
             model,
@@ -89,8 +94,8 @@ class Sampler(Protocol):
 
     `policy_version` is the version of the last complete `load_weights`; versions only increase.
     `stop_token_ids` are the tokens that end a completion, ascending. If `ranks_sample_together`,
-    `generate` is collective. A class that `reads_files` opens weights in a folder only; for others
-    a random initialisation is not saved first.
+    `generate` is collective. A class that `reads_files` opens weights in a folder only, so no
+    random initialisation.
     """
 
     reads_files: ClassVar[bool]

@@ -124,15 +124,9 @@ def engine_arguments(
 
     No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
     each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
-    Raises ModelError for a random initialisation, because vLLM reads weights from files, and for a
-    model whose log-probs vLLM computes otherwise than transformers; RecipeError for adapters that
-    it does not take.
+    Raises ModelError for a model whose log-probs vLLM computes otherwise than transformers;
+    RecipeError for adapters that it does not take.
     """
-    if section.random_init:
-        raise ModelError(
-            f"model.path {section.path!r} with model.random_init: vLLM reads weights from files; "
-            "write the initial model to a folder and sample from that"
-        )
     length = model_length(sampling, section, longest)
     _refuse_wider_window(section, length)
     vllm = sampling.vllm

@@ -79,8 +79,6 @@ LATEST = "latest"
 STATE = "state.json"
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 MODEL_CARDS = (f"{MODEL_FOLDER}/README.md", f"{ADAPTER_FOLDER}/README.md")
-INITIAL_MODEL = "initial_model"
-"""Folder of a run with the random model that it began with, if its sampler reads files."""
 CHECKPOINT_VERSION = 1
 MOST_READERS = 8
 """Maximum number of files hashed at once. More would only compete for the disk."""

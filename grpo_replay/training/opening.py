@@ -6,7 +6,6 @@ nothing. No check changes anything on disk, so a start that is refused leaves no
 
 import importlib.util
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ from grpo_replay.sampling.sampler_protocol import (
     sampler_class,
 )
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.checkpoint import INITIAL_MODEL, RunState, checkpoint_size
+from grpo_replay.storage.checkpoint import RunState, checkpoint_size
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.training import Notice
@@ -417,24 +416,10 @@ class RunOpener:
             checked.check(opening, place.ranks, place.ranks_here, place.elsewhere)
 
     def _open_sampler(self) -> None:
-        path = self._model_path()
+        path = resolve_model_path(self.recipe.model.path)
         log = self.run_dir.path / "log"
         self.sampler = open_sampler(self.recipe, path, self.comm, log)
         self.stack.callback(self.sampler.close)
-
-    def _model_path(self) -> str:
-        """The model that the sampler opens: the recipe's, or for a random initialisation the folder
-        to which it was saved when the run began."""
-        if not self.recipe.model.random_init:
-            return resolve_model_path(self.recipe.model.path)
-        if not sampler_class(self.recipe.sampling).reads_files:
-            return self.recipe.model.path
-        folder = self.run_dir.path / INITIAL_MODEL
-        if self.start.checkpoint is None or not folder.is_dir():
-            if self.comm.is_main:  # what a start left that ended before its first step
-                shutil.rmtree(folder, ignore_errors=True)
-            self.engine.save_model(folder, merged=False)
-        return str(folder)
 
     def _check_buffer(self) -> None:
         if self.start.checkpoint is not None and not self.recipe.checkpoint.restore_buffer:

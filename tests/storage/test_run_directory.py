@@ -86,7 +86,7 @@ def test_a_start_that_failed_leaves_the_folder_free_for_the_repaired_command(tmp
     directory.unlock()
 
 
-@pytest.mark.parametrize("name", ["initial_model/x", "wandb_id"])
+@pytest.mark.parametrize("name", ["models/x", "wandb_id"])
 def test_what_a_start_leaves_is_somebodys_where_no_run_began(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()

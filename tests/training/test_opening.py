@@ -16,7 +16,7 @@ from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer, opening
 from grpo_replay.training.opening import RunOpener, missing_packages
-from grpo_replay.training.resuming import StartingPoint, open_other_logs
+from grpo_replay.training.resuming import open_other_logs
 from grpo_replay.training.run import run_training
 
 
@@ -72,24 +72,15 @@ def test_of_several_ranks_the_lowest_that_a_check_refuses_speaks(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_vllm_opens_a_random_model_from_the_folder_of_its_first_weights(tmp_path, resumed):
-    sections = {
-        "model": {"path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes"},
-        "sampling": {"backend": "vllm"},
-    }
-    saved: list[Path] = []
-    opened = opener(tmp_path, **sections)
-    opened.engine = SimpleNamespace(save_model=lambda folder, merged: saved.append(folder))
-    opened.start = StartingPoint(tmp_path / "step_000001" if resumed else None)
-    folder = tmp_path / "initial_model"
-    assert opened._model_path() == str(folder)
-    assert saved.pop() == folder and saved == []
-    folder.mkdir()  # left by an attempt that was cut off, or there since the run began
-    (folder / "model.safetensors").touch()
-    assert opened._model_path() == str(folder)
-    assert saved == ([] if resumed else [folder])
-    assert folder.exists() == resumed
+def test_a_sampler_that_reads_files_is_refused_for_a_random_model_by_a_check(tmp_path):
+    opened = opener(
+        tmp_path,
+        model={"path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes"},
+        sampling={"backend": "vllm"},
+    )
+    opened._load_tokenizer()
+    with pytest.raises(ModelError, match=r"random_init: sampling\.backend vllm"):
+        opened._check_sampler()
 
 
 @pytest.mark.parametrize(("rank", "logs"), [(0, []), (2, ["attempt_004.rank_2.log"])])
