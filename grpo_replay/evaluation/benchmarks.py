@@ -19,7 +19,6 @@ from grpo_replay.recipe import (
     PromptsSection,
     Recipe,
     RewardSection,
-    SamplingSection,
 )
 from grpo_replay.recipe.input_sections import GYM, DatasetOptions
 from grpo_replay.recipe.layers import DATA_SUFFIXES
@@ -274,7 +273,7 @@ class EvaluationPlan:
     document: dict[str, Any]  # the report's `settings`
     with_vllm: bool
     text: CompletionText
-    prompts: PromptsSection = field(default_factory=PromptsSection)
+    prompts: PromptsSection
 
     @property
     def problem_texts(self) -> set[tuple[str, str]]:
@@ -287,21 +286,15 @@ class EvaluationPlan:
         return max((len(each.request.prompt_token_ids) for each in self.samples), default=0)
 
 
-def plan_evaluation(
-    tokenizer: Any,
-    settings: EvalSection,
-    prompts: PromptsSection,
-    sampling: SamplingSection,
-    correct_score: float = 1.0,
-    text: CompletionText | None = None,
-) -> EvaluationPlan:
-    """The plan of an evaluation; the default completion length is that of training, and
-    `correct_score` is the reward that a function of the user gives to a correct completion. `text`
-    decodes completions, if not without special tokens.
+def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
+    """The plan of `recipe.eval`; the default completion length is that of training.
 
-    Raises RecipeError for unknown benchmarks, and DatasetError for problems that cannot be read or
-    whose prompt is too long.
+    Raises RecipeError for unknown benchmarks, and if the model has no room for a prompt and its
+    longest completion, DatasetError for problems that cannot be read or whose prompt is too long.
     """
+    from grpo_replay.sampling.sampler_protocol import check_room
+
+    settings, prompts, sampling = recipe.eval, recipe.prompts, recipe.sampling
     if settings.greedy and settings.temperature == 0:
         raise RecipeError(
             "eval.greedy with eval.temperature 0 evaluates greedily twice: set only one of them"
@@ -333,23 +326,13 @@ def plan_evaluation(
     document = _settings_document(settings, prompts, benchmarks, problems_of)
     document |= {"backend": sampling.backend, "max_completion_length": longest}
     if settings.reward not in BUILTIN_VERIFIERS:
-        document["correct_score"] = correct_score
-    text = text or CompletionText(tokenizer)
+        document["correct_score"] = recipe.reward.correct
+    text = CompletionText.of(recipe, tokenizer)
     if text.kept:
         document["special_tokens"] = "keep"
     with_vllm = sampling.vllm_in_ranks or sampling.over_http
-    return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm, text, prompts)
-
-
-def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
-    """The plan of `recipe.eval`. As `plan_evaluation`, and raises RecipeError if the model has no
-    room for a prompt and its longest completion."""
-    from grpo_replay.sampling.sampler_protocol import check_room
-
-    plan = plan_evaluation(
-        tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct,
-        CompletionText.of(recipe, tokenizer),
-    )  # fmt: skip
+    planned = tuple(samples)
+    plan = EvaluationPlan(benchmarks, planned, settings, document, with_vllm, text, prompts)
     check_room(recipe, plan.longest_prompt, evaluates=True)
     return plan
 

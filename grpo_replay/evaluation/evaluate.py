@@ -1,6 +1,6 @@
 """Evaluation of a model on benchmarks, during training and from the command line.
 
-    plan = plan_evaluation(tokenizer, recipe.eval, recipe.prompts, recipe.sampling)
+    plan = plan_evaluation(tokenizer, recipe)
     report = evaluate(sampler, tokenizer, plan, comm, scorer)
     report.write(Path("eval.json"))                     # and eval.parquet, one row per sample
 

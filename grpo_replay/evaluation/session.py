@@ -15,7 +15,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.errors import CheckpointError, UsageError
-from grpo_replay.evaluation.benchmarks import plan_that_fits, try_verifier
+from grpo_replay.evaluation.benchmarks import plan_evaluation, try_verifier
 from grpo_replay.evaluation.cache import generations_folder, sampler_facts
 from grpo_replay.evaluation.evaluate import OnProgress, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
@@ -264,7 +264,7 @@ def evaluate_model(
         verifiers = recipe.reward.alone(recipe.eval.reward)
         scorer = stack.enter_context(RewardScorer.open(verifiers, as_verdicts=True))
         tokenizer = load_tokenizer(recipe.model)
-        plan = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
+        plan = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
         for notice in run_on_main(comm, lambda: try_verifier(recipe.reward, plan)) or []:
             logger.warning(notice)
         path = resolve_model_path(recipe.model.path)

@@ -35,7 +35,7 @@ from grpo_replay.engine.passed_settings import check_passed_settings
 from grpo_replay.engine.processes import memory_of_gpu
 from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
 from grpo_replay.errors import GrpoReplayError, RecipeError
-from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits, read_from_hub
+from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_evaluation, read_from_hub
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.recipe.layers import is_on_hub
@@ -313,7 +313,7 @@ class RunOpener:
             on_hub = read_from_hub(recipe.eval, recipe.prompts)
             if self._leaves_to_start("benchmarks", on_hub):
                 return None
-            return plan_that_fits(self.tokenizer, recipe)
+            return plan_evaluation(self.tokenizer, recipe)
 
         self.evaluation = run_collectively(self.comm, plan)
         if self.prompts is not None:

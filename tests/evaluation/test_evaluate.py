@@ -13,12 +13,12 @@ from zlib import crc32
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from commands import plan_of
 from evaluate_program import evaluate_tiny, recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
+from grpo_replay.evaluation.benchmarks import plan_evaluation
 from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.evaluation_tables import heading
@@ -67,7 +67,7 @@ def tokenizer():
 
 def plan(tokenizer, **settings):
     own = recipe().eval.model_copy(update=settings)
-    return plan_of(tokenizer, recipe().model_copy(update={"eval": own}))
+    return plan_evaluation(tokenizer, recipe().model_copy(update={"eval": own}))
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_invalid_plans_are_refused(tokenizer):
         plan(tokenizer, benchmarks=["tiny_ad"])
     prompts = recipe().prompts.model_copy(update={"max_prompt_length": 3})
     with pytest.raises(DatasetError, match="max_prompt_length 3"):
-        plan_of(tokenizer, recipe().model_copy(update={"prompts": prompts}))
+        plan_evaluation(tokenizer, recipe().model_copy(update={"prompts": prompts}))
 
 
 def test_a_report_round_trips_and_a_broken_one_is_named(tmp_path, uninterrupted):

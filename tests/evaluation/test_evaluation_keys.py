@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import plan_of
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.evaluation.benchmarks import try_verifier
+from grpo_replay.evaluation.benchmarks import plan_evaluation, try_verifier
 from grpo_replay.evaluation.cache import request_digest
 from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate
 from grpo_replay.evaluation.evaluation_report import (
@@ -64,7 +63,9 @@ def plan(folder: Path, rows: Sequence[dict[str, str]] = ROWS, **settings: Any) -
     own = {"benchmarks": [str(file)], "samples": 2}
     evaluation = RECIPE.eval.model_copy(update={**own, **settings})
     prompts = RECIPE.prompts.model_copy(update={"id_field": "name"})
-    return plan_of(Bytes(), RECIPE.model_copy(update={"eval": evaluation, "prompts": prompts}))
+    return plan_evaluation(
+        Bytes(), RECIPE.model_copy(update={"eval": evaluation, "prompts": prompts})
+    )
 
 
 def laws(planned: EvaluationPlan) -> list[tuple[bool, int, float, float, int]]:

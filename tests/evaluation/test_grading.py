@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from commands import plan_of
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation import evaluate as evaluate_module
+from grpo_replay.evaluation.benchmarks import plan_evaluation
 from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.recipe import load_recipe
@@ -62,7 +62,7 @@ def evaluated(recipe):
         )
         reward = recipe.reward.model_copy(update={"function": verifier})
         with RewardScorer.open(reward) as scorer:
-            plan = plan_of(tokenizer, settings)
+            plan = plan_evaluation(tokenizer, settings)
             sampler = WrittenSampler(tokenizer)
             return evaluate(sampler, tokenizer, plan, Comm(), scorer, model={"name": "written"})
 
@@ -89,7 +89,7 @@ def test_progress_is_told_at_every_completion_if_time_has_passed(recipe, monkeyp
     reward = recipe.reward.model_copy(update={"function": recipe.eval.reward})
     with RewardScorer.open(reward) as scorer:
         scorer.wait = lambda seconds: True
-        plan, sampler = plan_of(tokenizer, recipe), WrittenSampler(tokenizer)
+        plan, sampler = plan_evaluation(tokenizer, recipe), WrittenSampler(tokenizer)
         evaluate(
             sampler, tokenizer, plan, Comm(), scorer, on_progress=lambda *now: told.append(now)
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 from grpo_replay.cli.app import COMMANDS
 from grpo_replay.cli.eval_command import resolved
-from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_evaluation
 from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.session import find_model
 from grpo_replay.recipe import Recipe
@@ -39,12 +38,6 @@ def run_plan(*words: Any, **options: Any) -> int:
 
 def recipe_of_evaluation(ckpt: str, **options: Any) -> Recipe:
     return resolved(COMMANDS["eval"](ckpt, **options), find_model(ckpt))
-
-
-def plan_of(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
-    return plan_evaluation(
-        tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct
-    )
 
 
 def folder_of_generations(parent: Path, recipe: Recipe) -> Path:

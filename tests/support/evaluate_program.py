@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from commands import plan_of
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.evaluation import cache
+from grpo_replay.evaluation.benchmarks import plan_evaluation
 from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -56,7 +56,7 @@ def evaluate_tiny(output: Path, rank: int, ranks: int, generations: Path | None)
     settings = recipe()
     tokenizer = load_tokenizer(settings.model)
     sampler = CountingSampler(HfSampler.open(SamplerOpening.of(settings, str(BASE_DIR), Comm())))
-    plan = plan_of(tokenizer, settings)
+    plan = plan_evaluation(tokenizer, settings)
     comm = Comm(rank, ranks, group)
     with RewardScorer.open(settings.reward) as scorer:
         report = evaluate(

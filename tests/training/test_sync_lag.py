@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from commands import plan_of
 from small_runs.trained import interrupted, same_files, same_weights, steps_of, train_small_run
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import LogprobGapError
+from grpo_replay.evaluation.benchmarks import plan_evaluation
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.sampling.hf import HfSampler
@@ -93,7 +93,7 @@ def test_the_final_evaluation_is_of_the_final_policy(lagging_run):
         SamplerOpening.of(recipe, str(lagging_run.path / "checkpoints/latest/model"), Comm())
     )
     tokenizer = load_tokenizer(recipe.model)
-    plan = plan_of(tokenizer, recipe)
+    plan = plan_evaluation(tokenizer, recipe)
     of_key = {each.request.key: each for each in plan.samples}
     texts = {
         of_key[c.key].problem.problem_id: tokenizer.decode(c.token_ids, skip_special_tokens=True)
