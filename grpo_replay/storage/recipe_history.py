@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from grpo_replay.errors import OutputDirectoryError, RecipeError, UsageError
+from grpo_replay.errors import RecipeError, UsageError
 from grpo_replay.recipe import (
     Recipe,
     load_recipe,
@@ -87,18 +87,12 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
     """The run's own recipe with `overrides`, the `--set` words of the command line.
 
     `name` is the RECIPE of the command line, if given. Raises UsageError if it differs from the
-    run's in more than the overrides, OutputDirectoryError if the run's own is not valid.
+    run's in more than the overrides, RecipeError if the run's own is not valid.
     """
     path = recipe_file(run_dir)
-    try:
-        stored = read_recipe_layer(path)
-        resolve_recipe([stored], source=str(path))
-    except RecipeError as error:
-        raise OutputDirectoryError(
-            f"{run_dir} cannot be resumed: its recipe is no longer valid: {error}"
-        ) from error
     source = f"{path} with --set" if overrides else str(path)
-    resumed = resolve_recipe([stored, parse_overrides(overrides)], source=source)
+    layers = [read_recipe_layer(path), parse_overrides(overrides)]
+    resumed = resolve_recipe(layers, source=source)
     if name is not None:
         refuse_another(load_recipe(name, overrides), resumed, name, run_dir)
     return resumed

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import (
     flush_files,
@@ -215,14 +215,9 @@ class RunDirectory:
 
     def check(self, step: int) -> None:
         """Check what a resume after `step` needs, and change nothing. Raises CheckpointError for
-        missing metrics, OutputDirectoryError for a recipe that cannot be read."""
+        missing metrics, RecipeError for a recipe that cannot be read."""
         first_steps(self.metrics_path, step)
-        try:
-            history = read_history(self.path)
-        except RecipeError as error:
-            raise OutputDirectoryError(
-                f"{self.path} cannot be resumed: its recipe is no longer valid: {error}"
-            ) from error
+        history = read_history(self.path)
         if step == 0:
             self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_replay.errors import OutputDirectoryError, UsageError
+from grpo_replay.errors import RecipeError, UsageError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.recipe_history import (
     read_history,
@@ -38,7 +38,7 @@ def test_a_recipe_that_differs_is_refused_with_the_difference_and_the_remedy(run
 
 def test_a_recipe_that_is_no_longer_valid_is_named(run):
     (run / "recipe.yaml").write_text("nonsense: 1\n")
-    with pytest.raises(OutputDirectoryError, match=r"recipe\.yaml.*nonsense"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml.*nonsense"):
         recipe_to_resume(run, None, [])
 
 
