@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from commands import run_aes as run
 from test_statistics import report
@@ -31,30 +30,6 @@ def test_aes_by_hand():
     assert accuracy_efficiency_score(45, 80, 50, 100) == pytest.approx((0.2, -0.1, -0.3))
     assert accuracy_efficiency_score(45, 80, 50, 100, gain=1, loss=2)[2] == pytest.approx(0.0)
     assert accuracy_efficiency_score(50, 100, 50, 100) == (0, 0, 0)
-
-
-def test_reports_give_means_over_benchmarks_and_intervals():
-    reference = report({"x": [[1, 0]] * 30, "y": [[1, 1]] * 10}, tokens=lambda c: 100)
-    better = report({"x": [[1, 1]] * 30, "y": [[1, 1]] * 10}, tokens=lambda c: 80)
-    (score,) = score_reports(("r", reference), [("c", better)])
-    assert (score.accuracy, score.tokens) == (100, 80)
-    assert score.delta_accuracy == pytest.approx((1 - 0.75) / 0.75)
-    assert score.aes == pytest.approx(0.2 + 3 * 0.25 / 0.75)
-    assert score.aes_interval == pytest.approx((score.aes, score.aes))  # no problem differs
-    (back,) = score_reports(("c", better), [("r", reference)])
-    assert back.aes == pytest.approx(-0.25 - 5 * 0.25)
-    assert back.aes_interval == pytest.approx((back.aes, back.aes))
-
-
-def test_intervals_resample_problems_and_pair_them():
-    rng = np.random.default_rng(0)
-    counts = rng.binomial(4, 0.5, size=50)
-    problems = [[1] * c + [0] * (4 - c) for c in counts]
-    (same,) = score_reports(("r", report({"x": problems})), [("c", report({"x": problems}))])
-    assert same.aes_interval == (0, 0)
-    (other,) = score_reports(("r", report({"x": problems})), [("c", report({"x": problems[::-1]}))])
-    low, high = other.aes_interval
-    assert low < other.aes < high and high - low > 0.2
 
 
 def test_other_benchmarks_and_references_without_correct_answers_are_refused():

@@ -258,11 +258,6 @@ def test_aes_and_its_intervals(a, b, capsys):
     assert "A 29.17 37.5 -0.119 -0.548 -2.861" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_gain_counts_three_times(a, b):
-    (found,) = score_reports(("A", a), [("B", b)])
-    assert found.aes == approx((37.5 - 33.5) / 37.5 + 3 * 17 / 14)
-
-
 @pytest.mark.parametrize(("word", "message"), [("i5", "accuracy 0"), ("c0", "0 tokens")])
 def test_a_reference_of_zero_is_refused(word, message):
     zero = report({"x": [word, word]})

@@ -76,40 +76,11 @@ def test_pass_at_j_by_hand():
             pass_at_each(np.array([bad]), 2)
 
 
-def test_a_small_report_by_hand():
-    """Two problems of four samples, 2 and 1 correct; correct answers have 10 tokens, wrong 40."""
-    found = report(
-        {"a": [[1, 1, 0, 0], [0, 1, 0, 0]]}, tokens=lambda correct: 10 if correct else 40
-    ).sampled.benchmarks["a"]
-    assert (found.n, found.k) == (2, 4)
-    assert found.avg_at_k == pytest.approx(3 / 8)
-    assert found.avg_at_k_stderr == pytest.approx(1 / 8)  # values 1/2 and 1/4
-    assert found.pass_at_j == pytest.approx({"1": 3 / 8, "2": 2 / 3, "3": 7 / 8, "4": 1})
-    assert found.pass_at_k == 1
-    assert found.mean_tokens == pytest.approx((3 * 10 + 5 * 40) / 8)
-    assert found.truncation_rate == found.unparsed_rate == 5 / 8
-    assert found.verdicts == {"correct": 3, "unparsable": 5}
-    # With 0 and 1 the values have mean 7/16 and squares 21/16, so variance 35/192 and of the mean
-    # 35/768. All correct: with 0 and 1 the mean is 3/4, its variance 1/16.
-    t = stats.t.ppf(0.975, 3)
-    assert found.avg_at_k_interval == (0, pytest.approx(min(1, 7 / 16 + t * np.sqrt(35 / 768))))
-    assert found.pass_at_k_interval == pytest.approx((max(0, 3 / 4 - t / 4), 1))
-
-
 def test_undefined_is_none():
     found = report({"a": [[1, 1]]}).sampled
     assert found.benchmarks["a"].avg_at_k_stderr is None
     assert found.mean.avg_at_k_stderr is None
     assert standard_error(np.array([0.5])) is None
-
-
-def test_the_mean_weights_benchmarks_equally():
-    """0.5 on four problems and 1.0 on one: the mean is 0.75; its error is that of the first / 2."""
-    found = report({"a": [[1], [1], [0], [0]], "b": [[1], [1]]}).sampled
-    assert found.mean.avg_at_k == 0.75
-    error = np.sqrt(np.var([1, 1, 0, 0], ddof=1) / 4)
-    assert found.mean.avg_at_k_stderr == pytest.approx(error / 2)
-    assert found.accuracies() == {"a": 0.5, "b": 1.0, "mean": 0.75}
 
 
 @pytest.mark.parametrize("mean", [0.01, 0.5])
@@ -120,18 +91,6 @@ def test_intervals_of_accuracies_have_at_least_their_nominal_coverage(mean):
     bounds = [accuracy_interval([each / 16]) for each in rng.binomial(16, chances)]
     assert all(0 <= low <= high <= 1 for low, high in bounds)
     assert np.mean([low <= mean <= high for low, high in bounds]) > 0.94
-
-
-def test_the_paired_test_by_hand():
-    """Two problems, B one sample in four better on both: two say nothing of a third. Of the
-    four ways to sign the two differences two have a mean as large as 1/4: ++ and --."""
-    a = report({"x": [[1, 0, 0, 0], [1, 1, 0, 0]]})
-    b = report({"x": [[1, 1, 0, 0], [1, 0, 1, 1]]})
-    found = compare("a", a, "b", b)["x"]
-    assert (found.accuracy_a, found.accuracy_b) == (3 / 8, 5 / 8)
-    assert found.difference == 1 / 4
-    assert found.difference_interval == (-1, 1)
-    assert found.p_value == 0.5
 
 
 def test_the_paired_p_value_agrees_with_the_t_test_where_the_t_test_is_valid():

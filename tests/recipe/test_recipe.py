@@ -129,6 +129,7 @@ REFUSED = {
     "no equals sign": (["replay.ratio"], "replay.ratio"),
     "a section set to a value": (["replay=3"], "replay: .*3"),
     "below the range": (["replay.ratio=-1"], "replay.ratio: .*0.*-1"),
+    "an age limit of 0": (["replay.max_age_steps=0"], "replay.max_age_steps: .*0"),
     "wrong type": (["run.steps=many"], "run.steps: .*'many'"),
     "not one of the words": (["replay.unit=row"], "replay.unit: .*'rollout' or 'query'.*'row'"),
     "an infinite ratio": (["replay.ratio=.inf"], "replay.ratio: "),

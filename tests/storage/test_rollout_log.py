@@ -5,9 +5,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from buffer_makers import ARRAYS, assert_same_rollouts, drawn_buffer, make_group, make_rollout
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from grpo_replay.errors import OutputDirectoryError, SnapshotError
 from grpo_replay.replay.insertion import entries_of
@@ -28,7 +25,7 @@ from grpo_replay.storage.rollout_log import (
     write_draws,
     write_rollouts,
 )
-from grpo_replay.types import Draw, Rollout, RolloutOutcome
+from grpo_replay.types import Draw, RolloutOutcome
 
 OUTCOME = RolloutOutcome(3, 0.25, -0.125, 0.5, 0.0625, 1.5, 3.0, 2.0, 0.75)
 
@@ -66,41 +63,6 @@ def test_a_table_gives_the_rollouts_back_exactly():
     assert back[4].advantage is None and back[4].behavior_logprobs is None
     assert back[8].behavior_logprobs.shape == (0,)
     assert table_to_rollouts(rollouts_to_table([])) == []
-
-
-floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
-@st.composite
-def any_rollout(draw):
-    tokens = draw(st.integers(0, 5))
-    logprobs = hnp.arrays(np.float32, tokens, elements=st.floats(width=32))
-    ids_of = hnp.arrays(np.int32, tokens)
-    kept = draw(st.booleans())
-    whole = st.integers(-(2**63), 2**63 - 1)
-    text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-    return Rollout(
-        *draw(st.tuples(whole, whole, text, st.integers(0, 99), whole, whole, whole)),
-        prompt_token_ids=draw(hnp.arrays(np.int32, draw(st.integers(0, 3)))),
-        completion_token_ids=draw(ids_of),
-        completion_text=draw(text),
-        behavior_logprobs=draw(logprobs) if kept else None,
-        sampler_logprobs=draw(logprobs),
-        reward=draw(floats32),
-        advantage=draw(floats32) if kept else None,
-        group_reward_mean=draw(floats32),
-        group_reward_std=draw(floats32),
-        group_correct=draw(st.integers(0, 99)),
-        finish_reason=draw(text),
-        verdict=draw(text),
-        kept=kept,
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(any_rollout(), max_size=5))
-def test_any_rollouts_survive_a_table(rollouts):
-    assert_same_rollouts(rollouts, table_to_rollouts(rollouts_to_table(rollouts)))
 
 
 def test_slices_and_chunks_of_tables_are_read_into_arrays_of_their_own(tmp_path):

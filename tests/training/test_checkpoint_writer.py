@@ -1,18 +1,16 @@
-"""How a checkpoint is written: the manifest last; and a full disk loses nothing."""
+"""A checkpoint: the room that it needs, who hashes what, and a full disk that loses nothing."""
 
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_runs.trained import small_recipe, train_small_run
+from small_runs.trained import train_small_run
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import CheckpointSection
 from grpo_replay.storage.checkpoint import (
     CheckpointSize,
-    RunState,
     checkpoint_size,
     find_checkpoint,
     list_checkpoints,
@@ -89,43 +87,6 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_000001"]
     verify_checkpoint(find_checkpoint(checkpoints))
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_steps_are_flushed_before_a_checkpoint_relies_on_them_and_the_manifest_is_last(
-    tmp_path, monkeypatch, is_main
-):
-    """Ranks other than 0 write their shards alone."""
-    done = []
-
-    def noted(name: str):
-        return lambda *words: done.append((name, *words[:1]))
-
-    for name in ("begin_checkpoint", "write_text_whole",
-                 "write_snapshot", "complete_checkpoint"):  # fmt: skip
-        monkeypatch.setattr(checkpoint_writer, name, noted(name))
-    monkeypatch.setattr(checkpoint_writer, "_facts_of_all", lambda *_: "facts")
-    monkeypatch.setattr(checkpoint_writer, "run_on_main", lambda _, action: is_main and action())
-    parts = SimpleNamespace(
-        comm=Comm(int(not is_main)), buffer="buffer", recipe=small_recipe(),
-        run_dir=SimpleNamespace(checkpoints=tmp_path, flush_steps=noted("flush_steps")),
-        engine=SimpleNamespace(
-            save=noted("engine"), save_model=noted("model"), save_adapter=noted("adapter")
-        ),
-    )  # fmt: skip
-    source = SimpleNamespace(save=noted("source"))
-    folder = checkpoint_writer.temporary_folder(tmp_path, 3)
-    (folder / "model").mkdir(parents=True)
-    checkpoint_writer.write_checkpoint(parts, source, RunState(step=3), lambda: "a card")
-    shards = [(name, folder / name) for name in ("engine", "model", "adapter")]
-    begun = [("flush_steps", 3), ("begin_checkpoint", folder)]
-    completed = [
-        ("write_text_whole", folder / "model" / "README.md"),
-        ("write_snapshot", folder / "buffer.parquet"),
-        ("source", folder),
-        ("complete_checkpoint", folder),
-    ]
-    assert done == ([*begun, *shards, *completed] if is_main else shards)
 
 
 def facts_of(rank: int, folder: Path) -> dict:

@@ -21,8 +21,6 @@ from grpo_replay.engine.weights import named_weights
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.sampling.hf import HfSampler
 
-# --- ratios and behaviour log-probs ---------------------------------------------------------------
-
 
 def test_behaviour_log_probs_are_those_of_the_policy_that_sampled(one_update_run):
     run = one_update_run
@@ -164,55 +162,6 @@ def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeyp
     monkeypatch.setattr("grpo_replay.training.synchronous.sync_weights", push_the_base)
     with pytest.raises(LogprobGapError, match="weight sync"):
         train_small_run(tmp_path / "run", optimizer={"learning_rate": 3e-2})
-
-
-# --- metrics against files ------------------------------------------------------------------------
-
-
-def token_mean(rows: list[dict], name: str) -> float | None:
-    tokens = sum(row["tokens"] for row in rows)
-    return sum(row[name] * row["tokens"] for row in rows) / tokens if tokens else None
-
-
-@pytest.mark.parametrize("name", ["ours_run", "pool_run", "fifo_run"])
-def test_metrics_by_side_and_by_age_are_those_of_the_files(name, request):
-    run = request.getfixturevalue(name)
-    fifo = name == "fifo_run"
-    by_age = 0
-    for step in steps_of(run):
-        line = run.metrics[step - 1]
-        draws = run.draws(step)
-        replayed = [row for row in draws if row["age_steps"] > 0 or fifo]
-        fresh = [row for row in draws if row["age_steps"] == 0 and not fifo]
-        if not fresh and not fifo:
-            fresh = [row for row in run.survivors(step) if row["tokens"] is not None]
-        for side, rows in (("fresh", fresh), ("replay", replayed)):
-            for quantity in ("clip_fraction", "ratio_mean", "approx_kl"):
-                expected = token_mean(rows, quantity)
-                assert line[f"{side}/{quantity}"] == (
-                    None if expected is None else pytest.approx(expected, rel=1e-9)
-                )
-            mean, squared = (token_mean(rows, f"ratio{which}_mean") for which in ("", "_squared"))
-            ess = None if mean is None else pytest.approx(mean**2 / squared, rel=1e-9)
-            assert line[f"{side}/ratio_ess"] == ess
-            assert line[f"{side}/ratio_max"] == max((r["ratio_max"] for r in rows), default=None)
-        assert line["entropy"] == pytest.approx(token_mean(fresh + replayed, "entropy"), rel=1e-9) \
-            if fresh + replayed else line["entropy"] is None  # fmt: skip
-        assert line["replay/rollouts"] == len(replayed)
-        unit = "age_updates" if replayed and "age_updates" in replayed[0] else "age_steps"
-        ages = [row[unit] for row in replayed]
-        assert line["replay/age_max"] == max(ages, default=None)
-        assert line["replay/age_mean"] == (pytest.approx(np.mean(ages)) if ages else None)
-        for low, high, label in [(0, 0, "0"), (1, 1, "1"), (2, 2, "2"), (3, 4, "3-4"),
-                                 (5, 8, "5-8"), (9, 16, "9-16")]:  # fmt: skip
-            members = [row for row in replayed if low <= row[unit] <= high]
-            for quantity in ("clip_fraction", "ratio_mean", "approx_kl"):
-                key = f"replay/age_{label}/{quantity}"
-                assert (key in line) == bool(members)
-                if members:
-                    by_age += 1
-                    assert line[key] == pytest.approx(token_mean(members, quantity), rel=1e-9)
-    assert by_age > 30
 
 
 def test_the_loss_of_a_first_update_is_minus_the_mean_advantage(one_update_run):
