@@ -15,8 +15,9 @@ from test_statistics import report
 
 from grpo_replay.cli.eval_command import run
 from grpo_replay.cli.options import EvalOptions
-from grpo_replay.errors import CheckpointError, OutputDirectoryError
+from grpo_replay.errors import CheckpointError, EvaluationFileError, OutputDirectoryError
 from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
+from grpo_replay.evaluation.evaluation_report import read_report, samples_path
 from grpo_replay.evaluation.session import model_sha256
 from grpo_replay.types import Completion, GenerationRequest, RequestKey
 
@@ -124,3 +125,36 @@ def test_revisions_of_a_hub_model_have_different_digests(tmp_path, monkeypatch):
     assert main == model_sha256("me/tiny", {}, "main") != other
     with pytest.raises(CheckpointError, match="at revision 'third' is not in the local cache"):
         model_sha256("me/tiny", {}, "third")
+
+
+def test_an_evaluation_that_is_replaced_never_has_the_rows_of_another(tmp_path, monkeypatch):
+    """Killed between the two files, it leaves the new rows alone."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "e.json"
+    report({"a": [[1]]}).write(path)
+    monkeypatch.setattr("grpo_replay.evaluation.evaluation_report.write_text_whole", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report({"a": [[0]]}).write(path)
+    assert not path.exists() and samples_path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("parents", "key", "value"),
+    [(["benchmarks", "a"], "avg_at_k", "high"), (["mean"], "mean_tokens", None)],
+)
+def test_an_invalid_value_of_a_file_is_named(tmp_path, parents, key, value):
+    path = tmp_path / "e.json"
+    report({"a": [[1]]}).write(path)
+    document = json.loads(path.read_text())
+    node = document
+    for parent in parents:
+        node = node[parent]
+    del node[key]
+    if value is not None:
+        node[key] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(EvaluationFileError, match=f"(?s)e.json.*{key}"):
+        read_report(path)
