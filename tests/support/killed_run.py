@@ -7,23 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
-from small_runs.trained import small_recipe
+from small_runs.trained import Listener, small_recipe
 
-from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
-
-
-class Killer(Observer):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, metrics) -> None:
-        if metrics["step"] == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_training(
-        small_recipe(**json.loads(sys.argv[3])), Path(sys.argv[1]), False, Killer(int(sys.argv[2]))
-    )
+    recipe = small_recipe(**json.loads(sys.argv[3]))
+    killer = Listener({int(sys.argv[2]): lambda: os.kill(os.getpid(), signal.SIGKILL)})
+    run_training(recipe, Path(sys.argv[1]), False, killer)

@@ -13,6 +13,7 @@ import pytest
 from missing_rewards import fails_on
 from small_runs.trained import (
     FinishedRun,
+    Listener,
     same_weights,
     small_recipe,
     steps_of,
@@ -25,20 +26,11 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import read_life
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay.rollouts import assemble_rollouts
-from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 from grpo_replay.types import RequestKey
 
 FAILING = {"function": "missing_rewards:boxed_unless_it_fails"}
 SETTINGS = {"loss": {"behavior_logprobs": "sampler"}, "run": {"steps": 6}}
-
-
-class Listener(Observer):
-    def __init__(self) -> None:
-        self.notices: list[str] = []
-
-    def on_notice(self, text) -> None:
-        self.notices.append(text)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_runs.trained import small_recipe
+from small_runs.trained import Listener, small_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import PeerFailure
@@ -14,7 +14,7 @@ from grpo_replay.errors import ModelError, OutputDirectoryError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer, opening
+from grpo_replay.training import opening
 from grpo_replay.training.opening import RunOpener, missing_packages
 from grpo_replay.training.resuming import open_other_logs
 from grpo_replay.training.run import run_training
@@ -25,11 +25,6 @@ def opener(folder: Path, **sections) -> RunOpener:
     device = SimpleNamespace(type="cpu")
     recipe = resolve_recipe([sections])
     return RunOpener(recipe, Comm(), device, RunDirectory(folder), ExitStack())
-
-
-class Listener(Observer):
-    def on_start(self, recipe, run_dir, state, notices) -> None:
-        self.notices = [each.text for each in notices]
 
 
 def test_a_package_that_the_attention_needs_is_named(monkeypatch):
@@ -56,7 +51,7 @@ def test_a_run_says_what_it_leaves_out(tmp_path, processes, monkeypatch):
     run_training(recipe, tmp_path / "run", False, listener)
     assert "said by a check" in (tmp_path / "run/log/attempt_001.log").read_text()
     assert len(rooms) == 1 and 3 <= rooms[0] <= 6
-    (left_out,) = [each for each in listener.notices if "left out" in each]
+    (left_out,) = [each for each in listener.at_start if "left out" in each]
     assert "prompts.max_prompt_length 6" in left_out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_runs.trained import small_recipe, train_small_run
+from small_runs.trained import Listener, small_recipe, train_small_run
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.evaluation.evaluation_report import read_report
@@ -17,17 +17,11 @@ from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.tiny.problems import train_problems
-from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
 FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
 PLAIN = {"template": "plain", "user_template": "{problem}=", "max_prompt_length": 16}
 NAMES = ("boxed_is_right", "short", "overlong")
-
-
-class Listener(Observer):
-    def on_start(self, recipe, run_dir, state, notices) -> None:
-        self.at_start = [each.text for each in notices]
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from small_runs.trained import (
     SMALL,
     FinishedRun,
+    Listener,
     files_of,
     interrupted,
     same_weights,
@@ -22,7 +23,7 @@ from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeErro
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer, resuming
+from grpo_replay.training import resuming
 from grpo_replay.training.run import run_training
 
 OURS = {"run": {"steps": 12}, "checkpoint": {"every_steps": 3, "keep": 100}}
@@ -62,20 +63,18 @@ def test_a_run_goes_on_to_no_fewer_steps_than_it_has_and_beside_no_other_process
     assert files_of(run) == before
 
 
-class Listener(Observer):
-    def on_start(self, recipe, run_dir, state, notices) -> None:
-        self.heard = [each.text for each in notices]
-        with pytest.raises(OutputDirectoryError, match="in use by process"):
-            RunDirectory(Path(run_dir)).lock()  # the run has it
-
-
 def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_run, processes):
     first = (run / "recipe.yaml").read_bytes()
     changed = {"run": {"steps": 15}, "replay": {"ratio": 1.0, "max_age_steps": 2}}
-    listener = Listener()
+
+    def try_to_lock() -> None:
+        with pytest.raises(OutputDirectoryError, match="in use by process"):
+            RunDirectory(run).lock()  # the run has it
+
+    listener = Listener({10: try_to_lock})
     result = run_training(resolve_recipe([SMALL, OURS, changed]), run, True, listener)
     assert not result.interrupted and result.step == 15
-    assert any("replay.ratio: 0.5 -> 1.0" in each for each in listener.heard)
+    assert any("replay.ratio: 0.5 -> 1.0" in each for each in listener.at_start)
     assert (run / "checkpoints" / "latest").resolve().name == "step_000015"
     assert (run / "recipe.yaml").read_bytes() == first
     assert [path.name for path in (run / "recipes").iterdir()] == ["step_000009.yaml"]
@@ -91,7 +90,7 @@ def test_a_buffer_that_is_not_restored_starts_empty(run, processes):
     emptied = {"checkpoint": OURS["checkpoint"] | {"restore_buffer": False}, "run": {"steps": 11}}
     listener = Listener()
     run_training(small_recipe(**emptied), run, True, listener)
-    assert any("starts empty" in each for each in listener.heard)
+    assert any("starts empty" in each for each in listener.at_start)
     metrics = FinishedRun(run, None).metrics
     assert metrics[8]["buffer/rollouts"] > 0
     assert metrics[9]["replay/rollouts"] == 0  # nothing was there to draw
@@ -103,7 +102,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path, pro
     interrupted(tmp_path / "run", 1, **sections)
     listener = Listener()
     run_training(small_recipe(**sections), tmp_path / "run", True, listener)
-    assert any("no checkpoint yet" in each for each in listener.heard)
+    assert any("no checkpoint yet" in each for each in listener.at_start)
     whole = train_small_run(tmp_path / "whole", **sections)
     resumed = FinishedRun(tmp_path / "run", None)
     assert resumed.timeless_metrics == whole.timeless_metrics

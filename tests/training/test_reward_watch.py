@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs.trained import small_recipe
+from small_runs.trained import Listener, small_recipe
 
 from grpo_replay.errors import RewardError
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.training import Observer
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
@@ -84,11 +83,6 @@ def test_the_notice_names_masks_where_there_are_any():
     assert "equal or its completions cut off or masked by the sampler" in notice
 
 
-class Listener(Observer):
-    def on_notice(self, text) -> None:
-        self.heard = [*getattr(self, "heard", []), text]
-
-
 def test_what_both_watches_see_in_a_step_reaches_the_screen(tmp_path, processes, monkeypatch):
     for watch in (LearningWatch, CorrectWatch):
         seen = [f"seen by {watch.__name__}"]
@@ -96,7 +90,7 @@ def test_what_both_watches_see_in_a_step_reaches_the_screen(tmp_path, processes,
     listener = Listener()
     recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"})
     run_training(recipe, tmp_path / "run", False, listener)
-    assert {"seen by LearningWatch", "seen by CorrectWatch"} <= set(listener.heard)
+    assert {"seen by LearningWatch", "seen by CorrectWatch"} <= set(listener.notices)
 
 
 def test_a_step_stops_if_most_verdicts_are_failures():

@@ -7,6 +7,7 @@ from math import ceil
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from small_runs.trained import Listener
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +16,6 @@ from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
 from grpo_replay.sampling.hf import HfSampler
-from grpo_replay.training import Observer
 from grpo_replay.training import run as run_module
 from grpo_replay.training.run import run_training
 
@@ -36,17 +36,12 @@ SETTINGS = [
 ]
 
 
-class Watcher(Observer):
-    """Keeps what it is shown, and what the sampler is told to do."""
+class Watcher(Listener):
+    """Keeps also what the sampler is told to do."""
 
     def __init__(self) -> None:
-        self.samples, self.told_sampler, self.reports = {}, [], {}
-
-    def on_samples(self, step, rows) -> None:
-        self.samples[step] = rows
-
-    def on_evaluation(self, step, report) -> None:
-        self.reports[step] = report
+        super().__init__()
+        self.told_sampler = []
 
     def noted(self, name: str):
         """The sampler's method, which says that it was called."""

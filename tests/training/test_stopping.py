@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from small_runs.trained import FinishedRun, small_recipe
+from small_runs.trained import FinishedRun, Listener, small_recipe
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -47,20 +47,9 @@ def train(
     return run_training(*given, stop=stop)
 
 
-class After(Observer):
-    """Does something once, after a step."""
-
-    def __init__(self, step: int, action) -> None:
-        self._step, self._action = step, action
-
-    def on_step(self, metrics) -> None:
-        if metrics["step"] == self._step:
-            self._action()
-
-
 def test_a_signal_is_a_request_to_save_and_stop(tmp_path, processes, caplog):
     with caplog.at_level(logging.WARNING, "grpo_replay.training.run"):
-        ask = After(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        ask = Listener({1: lambda: os.kill(os.getpid(), signal.SIGTERM)})
         result = train(tmp_path / "run", ask, **PLAIN)
     # The record of step 1 comes after the question whether to stop: step 2 is the last.
     assert (result.interrupted, result.step) == (True, 2)

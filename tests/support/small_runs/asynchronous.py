@@ -1,15 +1,13 @@
 """Small asynchronous runs: the real trainer, collector and journal with fake policy servers.
 
-    python -m small_runs.asynchronous FOLDER SECTIONS_JSON [KILL_AFTER_STEP]
+    python -m small_runs.asynchronous FOLDER SECTIONS_JSON
 
-trains in FOLDER, resuming if a run is there; with a step, it kills itself right after it.
+trains in FOLDER, resuming if a run is there.
 """
 
 import json
-import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from grpo_replay.collection.arrivals import CATEGORIES
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
-from small_runs.trained import SMALL, FinishedRun, same_weights
+from small_runs.trained import SMALL, Action, FinishedRun, Listener, same_weights
 
 ASYNCHRONOUS: dict[str, Any] = {
     "sampling": {"backend": "vllm_server", "logprob_gap_limit": 1000.0},
@@ -42,23 +40,11 @@ def async_recipe(urls: Sequence[str], *layers: dict[str, Any]) -> Recipe:
 
 
 def train_async_run(
-    recipe: Recipe, path: Path, resume: bool = False, after: "dict[int, Action] | None" = None
+    recipe: Recipe, path: Path, resume: bool = False, after: dict[int, Action] | None = None
 ) -> FinishedRun:
     """Train in this process. `after[step]()` is called after that step."""
-    run_training(recipe, path, resume, _Acting(after or {}))
+    run_training(recipe, path, resume, Listener(after))
     return FinishedRun(path, recipe)
-
-
-Action = Callable[[], object]
-
-
-class _Acting(Observer):
-    def __init__(self, after: dict[int, Action]) -> None:
-        self.after = after
-
-    def on_step(self, metrics: Any) -> None:
-        if action := self.after.get(metrics["step"]):
-            action()
 
 
 def collector_pids() -> list[int]:
@@ -76,15 +62,6 @@ def replay_run(run: FinishedRun, path: Path, *layers: dict[str, Any]) -> Finishe
     source = {"sampling": {"collection": {"replay_journal": str(run.path)}}}
     changed = resolve_recipe([run.recipe.model_dump(mode="json"), source, *layers])
     return train_async_run(changed, path)
-
-
-class _Killer(Observer):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, metrics: Any) -> None:
-        if metrics["step"] == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def same_weights_as_journal(run: FinishedRun, folder: Path) -> bool:
@@ -119,6 +96,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, sections = Path(sys.argv[1]), json.loads(sys.argv[2])
     urls = sections.pop("urls")
-    observer = _Killer(int(sys.argv[3])) if len(sys.argv) > 3 else Observer()
     exists = (folder / "recipe.yaml").exists()
-    run_training(async_recipe(urls, sections), folder, exists, observer)
+    run_training(async_recipe(urls, sections), folder, exists, Observer())

@@ -2,6 +2,7 @@
 in their directories."""
 
 import json
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,36 @@ class FinishedRun:
         return load_file(whole if whole.exists() else folder / adapter)
 
 
+Action = Callable[[], object]
+
+
+class Listener(Observer):
+    """Keeps what it is told, and calls `after[step]()` after that step."""
+
+    def __init__(self, after: Mapping[int, Action] | None = None) -> None:
+        self.after = after or {}
+        self.at_start: list[str] = []
+        self.notices: list[str] = []
+        self.samples: dict[int, Any] = {}
+        self.reports: dict[int, Any] = {}
+
+    def on_start(self, recipe: Any, run_dir: Any, state: Any, notices: Any) -> None:
+        self.at_start = [each.text for each in notices]
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        if action := self.after.get(metrics["step"]):
+            action()
+
+    def on_samples(self, step: int, rows: Any) -> None:
+        self.samples[step] = rows
+
+    def on_evaluation(self, step: int, report: Any) -> None:
+        self.reports[step] = report
+
+    def on_notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
 def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:
     """Train in this process. `path` must be new (or hold the run, with `resume`)."""
     recipe = small_recipe(**sections)
@@ -118,19 +149,14 @@ class _Stop(Exception):
     pass
 
 
-class _StopAfter(Observer):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] == self.step:
-            raise _Stop
-
-
 def interrupted(path: Path, step: int, **sections: dict[str, Any]) -> None:
     """A run that ends right after a step, as by a crash: without a checkpoint of it."""
+
+    def stop() -> None:
+        raise _Stop
+
     with suppress(_Stop):
-        run_training(small_recipe(**sections), path, False, _StopAfter(step))
+        run_training(small_recipe(**sections), path, False, Listener({step: stop}))
         raise AssertionError(f"the run ended before step {step}")
 
 
