@@ -8,7 +8,6 @@ import pytest
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
     async_recipe,
-    check_ledger,
     collector_pids,
     same_weights_as_journal,
     train_async_run,
@@ -45,7 +44,6 @@ def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
     run = train_async_run(recipe, tmp_path / "run", resume=True)
     assert list(read_journal(tmp_path / "run/journal"))[: len(before)] == before
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
-    check_ledger(run)
     assert same_weights_as_journal(run, tmp_path / "again")
     repeated = [line["step"] for line in run.metrics if line["cost/generation_seconds"] is None]
     assert repeated == [5]  # what it cost to generate is unknown, not nothing
@@ -61,7 +59,7 @@ def test_a_killed_collector_is_replaced_and_what_it_held_is_lost(fake_server, tm
 
     run = train_async_run(async_recipe([fake_server.url]), tmp_path / "run", after={2: kill})
     assert len(run.metrics) == 6
-    check_ledger(run)
+    assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")
     assert collector_pids() == []
 
@@ -87,7 +85,7 @@ def test_a_server_that_dies_and_comes_back_gets_the_newest_weights(
     assert run.metrics[-1]["ledger/lost_rollouts"] == 0
     assert returned[0].loaded[0] == "version-5"
     assert returned[0].served > 0
-    check_ledger(run)
+    assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")
 
 
@@ -108,7 +106,7 @@ def test_the_last_server_that_is_lost_ends_the_run_with_a_checkpoint(tmp_path, p
     finally:
         again.stop()
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
-    check_ledger(run)
+    assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")
 
 
@@ -118,7 +116,6 @@ def test_rewards_that_do_not_come_leave_the_ledger_balanced_and_train_nothing(
     reward = {"function": "collected_rewards:even_unless_it_fails", "max_failed_share": 0.9}
     sections = {"reward": reward, "run": {"steps": 4}}
     run = train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
-    check_ledger(run)
     missing = [row for row in run.all_rollouts.values() if row["reward"] is None]
     assert len(missing) > 10 and not any(row["kept"] for row in missing)
     assert run.metrics[-1]["ledger/no_reward_rollouts"] == len(missing)

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 
-from grpo_replay.collection.arrivals import CATEGORIES
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
@@ -66,28 +65,6 @@ def replay_run(run: FinishedRun, path: Path, *layers: dict[str, Any]) -> Finishe
 
 def same_weights_as_journal(run: FinishedRun, folder: Path) -> bool:
     return same_weights(run.weights(), replay_run(run, folder).weights())
-
-
-def check_ledger(run: FinishedRun) -> None:
-    """generated = the ends + in flight, at every step, in rollouts and in tokens; and the ends are
-    what rollouts/ has."""
-    sums = dict.fromkeys(["inserted", "zero_variance", "no_reward", "stale"], 0)
-    for line in run.metrics:
-        for unit in ("rollouts", "tokens"):
-            ends = sum(line[f"ledger/{name}_{unit}"] for name in (*CATEGORIES, "in_flight"))
-            assert line[f"ledger/generated_{unit}"] == ends > 0
-        for row in run.rollouts(line["step"]):
-            sums[_end(row)] += 1
-        for name, count in sums.items():
-            assert line[f"ledger/{name}_rollouts"] == count
-
-
-def _end(row: dict[str, Any]) -> str:
-    if row["kept"]:
-        return "inserted"
-    if row["reward"] is None:
-        return "no_reward"
-    return "stale" if row["group_reward_std"] else "zero_variance"
 
 
 if __name__ == "__main__":
