@@ -3,14 +3,11 @@ of the recipe's header, and the baseline without a buffer."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-from small_runs.trained import FinishedRun, steps_of, train_small_run
+from small_runs.trained import FinishedRun, spied_updates, steps_of, train_small_run
 
-from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
 from grpo_replay.replay.batch import TrainRow
@@ -37,20 +34,6 @@ class Laboratory(NamedTuple):
     run: FinishedRun
     updates: list[list[TrainRow]]
     """The rows of every optimizer update, as the engine gets them."""
-
-
-@contextmanager
-def spied_updates() -> Iterator[list[list[TrainRow]]]:
-    seen: list[list[TrainRow]] = []
-    original = DeepSpeedEngine.update
-
-    def update(engine, rows):
-        seen.append(list(rows))
-        return original(engine, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeepSpeedEngine, "update", update)
-        yield seen
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from small_runs.trained import (
     hopeless_after,
     row_of,
     same_weights,
+    spied_updates,
     steps_of,
     train_small_run,
 )
@@ -117,20 +118,14 @@ class Spied(NamedTuple):
 
 @pytest.fixture(scope="module")
 def spied(tmp_path_factory, processes) -> Spied:
-    updates: list[list[TrainRow]] = []
     forwards: list[list[TrainRow]] = []
-    update, logprobs = DeepSpeedEngine.update, DeepSpeedEngine.logprobs
-
-    def spy_update(engine, rows):
-        updates.append(list(rows))
-        return update(engine, rows)
+    logprobs = DeepSpeedEngine.logprobs
 
     def spy_logprobs(engine, rows):
         forwards.append(list(rows))
         return logprobs(engine, rows)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeepSpeedEngine, "update", spy_update)
+    with spied_updates() as updates, pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedEngine, "logprobs", spy_logprobs)
         run = train_small_run(tmp_path_factory.mktemp("spied") / "run", run={"steps": 8})
     return Spied(run, updates, forwards)

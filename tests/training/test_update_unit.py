@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from small_runs.trained import spied_updates
 
-from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
@@ -28,19 +28,11 @@ ARM = ["sampling.prompts_per_step=5", "replay.ratio=2.25", f"batch.updates_per_s
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory, processes):
     """A finished run, and the rollouts of every update as the engine got them."""
-    seen = []
     folder = tmp_path_factory.mktemp("updates") / "run"
-    original = DeepSpeedEngine.update
-
-    def update(engine, rows):
-        seen.append([row.rollout_id for row in rows])
-        return original(engine, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeepSpeedEngine, "update", update)
+    with spied_updates() as updates:
         recipe = load_recipe("fifo-tiny", [*QUICK, f"run.steps={STEPS}", *ARM])
         run_training(recipe, folder, False, Observer())
-    return folder, seen
+    return folder, [[row.rollout_id for row in rows] for rows in updates]
 
 
 def in_updates(draws, groups, updates, capacity=84):

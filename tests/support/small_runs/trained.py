@@ -2,8 +2,8 @@
 in their directories."""
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import load_policy
 from grpo_replay.prompts.prompt_set import ORDER_STREAM
 from grpo_replay.recipe import Recipe, resolve_recipe
@@ -143,6 +145,21 @@ def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]
     recipe = small_recipe(**sections)
     run_training(recipe, path, resume, Observer())
     return FinishedRun(path, recipe)
+
+
+@contextmanager
+def spied_updates() -> Iterator[list[list[TrainRow]]]:
+    """The rows of every optimizer update, as the engine gets them."""
+    seen: list[list[TrainRow]] = []
+    original = DeepSpeedEngine.update
+
+    def update(engine: DeepSpeedEngine, rows: Sequence[TrainRow]) -> Any:
+        seen.append(list(rows))
+        return original(engine, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedEngine, "update", update)
+        yield seen
 
 
 class _Stop(Exception):
