@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import buffer_makers
 import numpy as np
 import pytest
 
@@ -31,17 +32,11 @@ from grpo_replay.types import ComposedBatch, Draw, Rollout, RolloutOutcome
 def make_rollout(
     i: int, tokens: int, reward: float | None = 1.0, std: float | None = 1.0, **changes
 ) -> Rollout:
+    """In groups of two, with -1 as the sampler's log-prob of each token."""
+    made = buffer_makers.make_rollout(i, group_id=i // 2, tokens=tokens, kept=bool(std))
     logprobs = np.full(tokens, -1.0, np.float32)
-    values = {
-        "rollout_id": i, "group_id": i // 2, "prompt_id": "p", "completion_index": i % 2,
-        "birth_step": 1, "policy_version": 0, "policy_version_end": 0,
-        "prompt_token_ids": np.array([1], np.int32),
-        "completion_token_ids": np.zeros(tokens, np.int32), "completion_text": "",
-        "behavior_logprobs": None, "sampler_logprobs": logprobs, "reward": reward,
-        "advantage": None, "group_reward_mean": 0.0, "group_reward_std": std, "group_correct": 1,
-        "finish_reason": "stop", "verdict": "correct", "kept": bool(std),
-    }  # fmt: skip
-    return Rollout(**{**values, **changes})
+    own = {"reward": reward, "group_reward_std": std, "sampler_logprobs": logprobs}
+    return replace(made, **{**own, **changes})
 
 
 def test_generation_metrics_by_hand():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from buffer_makers import make_rollout
 from small_runs.trained import Listener, small_recipe
 
 from grpo_replay.errors import RewardError
@@ -18,13 +19,9 @@ from grpo_replay.training.run import run_training
 from grpo_replay.types import Rollout
 
 G = 4
-PLAIN = Rollout(
-    rollout_id=0, group_id=0, prompt_id="p", completion_index=0, birth_step=1, policy_version=0,
-    policy_version_end=0, prompt_token_ids=np.array([1], np.int32),
-    completion_token_ids=np.array([2], np.int32), completion_text="", behavior_logprobs=None,
-    sampler_logprobs=np.zeros(1, np.float32), reward=-1.0, advantage=None, group_reward_mean=-1.0,
-    group_reward_std=0.0, group_correct=0, finish_reason="stop", verdict="incorrect", kept=False,
-)  # fmt: skip
+PLAIN = make_rollout(
+    0, reward=-1.0, group_reward_mean=-1.0, group_reward_std=0.0, group_correct=0, kept=False
+)
 
 
 def recipe_of(steps: int = 200, **reward) -> Recipe:
