@@ -17,6 +17,7 @@ model is lost in that of shared prompts.
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
@@ -103,10 +104,14 @@ def can_share(
         for other in others:
             before = [logprob_row(other_prompt, other), logprob_row(prompt, other)]
             found.append(forward(_batch([*before, alone], sizes=[3]))[2 * _TOKENS :])
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
-        return False
-    apart = _close(found[1], found[0], LARGEST_DIFFERENCE)
-    return bool(comm.broadcast_json(apart and _close(found[0], own_C, OTHER_SHAPE[dtype])))
+        apart = False
+    else:
+        apart = _close(found[1], found[0], LARGEST_DIFFERENCE)
+        apart = apart and _close(found[0], own_C, OTHER_SHAPE[dtype])
+    return bool(comm.broadcast_json(apart))
 
 
 def two_rows(config: PreTrainedConfig, length: int, packing: bool) -> MicroBatch:

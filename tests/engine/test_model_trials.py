@@ -1,0 +1,43 @@
+"""The trials of a model: every rank gets rank 0's outcome."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_zoo import random_model
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.model_trials import can_share
+
+MODEL = random_model("qwen3")
+
+
+class SecondRank(Comm):
+    """Rank 1 of 2, beside a rank 0 that broadcasts `answer`."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(1, 2)
+        self.answer, self.heard = answer, 0
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        self.heard += 1
+        return self.answer
+
+
+def test_a_rank_whose_trial_of_shared_prompts_raises_takes_rank_0s_answer_all_the_same():
+    def forward(*_: Any) -> np.ndarray:
+        raise RuntimeError("the model takes no mask of four dimensions")
+
+    comm = SecondRank(True)
+    assert can_share(MODEL.config, "float32", 64, forward, comm)
+    assert comm.heard == 1
+    assert not can_share(MODEL.config, "float32", 64, forward, Comm())
+
+
+def test_memory_that_runs_out_in_the_trial_is_not_taken_for_mixed_completions():
+    def forward(*_: Any) -> np.ndarray:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        can_share(MODEL.config, "float32", 64, forward, Comm())
