@@ -54,7 +54,7 @@ def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, 
         ) from error
     difference = float(np.abs(found_C - own_C).max())
     largest = HEAD_TOLERANCE[dtype] * max(1.0, float(np.abs(own_C).max()))
-    if comm.broadcast_json(difference > largest):
+    if comm.broadcast_json(not difference <= largest):  # also of NaN
         refuse_wrong_head(model, difference)
 
 

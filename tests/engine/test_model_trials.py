@@ -1,4 +1,4 @@
-"""The trials of a model: every rank gets rank 0's outcome."""
+"""The trials of a model: every rank gets rank 0's outcome, and NaN is no agreement."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 from model_zoo import random_model
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.model_trials import can_share
+from grpo_replay.engine.model_trials import can_share, refuse_other_logprobs
+from grpo_replay.errors import ModelError
 
 MODEL = random_model("qwen3")
 
@@ -41,3 +42,12 @@ def test_memory_that_runs_out_in_the_trial_is_not_taken_for_mixed_completions():
 
     with pytest.raises(torch.OutOfMemoryError):
         can_share(MODEL.config, "float32", 64, forward, Comm())
+
+
+@pytest.mark.parametrize("of_logits", [True, False])
+def test_logprobs_that_are_no_numbers_fail_the_trial_of_the_head(of_logits):
+    def forward(batch: Any, through_logits: bool = False) -> np.ndarray:
+        return np.full(len(batch.target_ids_C), np.nan if through_logits == of_logits else -1.0)
+
+    with pytest.raises(ModelError):
+        refuse_other_logprobs(MODEL, "float32", forward, Comm())
