@@ -314,6 +314,15 @@ class AdamwOptions(Passthrough):
     eps: float = 1e-8
     weight_decay: float = 0.01
 
+    @model_validator(mode="after")
+    def _has_two_moments(self) -> "AdamwOptions":
+        if self.others.get("amsgrad"):
+            raise ValueError(
+                "amsgrad keeps a third moment, which a run that resumes with other ranks, another "
+                "ZeRO stage or dtype cannot read: remove it"
+            )
+        return self
+
 
 class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6

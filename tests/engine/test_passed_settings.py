@@ -44,5 +44,5 @@ def test_what_a_library_refuses_stops_the_start_and_is_a_problem_of_the_dry_run(
 
 
 def test_what_a_library_takes_of_its_own_settings_fits():
-    taken = ["optimizer.adamw.amsgrad=true", "model.lora={r: 4, use_rslora: true}"]
+    taken = ["optimizer.adamw.maximize=false", "model.lora={r: 4, use_rslora: true}"]
     assert dry_run(load_recipe("tiny", taken))["problems"] == []

@@ -136,6 +136,7 @@ REFUSED = {
     "a list that is too short": (["optimizer.adamw.betas=[0.9]"], "betas: .*2"),
     "a setting that another key decides": (["engine.zero.stage=3"], "stage is set by"),
     "a passed on setting of another type": (["engine.zero.sub_group_size=many"], "sub_group_size"),
+    "a third moment of Adam": (["optimizer.adamw.amsgrad=true"], "optimizer.adamw: amsgrad"),
     "capacity below one step": (["replay.capacity_rollouts=100"], "capacity_rollouts 100.*128"),
     "warm-up as long as the run": (["run.steps=20"], "warmup_steps 20.*run.steps 20"),
     "|A| of a query": (["replay.unit=query"], "abs_advantage.*query"),
