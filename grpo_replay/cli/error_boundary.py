@@ -50,6 +50,7 @@ def report_error(error: Exception) -> int:
         is_lost_peer,
         is_reported_elsewhere,
         lost_contact,
+        print_error,
     )
     from grpo_replay.terminal.console import printable
     from grpo_replay.terminal.quiet import without_secrets
@@ -65,15 +66,14 @@ def report_error(error: Exception) -> int:
         return code
     if isinstance(error, GrpoReplayError):
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(printable(without_secrets(f"error: {error}{notes}")), file=sys.stderr)
+        print_error(printable(without_secrets(f"error: {error}{notes}")))
         return code
     lines = "".join(traceback.format_exception(error))
-    print(printable(without_secrets(lines)), end="", file=sys.stderr)
     if place := _foreign_place(error):
         whose = f"error: {type(error).__name__} in {place}, which is no part of grpo-replay"
     else:
         whose = "This is a bug in grpo-replay: please report it with the lines above."
-    print(printable(whose), file=sys.stderr)
+    print_error(printable(without_secrets(lines) + whose))
     return code
 
 

@@ -19,6 +19,8 @@ CORES_VARIABLE = "GRPO_REPLAY_CORES"
 it for runs that share a machine."""
 LAUNCHER_VARIABLE = "GRPO_REPLAY_LAUNCHER"
 """Process id of `launch_ranks`, set for the ranks that it starts."""
+PRINTED_VARIABLE = "GRPO_REPLAY_PRINTED"
+"""File with the errors that the ranks of `launch_ranks` have printed."""
 _PR_SET_PDEATHSIG = 1
 
 

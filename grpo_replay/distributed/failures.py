@@ -2,6 +2,7 @@
 0 does for all of them, without a time limit."""
 
 import atexit
+import fcntl
 import os
 import re
 import sys
@@ -12,7 +13,11 @@ from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.environment import LAUNCHER_VARIABLE, rank_environment
+from grpo_replay.distributed.environment import (
+    LAUNCHER_VARIABLE,
+    PRINTED_VARIABLE,
+    rank_environment,
+)
 from grpo_replay.errors import FOLLOWED, GrpoReplayError, LaunchError, first_line
 
 POLL_SECONDS = 2.0
@@ -109,6 +114,22 @@ def is_reported_elsewhere(error: BaseException) -> bool:
     launcher that sees it end."""
     lost = isinstance(error, LostContact) and LAUNCHER_VARIABLE in os.environ
     return lost or isinstance(error, PeerFailure)
+
+
+def print_error(text: str) -> None:
+    """Print to stderr, unless another rank of `launch_ranks` has printed the same: an error that
+    all ranks raise is printed once."""
+    try:
+        with open(os.environ.get(PRINTED_VARIABLE, ""), "a+", encoding="utf-8") as printed:
+            # A rank that finds its error there ends the others, so they must have printed it.
+            fcntl.flock(printed, fcntl.LOCK_EX)
+            printed.seek(0)
+            if text in printed.read().split("\0"):
+                return
+            print(text, file=sys.stderr, flush=True)
+            printed.write(f"{text}\0")
+    except OSError:  # no launcher of ours, or it is gone
+        print(text, file=sys.stderr)
 
 
 def lost_contact(error: BaseException) -> LaunchError:

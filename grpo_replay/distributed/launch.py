@@ -8,7 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_replay.distributed.environment import LAUNCHER_VARIABLE, threads_per_rank
+from grpo_replay.distributed.environment import (
+    LAUNCHER_VARIABLE,
+    PRINTED_VARIABLE,
+    threads_per_rank,
+)
 from grpo_replay.distributed.failures import name_ranks
 from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import FOLLOWED, INTERRUPTED, LaunchError, UsageError
@@ -29,9 +33,9 @@ def launch_ranks(
     """The exit code of `grpo-replay ARGUMENTS` (or of another Python `program`) run as ranks of
     this machine: that of the rank that failed by itself, or 130 after a signal.
 
-    Each rank prints its own error. A signal to this process reaches every rank; when a rank fails,
-    the others get SIGTERM and, 30 s later, SIGKILL. Raises LaunchError for a rank that was killed
-    otherwise, and if none failed by itself.
+    Ranks print their errors, one that several raise once. A signal to this process reaches every
+    rank; when a rank fails, the others get SIGTERM and, 30 s later, SIGKILL. Raises LaunchError for
+    a rank that was killed otherwise, and if none failed by itself.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -42,6 +46,7 @@ def launch_ranks(
         raise UsageError(f"--num-processes {num_processes}: at least one rank is needed")
     held = HeldFolder("grpo-replay-launch-")
     os.environ.update(_variables(num_processes, threads_per_process))
+    os.environ[PRINTED_VARIABLE] = str(held.path / "printed")
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, max_restarts=0,
         run_id=f"grpo-replay-{os.getpid()}", local_addr="127.0.0.1",

@@ -76,6 +76,7 @@ def test_ranks_wait_for_rank_0_for_longer_than_a_collective_may_take():
 
 FAILURES = {
     "crash-on-1": (3, "row 12 is broken"),
+    "fail-alike": (3, "row 12 is broken"),
     "disagree": (4, "rank 1 and rank 0 differ in: run; give every rank the same recipe"),
     "killed-on-1": (4, "rank 1 was killed by SIGKILL"),
     "no-gpu-for-1": (4, "local rank 1 needs GPU 1"),

@@ -80,6 +80,11 @@ def crash_on_1(comm: Comm) -> int:
     return wait_for_others(comm)
 
 
+def fail_alike(comm: Comm) -> int:
+    comm.barrier()
+    raise DatasetError("row 12 is broken")
+
+
 def killed_on_0(comm: Comm) -> int:
     return killed_on(0, comm)
 
@@ -155,6 +160,7 @@ def until_signal(comm: Comm) -> int:
 MODES = {
     "sums": sums,
     "crash-on-1": crash_on_1,
+    "fail-alike": fail_alike,
     "killed-on-0": killed_on_0,
     "killed-on-1": killed_on_1,
     "busy-on-0": busy_on_0,
