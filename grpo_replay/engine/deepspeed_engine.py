@@ -446,18 +446,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
     update to update, and the loss already has its global denominator."""
-    thresholds = engine.zero
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": thresholds.reduce_bucket_size,
-        "allgather_bucket_size": thresholds.allgather_bucket_size,
-        "stage3_param_persistence_threshold": thresholds.param_persistence_threshold,
-        "stage3_prefetch_bucket_size": thresholds.prefetch_bucket_size,
-        "stage3_max_live_parameters": thresholds.max_live_parameters,
-        "stage3_max_reuse_distance": thresholds.max_reuse_distance,
-        "sub_group_size": thresholds.sub_group_size,
-        **thresholds.others,
-    }
+    zero = {"stage": stage, **engine.zero.model_dump()}
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if engine.offload_parameters:

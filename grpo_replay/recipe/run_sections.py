@@ -16,10 +16,10 @@ class ZeroSection(Passthrough):
 
     reduce_bucket_size: int = 500_000_000
     allgather_bucket_size: int = 500_000_000
-    param_persistence_threshold: int = 100_000
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
     sub_group_size: int = 1_000_000_000
 
 

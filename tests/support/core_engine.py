@@ -29,7 +29,7 @@ SHORTEST_ROW = 12  # so that two never share a micro-batch of ONE_BY_ONE
 SHARDED: dict[str, Any] = {
     "zero_stage": 3,
     "logprob_chunk_tokens": 7,
-    "zero": {"param_persistence_threshold": 0},
+    "zero": {"stage3_param_persistence_threshold": 0},
 }
 """ZeRO-3 as at real widths: every parameter is sharded (DeepSpeed's threshold would keep all of
 the tiny model's whole), and ranks with different rows have different numbers of chunks."""
@@ -38,10 +38,10 @@ SCALED: dict[str, Any] = {
     "zero_stage": 3,
     "logprob_chunk_tokens": 7,
     "zero": {
-        "param_persistence_threshold": 4,
-        "prefetch_bucket_size": 2_000,
-        "max_live_parameters": 40_000,
-        "max_reuse_distance": 40_000,
+        "stage3_param_persistence_threshold": 4,
+        "stage3_prefetch_bucket_size": 2_000,
+        "stage3_max_live_parameters": 40_000,
+        "stage3_max_reuse_distance": 40_000,
         "sub_group_size": 40_000,
         "reduce_bucket_size": 20_000,
         "allgather_bucket_size": 20_000,

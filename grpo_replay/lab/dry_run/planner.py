@@ -275,7 +275,7 @@ def _engine_setting(
         dtype_bytes=DTYPE_BYTES[model.dtype],
         on_cuda=machines.on_cuda,
         bucket_elements=engine.zero.reduce_bucket_size,
-        live_elements=engine.zero.max_live_parameters,
+        live_elements=engine.zero.stage3_max_live_parameters,
         offload_optimizer=engine.offload_optimizer,
         offload_parameters=engine.offload_parameters,
         reference_copy=has_reference and model.lora.r is None,
