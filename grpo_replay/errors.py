@@ -18,6 +18,7 @@
         ├── LogprobGapError        4   sampler and trainer log-probs differ too much
         ├── RewardError            4   the reward function failed on most completions of a step
         ├── SamplerError           4   a sampler failed and could not be recovered
+        │   └── ServersLost        4   no vLLM server is left; a checkpoint is written
         ├── CollectorError         4   the collector of an asynchronous run failed
         ├── LedgerError            4   rollouts were lost or counted twice
         └── LaunchError            4   ranks that cannot form a run

@@ -380,11 +380,11 @@ def check_vocabulary(
 ) -> None:
     """Raises ModelError if the tokenizer has more tokens than the model."""
     if len(tokenizer) > config.vocab_size:
+        more = f", or set model.random_init.vocab_size to at least {len(tokenizer)}"
         raise ModelError(
             f"model.tokenizer {model.tokenizer or model.path!r} has {len(tokenizer)} tokens, but "
             f"the configuration of model.path {model.path!r} has vocab_size {config.vocab_size}: "
-            f"use the model's own tokenizer, or set model.random_init.vocab_size to at least "
-            f"{len(tokenizer)}"
+            f"use the model's own tokenizer{more if model.random_init else ''}"
         )
 
 

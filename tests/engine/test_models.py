@@ -225,10 +225,13 @@ def test_overrides_that_the_configuration_cannot_take_are_recipe_errors(override
         load_config(random_section(random_init=overrides))
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
-    section = random_section(random_init={**SMALL, "vocab_size": 257})
-    with pytest.raises(ModelError, match=r"has 258 tokens, but .* vocab_size 257"):
-        load_policy(section, 0)
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_and_random_weights_may_have_more():
+    random = random_section(random_init={**SMALL, "vocab_size": 257})
+    pretrained = ModelSection(path="builtin:tiny", tokenizer="builtin:bytes")
+    for section in (random, pretrained):
+        with pytest.raises(ModelError, match=r"has 258 tokens, but .* vocab_size \d+") as caught:
+            load_policy(section, 0)
+        assert ("random_init" in str(caught.value)) == bool(section.random_init)
 
 
 def test_paths_that_do_not_exist():
