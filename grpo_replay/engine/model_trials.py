@@ -41,8 +41,8 @@ logits."""
 
 def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, comm: Comm) -> None:
     """Raises ModelError, by rank 0's result on all ranks, if log-probs of a row of random tokens
-    differ from those of the model's own logits, or the model does not run on token ids alone.
-    Collective: every rank runs the row."""
+    differ from those of the model's own logits or are not finite, or the model does not run on
+    token ids alone. Collective: every rank runs the row."""
     ids = _random_tokens(model.config, _TOKENS)[0]
     batch = _batch([logprob_row(ids[:1], ids[1:])])
     try:
@@ -52,6 +52,11 @@ def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, 
             f"model.path: a model of type {model.config.model_type} does not run on token ids "
             f"alone: {first_line(error)}"
         ) from error
+    if not comm.broadcast_json(bool(np.isfinite(own_C).all())):
+        raise ModelError(
+            "model.path: log-probs of the model are not finite, so its weights hold NaN or "
+            "infinity: take an earlier checkpoint, or fetch the model again"
+        )
     difference = float(np.abs(found_C - own_C).max())
     largest = HEAD_TOLERANCE[dtype] * max(1.0, float(np.abs(own_C).max()))
     if comm.broadcast_json(not difference <= largest):  # also of NaN

@@ -27,7 +27,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_replay.engine.finite_weights import is_finite, not_finite
 from grpo_replay.engine.models import DTYPES, load_config
 from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
 from grpo_replay.recipe import LoraSection, ModelSection
@@ -278,9 +277,8 @@ class CheckedWeights:
     """Yields the tensors that fit, and collects everything else in `problems`.
 
     Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
-    leaves a collective gather early; after it `problems` also names what never arrived and
-    what is not finite. With `any_name`, for a receiver that stores tied tensors once, one of their
-    names is enough.
+    leaves a collective gather early; after it `problems` also names what never arrived. With
+    `any_name`, for a receiver that stores tied tensors once, one of their names is enough.
     """
 
     def __init__(
@@ -292,7 +290,6 @@ class CheckedWeights:
         self._seen: set[str] = set()
         self._any_name = any_name
         self._came_first: dict[str, tuple[str, torch.Tensor]] = {}  # of the names of one tensor
-        self._finite: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
@@ -301,7 +298,6 @@ class CheckedWeights:
             if problem:
                 self.problems.append(problem)
             else:
-                self._finite[name] = is_finite(tensor)
                 yield name, tensor
 
     def drain(self) -> None:
@@ -313,9 +309,6 @@ class CheckedWeights:
             missing = [name for name in missing if self._first_name(name) not in self._came_first]
         self._came_first.clear()
         self.problems.extend(f"missing tensor {name}" for name in missing)
-        if broken := not_finite(self._finite):
-            self.problems.append(f"{broken}: look at grad_norm and loss of the last steps")
-        self._finite.clear()
         self._seen.update(missing)
 
     def _problem(self, name: str, tensor: torch.Tensor) -> str | None:

@@ -255,10 +255,9 @@ def evaluate_model(
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     with quiet_libraries(), ExitStack() as stack:
         from grpo_replay.distributed.failures import run_on_main
-        from grpo_replay.engine.finite_weights import refuse_not_finite, stored_tensors
         from grpo_replay.engine.models import load_tokenizer, resolve_model_path
         from grpo_replay.engine.saved_policies import adapted_tensors
-        from grpo_replay.sampling.sampler_protocol import open_sampler, sampler_class
+        from grpo_replay.sampling.sampler_protocol import open_sampler
 
         comm = _open_comm(recipe, world_size)
         verifiers = recipe.reward.alone(recipe.eval.reward)
@@ -268,9 +267,6 @@ def evaluate_model(
         for notice in run_on_main(comm, lambda: try_verifier(recipe.reward, plan)) or []:
             logger.warning(notice)
         path = resolve_model_path(recipe.model.path)
-        if sampler_class(recipe.sampling).reads_files:  # others load the model, which checks it
-            stored = stored_tensors(Path(path))
-            run_collectively(comm, lambda: refuse_not_finite(stored, f"--ckpt {source.path}"))
         sampler = open_sampler(recipe, path, comm)
         stack.callback(sampler.close)
         if source.base is not None:

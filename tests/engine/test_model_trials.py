@@ -1,15 +1,21 @@
 """The trials of a model: every rank gets rank 0's outcome, and NaN is no agreement."""
 
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import run_eval
 from model_zoo import random_model
+from small_runs.trained import train_small_run
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.model_trials import can_share, refuse_other_logprobs
-from grpo_replay.errors import ModelError
+from grpo_replay.engine.models import load_policy
+from grpo_replay.errors import ModelError, SamplerError
+from grpo_replay.recipe import ModelSection
+from grpo_replay.tiny import BASE_DIR
 
 MODEL = random_model("qwen3")
 
@@ -51,3 +57,17 @@ def test_logprobs_that_are_no_numbers_fail_the_trial_of_the_head(of_logits):
 
     with pytest.raises(ModelError):
         refuse_other_logprobs(MODEL, "float32", forward, Comm())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_model_whose_weights_hold_no_numbers_is_refused_by_training_and_evaluation(
+    value, tmp_path
+):
+    folder, model = shutil.copytree(BASE_DIR, tmp_path / "model"), load_policy(ModelSection(), 0)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3] = value
+    model.save_pretrained(folder)
+    with pytest.raises(ModelError, match="hold NaN or infinity"):
+        train_small_run(tmp_path / "run", model={"path": str(folder)})
+    with pytest.raises(SamplerError, match="hold NaN or infinity"):
+        run_eval(str(folder), recipe="tiny", output=str(tmp_path / "eval.json"))
