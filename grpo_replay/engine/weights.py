@@ -204,8 +204,6 @@ class ExpectedWeights:
     """The tensors of one policy: parameters under every name they have, and persistent buffers."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]
-    """Name -> the first name of the same tensor."""
     dtype: torch.dtype
     """Precision of the policy. Tensors may come in it or in float32, never in less."""
 
@@ -247,7 +245,7 @@ def write_adapters(folder: Path, named_tensors: NamedTensors, config: Any) -> No
 def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
     """The tensors of a complete update (`pushed_weights`) of a model that is not sharded."""
     shapes = {name: tuple(tensor.shape) for name, tensor in pushed_weights(model).items()}
-    return ExpectedWeights(shapes, tied_names(model), dtype)
+    return ExpectedWeights(shapes, dtype)
 
 
 def pushed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -277,19 +275,14 @@ class CheckedWeights:
     """Yields the tensors that fit, and collects everything else in `problems`.
 
     Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
-    leaves a collective gather early; after it `problems` also names what never arrived. With
-    `any_name`, for a receiver that stores tied tensors once, one of their names is enough.
+    leaves a collective gather early; after it `problems` also names what never arrived.
     """
 
-    def __init__(
-        self, named_tensors: NamedTensors, expected: ExpectedWeights, any_name: bool = False
-    ) -> None:
+    def __init__(self, named_tensors: NamedTensors, expected: ExpectedWeights) -> None:
         self.problems: list[str] = []
         self._source = iter(named_tensors)
         self._expected = expected
         self._seen: set[str] = set()
-        self._any_name = any_name
-        self._came_first: dict[str, tuple[str, torch.Tensor]] = {}  # of the names of one tensor
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
@@ -305,9 +298,6 @@ class CheckedWeights:
         for _ in self:
             pass
         missing = [name for name in self._expected.shapes if name not in self._seen]
-        if self._any_name:
-            missing = [name for name in missing if self._first_name(name) not in self._came_first]
-        self._came_first.clear()
         self.problems.extend(f"missing tensor {name}" for name in missing)
         self._seen.update(missing)
 
@@ -322,19 +312,7 @@ class CheckedWeights:
             return f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"
         if tensor.is_floating_point() and tensor.dtype not in (expected.dtype, torch.float32):
             return f"{name} is {_short(tensor.dtype)}, the policy is {_short(expected.dtype)}"
-        return self._tie_problem(name, tensor)
-
-    def _tie_problem(self, name: str, tensor: torch.Tensor) -> str | None:
-        first = self._first_name(name)
-        if first not in self._expected.tied.values():
-            return None
-        twin, other = self._came_first.setdefault(first, (name, tensor))
-        if twin != name and not _equal(other, tensor):
-            return f"{name} differs from {twin}, with which it is tied"
         return None
-
-    def _first_name(self, name: str) -> str:
-        return self._expected.tied.get(name, name)
 
 
 def refuse_problems(problems: Sequence[str], version: int) -> None:
@@ -345,13 +323,6 @@ def refuse_problems(problems: Sequence[str], version: int) -> None:
     rest = len(problems) - MOST_PROBLEMS
     more = f"; and {rest} more" if rest > 0 else ""
     raise SamplerError(f"weights of version {version} cannot be sampled with: {named}{more}")
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both hold the same numbers; NaN equals NaN, so that it is reported as what it is."""
-    if torch.equal(one, other):
-        return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _short(dtype: torch.dtype) -> str:

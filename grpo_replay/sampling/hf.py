@@ -142,17 +142,15 @@ class HfSampler:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights, or all adapters, by full tensors. Tied tensors may come under one or
-        every name.
+        """Replace all weights, or all adapters, by full tensors, tied ones under every name.
 
         Raises SamplerError if `version` does not increase. Also raises it, after exhausting
-        `named_tensors`, for tensors that are unknown, missing, given twice, of the wrong shape, of
-        less precision, or different from the tensor they are tied to; the sampler then refuses to
-        generate until a complete update.
+        `named_tensors`, for tensors that are unknown, missing, given twice, of the wrong shape or
+        of less precision; the sampler then refuses to generate until a complete update.
         """
         self._weights.begin(version, self.policy_version)
         own = pushed_weights(self._open_model())
-        checked = CheckedWeights(named_tensors, self._expected, any_name=True)
+        checked = CheckedWeights(named_tensors, self._expected)
         for name, tensor in checked:
             if own[name].numel() != tensor.numel():  # it was freed
                 own[name].data = own[name].new_empty(tensor.shape, device=self._device)
