@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,12 @@ from grpo_replay.engine.microbatches import (
     exchange,
     join_statistics,
     join_values,
-    pack_multiple,
     plan_sequences,
     rank_statistics,
     update_result,
     values_of_rows,
 )
-from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
+from grpo_replay.engine.model_trials import can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.saved_policies import write_model
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
@@ -135,43 +133,40 @@ class DeepSpeedEngine:
         return self._stage == 0 and self._comm.world_size == 1
 
     def _try_out(self, model: PreTrainedModel) -> Layout:
-        """The layout that the recipe asks for, as far as the model can: each trial runs in the
-        layout that it decides on. Collective. Raises ModelError for a head that is not the model's
-        own, RecipeError if `batch.packing` is true and rows of a pack mix."""
+        """The layout that the recipe asks for, as far as the model can. Collective.
+
+        Raises ModelError for a head that is not the model's own, RecipeError if `batch.packing` is
+        true and rows of a pack mix.
+        """
         recipe, comm, dtype = self._recipe, self._comm, self._recipe.model.dtype
-        attention, budget = recipe.model.attn_implementation, recipe.batch.max_tokens_per_microbatch
+
+        def forward(*batch: Any) -> np.ndarray:
+            return self._device_logprobs(self._engine, *batch).cpu().numpy()
+
+        refuse_other_logprobs(model, dtype, forward, comm)
         packs = recipe.packs(self._device.type == "cuda")
-
-        def forward_in(layout: Layout) -> Forward:
-            given = self._engine, layout
-            return lambda *rest: self._device_logprobs(*given, *rest).cpu().numpy()
-
-        padded = Layout(budget)
-        packed = Layout(budget, packing=True, pack_multiple=pack_multiple(attention, budget))
-        refuse_other_logprobs(model, dtype, forward_in(packed if packs else padded), comm)
-        packs = packs and can_pack(recipe.batch.packing, model.config, forward_in(packed), comm)
-        layout = packed if packs else padded
-        pairs = pairs_per_token(attention, packs, model.config.hidden_size)
-        if pairs is None:
-            return layout
-        if can_share(model.config, dtype, recipe.longest_sequence, forward_in(layout), comm):
-            return replace(layout, pairs_per_token=pairs)
-        self.notices.append(
-            f"shared prompts: a model of type {model.config.model_type} does not keep "
-            "completions behind one prompt apart, so every rollout computes its own prompt"
-        )
-        return layout
+        packs = packs and can_pack(recipe.batch.packing, model.config, forward, comm)
+        pairs = pairs_per_token(recipe.model.attn_implementation, model.config.hidden_size)
+        if pairs is not None and not can_share(
+            model.config, dtype, recipe.longest_sequence, forward, comm
+        ):
+            pairs = None
+            self.notices.append(
+                f"shared prompts: a model of type {model.config.model_type} does not keep "
+                "completions behind one prompt apart, so every rollout computes its own prompt"
+            )
+        return Layout(recipe.batch.max_tokens_per_microbatch, packs, pairs)
 
     def _compile(self) -> None:
         """Compiles the policy, and the reference policy with it. Where rank 0's trial, or else this
         rank's, finds that the model does not run so, it stays as it was, or `model.compile: true`
         raises ModelError. Collective."""
-        module, layout = self._engine.module, self._layout
+        module = self._engine.module
 
         def forward(batch: MicroBatch) -> torch.Tensor:
-            return module(*self._inputs(batch, layout))[0]
+            return module(*self._inputs(batch))[0]
 
-        mine = why_not_compiled(module, self._recipe, layout.packing, forward)
+        mine = why_not_compiled(module, self._recipe, self._layout.packing, forward)
         reason = self._comm.broadcast_json(mine) or mine
         if reason is None:
             if self._reference is not None:
@@ -221,25 +216,18 @@ class DeepSpeedEngine:
     def _run_forward(
         self, module: nn.Module, microbatches: Sequence[MicroBatch]
     ) -> list[RowValues]:
-        computed = [self._device_logprobs(module, self._layout, each) for each in microbatches]
+        computed = [self._device_logprobs(module, each) for each in microbatches]
         parts = zip(microbatches, on_host(computed), strict=True)
         return [pair for part in parts for pair in values_of_rows(*part)]
 
     @torch.no_grad()
     def _device_logprobs(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        microbatch: MicroBatch,
-        through_logits: bool = False,
+        self, module: nn.Module, microbatch: MicroBatch, through_logits: bool = False
     ) -> torch.Tensor:
-        logprobs_C, _ = module(*self._inputs(microbatch, layout), through_logits=through_logits)
+        logprobs_C, _ = module(*self._inputs(microbatch), through_logits=through_logits)
         return logprobs_C.float()
 
-    def _inputs(self, batch: MicroBatch, layout: Layout) -> tuple[torch.Tensor | int | None, ...]:
-        if layout.pack_multiple is not None and len(batch.input_ids_SL) == 1:
-            segmented = layout.pairs_per_token is not None
-            batch = batch.lengthened(layout.pack_multiple, segmented)
+    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | int | None, ...]:
         arrays = (
             batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
             batch.bounds, batch.segments_3SL,
@@ -286,7 +274,7 @@ class DeepSpeedEngine:
     def _backward(self, microbatch: MicroBatch) -> torch.Tensor:
         """float64 [R, K] row statistics, on the device."""
         settings = self._recipe.loss
-        logprobs_C, entropies_C = self._engine(*self._inputs(microbatch, self._layout))
+        logprobs_C, entropies_C = self._engine(*self._inputs(microbatch))
         behavior_C = self._tensor(microbatch.behavior_logprobs_C)
         reference_C = self._tensor(microbatch.reference_logprobs_C)
         row_of_C = self._tensor(microbatch.row_of_C)

@@ -6,7 +6,7 @@ Every rank gets the same number of micro-batches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,9 +26,6 @@ Chosen = tuple[list[int], list[TrainRow], list[int]]
 RowValues = tuple[int, np.ndarray]
 """The index of a row in the mini-batch, and a value for each of its trained tokens."""
 
-PACK_SIZES = 3
-FLEX_BLOCK = 128
-"""Positions in a block of flex attention's mask."""
 PADDING = -1
 """The segment of padding."""
 
@@ -72,41 +69,6 @@ class MicroBatch:
         if self.position_ids_SL is None or self.segments_3SL is not None:
             return None
         return np.concatenate([[0], np.cumsum(self.widths_S)]).astype(np.int32)
-
-    def lengthened(self, multiple: int, segmented: bool) -> "MicroBatch":
-        """A pack padded on the right to a multiple of so many positions. The padding is a row of
-        its own, which no other row sees; with `segmented` every row is a segment."""
-        length = self.input_ids_SL.shape[1]
-        more = -length % multiple
-        places = [np.arange(width) for width in self.widths_S.tolist()]
-        own = np.repeat(np.arange(len(places)), self.widths_S)
-        places_SL, segments = self.position_ids_SL, self.segments_3SL
-        places_SL = np.concatenate(places)[None] if places_SL is None else places_SL
-        if segmented and segments is None:
-            segments = np.stack([own[None]] * 3)
-        pad = ((0, 0), (0, more))
-        return replace(
-            self,
-            input_ids_SL=np.pad(self.input_ids_SL, pad),
-            position_ids_SL=np.concatenate([places_SL, np.arange(more)[None]], axis=1),
-            segments_3SL=(
-                None if segments is None
-                else np.pad(segments, ((0, 0), *pad), constant_values=PADDING)
-            ),
-            widths_S=np.append(self.widths_S, more) if more else self.widths_S,
-        )  # fmt: skip
-
-
-def pack_multiple(attention: str, max_tokens: int) -> int | None:
-    """Number of positions of which the length of a pack is a multiple; None: any length.
-
-    Flex attention is compiled for the shapes that it meets, with and without gradients, and torch
-    gives up after eight (`torch._dynamo.config.recompile_limit`): attention then keeps the scores
-    of all pairs. A pack of at most `max_tokens` therefore has one of `PACK_SIZES` lengths.
-    """
-    if attention != "flex_attention":
-        return None
-    return -(-max_tokens // (PACK_SIZES * FLEX_BLOCK)) * FLEX_BLOCK
 
 
 def plan_sequences(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[Sequences]]:

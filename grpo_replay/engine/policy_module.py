@@ -190,30 +190,20 @@ class PolicyModule(nn.Module):
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
 
 
-def segment_mask(segments_3RL: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
+def segment_mask(segments_3RL: torch.Tensor, attention: str, dtype: torch.dtype) -> torch.Tensor:
     """What transformers' attention takes as a mask of [R, 1, L, L]: each position sees its own
     segment, that of the rest of its prompt and that of the common prefix, up to itself.
 
-    A mask of blocks for flex attention, of booleans for sdpa; for eager, what is added to scores.
+    A mask of booleans for sdpa; for eager, what is added to scores.
     """
     own_RL, prompt_RL, prefix_RL = segments_3RL
-
-    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
-        seen = own_RL[row, key]
-        its_prompt = (seen == prompt_RL[row, query]) | (seen == prefix_RL[row, query])
-        return ((seen == own_RL[row, query]) | its_prompt) & (key <= query)
-
-    rows, length = own_RL.shape
-    if attention == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        compiles = own_RL.is_cuda
-        return create_block_mask(
-            sees, rows, None, length, length, device=own_RL.device, _compile=compiles
-        )
-    place_L = torch.arange(length, device=own_RL.device)
-    row_R111 = torch.arange(rows, device=own_RL.device)[:, None, None, None]
-    mask_R1LL = sees(row_R111, None, place_L[:, None], place_L)
+    seen_R11L = own_RL[:, None, None, :]
+    own_R1L1, prompt_R1L1, prefix_R1L1 = (
+        each[:, None, :, None] for each in (own_RL, prompt_RL, prefix_RL)
+    )
+    its_own = (seen_R11L == own_R1L1) | (seen_R11L == prompt_R1L1) | (seen_R11L == prefix_R1L1)
+    place_L = torch.arange(own_RL.shape[1], device=own_RL.device)
+    mask_R1LL = its_own & (place_L <= place_L[:, None])
     if attention == "eager":
         lowest = torch.finfo(dtype).min
         return torch.zeros_like(mask_R1LL, dtype=dtype).masked_fill_(~mask_R1LL, lowest)

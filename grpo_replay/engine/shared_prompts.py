@@ -7,7 +7,6 @@ tools) are F + n·(P - F + T) behind them. Each completion sees its prompt and i
 positions it would have alone, so all are the same function. numpy only.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -27,26 +26,21 @@ class Layout:
 
     With `packing`, sequences lie end to end without padding. Prompts are shared if
     `pairs_per_token` is set: the number of pairs of positions that attention compares at the cost
-    of one token in all other layers; infinite where attention skips the pairs that its mask leaves
-    out. A pack is padded to a multiple of `pack_multiple` positions
-    (`microbatches.pack_multiple`).
+    of one token in all other layers.
     """
 
     max_tokens: int
     packing: bool = False
     pairs_per_token: float | None = None
-    pack_multiple: int | None = None
 
 
-def pairs_per_token(attention: str, packing: bool, hidden_size: int) -> float | None:
+def pairs_per_token(attention: str, hidden_size: int) -> float | None:
     """`Layout.pairs_per_token` for an attention of transformers; None for one without such masks.
 
     A layer multiplies a token by about 12·h² weights, and compares a pair with 2·h numbers twice:
     6·h pairs to a token. Attention with a mask was measured to run at half the speed of
     matrix products, which makes 3·h.
     """
-    if attention == "flex_attention":
-        return math.inf if packing else None
     return 3.0 * hidden_size if attention in ("sdpa", "eager") else None
 
 

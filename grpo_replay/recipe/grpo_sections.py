@@ -294,9 +294,9 @@ class BatchSection(Section):
     max_tokens_per_microbatch: Positive = 16_384
     """Tokens in one forward pass: prompts, completions and padding."""
     packing: bool | None = None
-    """Pack rows end to end instead of padding them. If null, on a GPU with flash or flex attention,
-    for models that keep the rows apart. With other attentions it costs the square of all tokens in
-    the pass."""
+    """Pack rows end to end instead of padding them. If null, on a GPU with flash attention, for
+    models that keep the rows apart. With other attentions it costs the square of all tokens in the
+    pass."""
 
     def updates_of(self, rollouts: float) -> int:
         """Optimizer updates of a step that trains on so many rollouts."""

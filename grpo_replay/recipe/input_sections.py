@@ -64,10 +64,8 @@ class ModelSection(Section):
     """Tokenizer id, local folder or `builtin:bytes`; null: the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision. With bfloat16 the optimizer keeps fp32 master weights."""
-    attn_implementation: Literal[
-        "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ] = "sdpa"
-    """The trainer's attention, by its name in transformers. The last three need a GPU."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """The trainer's attention, by its name in transformers. The last two need a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool | Literal["auto"] = "auto"

@@ -41,7 +41,7 @@ each chunk reads and writes the gradient of the whole weight."""
 CHUNK_TOKENS = (64, 1024)
 """Its fewest tokens, of which it has a multiple, and its most."""
 
-PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3", "flex_attention")
+PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3")
 """Their cost follows from the lengths of the rows of a pack. Others mask all pairs of tokens."""
 
 

@@ -241,16 +241,16 @@ class RunOpener:
         load_priority(recipe.replay.priority)
         ADVANTAGES.load(recipe.advantage.estimator)
         LOSSES.load(recipe.loss.kind)
+        if not self.place.on_cuda and model.attn_implementation in PACKING_ATTENTION:
+            raise RecipeError(
+                f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
+            )
         missing = missing_packages(recipe)
         if self.place.elsewhere:
             self.unchecked += missing
         elif missing:
             raise RecipeError("; ".join(missing))
         refuse_stage_3(model.compile, self.zero_stage)
-        if not self.place.on_cuda and model.attn_implementation in PACKING_ATTENTION:
-            raise RecipeError(
-                f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
-            )
         check_passed_settings(recipe, self.zero_stage, self.place.on_cuda)
         self._say("recipe", *(f"{each} has no effect" for each in recipe.idle_settings))
 

@@ -21,7 +21,6 @@ def qwen(*overrides: str) -> Recipe:
         (["model.dtype=float32"], False, False),
         (["model.dtype=bfloat16"], True, False),
         (["model.attn_implementation=eager"], False, True),
-        (["model.dtype=float32", "model.attn_implementation=flex_attention"], True, False),
         (  # no grouped heads: the memory-efficient kernel takes float32
             ["model.dtype=float32", "model.random_init={num_key_value_heads: 16}"], True, False,
         ),

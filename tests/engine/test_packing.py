@@ -13,7 +13,6 @@ from core_engine import (
     open_engine,
     parameters,
     relative,
-    share_prompts,
 )
 from mini_batches import plan_microbatches
 from slow_tests import slow_except
@@ -22,8 +21,7 @@ from transformers import (
     AttentionMaskInterface,
 )
 
-from grpo_replay.engine import deepspeed_engine
-from grpo_replay.engine.microbatches import MicroBatch, pack_multiple
+from grpo_replay.engine.microbatches import MicroBatch
 from grpo_replay.engine.model_trials import keeps_rows_apart
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
@@ -66,35 +64,6 @@ def test_packed_rows_give_the_update_of_padded_rows(processes, attention, stage,
     assert padded.padding_share > 0 == packed.padding_share == alone.padding_share
     tokens = sum(row.length_tokens for row in rows)
     assert packed.micro_batches == -(-tokens // 90) > 1
-
-
-def test_packs_of_flex_attention_have_three_lengths_and_the_same_results(processes, monkeypatch):
-    """Flex attention compiles for every length, with and without gradients, at most eight times."""
-    batch = {"packing": True, "max_tokens_per_microbatch": 1100}
-    rows, found, lengths = make_rows(24, per_prompt=4), {}, set()
-    mini_batches = [rows[:count] for count in range(1, 24, 5)]
-    original = PolicyModule.forward
-
-    def counting(module, ids, positions, targets, places=None, *rest, **options):
-        masked = rest[2] is not None, places is not None
-        lengths.add((tuple(ids.shape), torch.is_grad_enabled(), masked))
-        return original(module, ids, positions, targets, places, *rest, **options)
-
-    monkeypatch.setattr(PolicyModule, "forward", counting)
-    for multiple in (None, pack_multiple("flex_attention", 1100)):
-        lengths.clear()
-        monkeypatch.setattr(deepspeed_engine, "pack_multiple", lambda *_, its=multiple: its)
-        with open_engine(processes, batch=batch) as engine:
-            share_prompts(engine)
-            values = [np.concatenate(engine.logprobs(some)) for some in mini_batches]
-            engine.update(rows)
-            found[multiple] = [*values, *engine.logprobs(rows)], first_gradient(engine)
-    assert multiple == 384 and {shape for shape, *_ in lengths} <= {(1, 384), (1, 768), (1, 1152)}
-    assert 2 <= len(lengths) <= 8, "one more without gradients: the trial, with the other mask"
-    (values, gradient), (its_values, its_gradient) = found.values()
-    assert max(np.abs(a - b).max() for a, b in zip(values, its_values, strict=True)) < 1e-4
-    assert relative(its_gradient, gradient) < 1e-5
-    assert pack_multiple("sdpa", 1100) is None
 
 
 def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch):
@@ -160,10 +129,10 @@ def test_flash_attention_gets_the_bounds_of_packed_rows(processes, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
 def test_packed_rows_on_a_gpu_give_the_gradient_of_padded_rows_under_sdpa(attention):
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-    if attention in package and importlib.util.find_spec(package[attention]) is None:
+    if importlib.util.find_spec(package[attention]) is None:
         pytest.skip(f"{package[attention]} is not installed")
     rows = make_rows(9)
 

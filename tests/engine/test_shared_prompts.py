@@ -203,10 +203,6 @@ def test_a_completion_sees_its_prompt_and_itself(packing):
     added = segment_mask(segments, "eager", torch.bfloat16)
     assert torch.equal(added == 0, mask)
     assert added.min() == torch.finfo(torch.bfloat16).min
-    blocks = segment_mask(segments, "flex_attention", torch.float32)
-    row, place = torch.arange(len(mask)), torch.arange(mask.shape[-1])
-    flexible = blocks.mask_mod(row[:, None, None], 0, place[:, None], place)
-    assert torch.equal(flexible, mask[:, 0])
 
 
 PROMPTS = st.lists(
@@ -253,7 +249,7 @@ def test_prompts_that_begin_alike_are_joined_where_that_saves_work():
     rows = [few_shot(41, 4, 5, question) for question in range(1, 97)]
     (everything,) = sequences_of(Lengths(rows), ALL, 1)
     assert (sorted(everything), Lengths(rows).of_sequence(everything)) == (list(range(96)), 905)
-    layout = Layout(1024, pairs_per_token=pairs_per_token("sdpa", False, 576))
+    layout = Layout(1024, pairs_per_token=pairs_per_token("sdpa", 576))
     sequences = sequences_of(Lengths(rows), layout, 1)
     assert sorted(chain.from_iterable(sequences)) == list(range(96))
     assert 2 <= len(sequences) <= 6  # in one, attention would compare too many pairs
@@ -272,7 +268,7 @@ def test_prompts_that_begin_alike_are_joined_where_that_saves_work():
 
 def test_prompts_are_shared_only_where_that_saves_work():
     """Tokens of SmolLM2's width (576), for which a token costs as much as 1,152 pairs."""
-    layout = Layout(10**6, pairs_per_token=pairs_per_token("sdpa", False, 576))
+    layout = Layout(10**6, pairs_per_token=pairs_per_token("sdpa", 576))
 
     def parts(prompt: int, completion: int) -> list[int]:
         rows = [row_of(prompt, completion, seed) for seed in range(8)]
@@ -281,7 +277,7 @@ def test_prompts_are_shared_only_where_that_saves_work():
     assert parts(45, 5) == parts(1024, 16) == [8]
     assert parts(154, 2458) == parts(16, 256) == [1] * 8  # 5 % of the tokens
     assert len(parts(1024, 256)) < 8
-    tiny = Layout(10**6, pairs_per_token=pairs_per_token("sdpa", False, 64))
+    tiny = Layout(10**6, pairs_per_token=pairs_per_token("sdpa", 64))
     rows = [row_of(7, 11, seed) for seed in range(8)]
     assert len(sequences_of(Lengths(rows), tiny, 1)) == 8
     distinct = [few_shot(0, 10 + seed, 5, 1 + seed) for seed in range(8)]
