@@ -46,7 +46,6 @@ from grpo_replay.engine.saved_policies import write_model
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
 from grpo_replay.engine.weights import (
     LoraAdapters,
-    MergedChange,
     full_adapters,
     full_tensors,
     tied_names,
@@ -83,8 +82,6 @@ class DeepSpeedEngine:
         self._device = device
         self._tokenizer = tokenizer
         self.notices: list[str] = []
-        self.merged_share: float | None = None
-        """`MergedChange.share` of the last merge of this step; None without one."""
         if recipe.model.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -354,9 +351,7 @@ class DeepSpeedEngine:
         names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the
         iterator."""
         self._prepare_gather()
-        change = MergedChange() if self._adapters is not None else None
-        yield from full_tensors(self._model, bucket_bytes, change)
-        self.merged_share = None if change is None else change.share
+        yield from full_tensors(self._model, bucket_bytes)
 
     def _prepare_gather(self) -> None:
         if self._stage == 3:
@@ -412,7 +407,7 @@ class DeepSpeedEngine:
     def begin_step(self, step: int) -> None:
         """Set what depends on the training step: the learning rate of its updates, and the seed
         of dropout."""
-        self._step, self._updates_of_step, self.merged_share = step, 0, None
+        self._step, self._updates_of_step = step, 0
         rate = self._recipe.optimizer.rate_of(step, self._recipe.run.steps)
         for group in param_groups(self._engine):
             group["lr"] = rate

@@ -334,32 +334,6 @@ BASE_LAYER = ".base_layer."
 """In the name of a weight that peft has put adapters on."""
 
 
-@dataclass(slots=True)
-class MergedChange:
-    """How much of what adapters change is left in merged weights, which are rounded.
-
-    `share` is the projection of what is left on the change, over all adapted weights together:
-    ⟨W' - W, D⟩ / ⟨D, D⟩ with D = (α/r)·B·A and W' the rounded W + D; 1 if nothing is lost. W lies
-    on the grid of its precision, so that a change below half of the spacing there (in bfloat16
-    2^-9 to 2^-8 of the weight) leaves nothing.
-    """
-
-    left: float | torch.Tensor = 0.0  # on the device, which the host would wait for
-    whole: float | torch.Tensor = 0.0
-
-    def note(self, before: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> None:
-        """Add one weight: before and merged, in fp32, and rounded."""
-        change = merged - before
-        self.whole += (change * change).sum(dtype=torch.float64)
-        self.left += ((rounded.float() - before) * change).sum(dtype=torch.float64)
-
-    @property
-    def share(self) -> float | None:
-        """None while the adapters change nothing."""
-        whole = float(self.whole)
-        return float(self.left) / whole if whole > 0 else None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
     """A weight and the tensors it is made of: itself, or W, A and B to be merged."""
@@ -368,33 +342,27 @@ class _Weight:
     tensors: tuple[torch.Tensor, ...]
     scaling: float = 0.0
 
-    def whole(self, change: MergedChange | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight, in its own precision or `dtype`; merged in fp32. `change` counts what is left
-        in it."""
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight, in its own precision or `dtype`; merged in fp32."""
         weight, *adapters = (tensor.detach() for tensor in self.tensors)
         if not adapters:
             return weight.to(dtype) if dtype and weight.is_floating_point() else weight
         a, b = (each.float() for each in adapters)
         before = weight.float()
         merged = torch.addmm(before, b, a, alpha=self.scaling)
-        rounded = merged.to(dtype or weight.dtype)
-        if change is not None:
-            change.note(before, merged, rounded)
-        return rounded
+        return merged.to(dtype or weight.dtype)
 
 
 def full_tensors(
     model: nn.Module,
     bucket_bytes: int,
-    change: MergedChange | None = None,
     dtype: torch.dtype | None = None,
     merged: bool = True,
 ) -> Iterator[NamedTensor]:
     """`named_weights` of the model in full, in their own precision or `dtype`, without adapters:
-    these are merged into the weight that they belong to and counted in `change`, or left out. Under
-    ZeRO-3 one bucket at a time is gathered, by all ranks together, so every rank must exhaust the
-    iterator."""
-    return _gathered_weights(_weights(model, merged), bucket_bytes, change, dtype)
+    these are merged into the weight that they belong to, or left out. Under ZeRO-3 one bucket at a
+    time is gathered, by all ranks together, so every rank must exhaust the iterator."""
+    return _gathered_weights(_weights(model, merged), bucket_bytes, dtype)
 
 
 def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
@@ -418,15 +386,12 @@ def _weights(model: nn.Module, merged: bool) -> Iterator[_Weight]:
 
 
 def _gathered_weights(
-    weights: Iterable[_Weight],
-    bucket_bytes: int,
-    change: MergedChange | None = None,
-    dtype: torch.dtype | None = None,
+    weights: Iterable[_Weight], bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
     for bucket in _buckets(weights, bucket_bytes):
         with _gathered(tensor for weight in bucket for tensor in weight.tensors):
             for weight in bucket:
-                yield weight.name, weight.whole(change, dtype)
+                yield weight.name, weight.whole(dtype)
 
 
 def _buckets(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[list[_Weight]]:

@@ -40,9 +40,6 @@ from grpo_replay.types import (
     stream,
 )
 
-MERGED_ENOUGH = 0.9
-"""Share of the adapters' change in the merged weights below which a run says so."""
-
 
 class Trainer:
     """Runs training steps. Only `state`, the buffer and the source persist between them."""
@@ -56,7 +53,7 @@ class Trainer:
         self.notices: list[str] = []  # messages for the user; the caller shows and clears them
         recipe = self.recipe
         self._learning = LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
-        self._rounding_reported = self._ids_reported = False
+        self._ids_reported = False
         self._correct = CorrectWatch(self.recipe.reward)
 
     def train_step(self) -> dict[str, Any] | None:
@@ -149,20 +146,6 @@ class Trainer:
         rows = train_rows(rollouts, reference, self.recipe.loss, longest)
         return engine.update(rows if is_main else None)
 
-    def _warn_if_merging_rounds(self, step: int) -> None:
-        """Say so at the first push, and at the end, if the sampler holds too little of what LoRA's
-        adapters change."""
-        share, last = self.parts.engine.merged_share, step == self.recipe.run.steps
-        if share is None or share >= MERGED_ENOUGH or (self._rounding_reported and not last):
-            return
-        self._rounding_reported = True
-        self.notices.append(
-            f"step {step}: {share:.0%} of what the adapters change is in the merged weights, with "
-            "which samples and evaluations are made; the rest is below the resolution of "
-            f"model.dtype {self.recipe.model.dtype}. adapter/ has all of it. The share grows with "
-            "the adapters (sampler/merged_share); sampling.lora adapter loses nothing"
-        )
-
     def advance(self) -> None:
         """The updated policy is the next version, also if nothing was trained on. The source
         pushes every `run.sync_every_steps`-th version to the sampler."""
@@ -174,7 +157,6 @@ class Trainer:
         """Write the files of the step, and notice what goes wrong. Returns its metrics."""
         self.generated = record.generated
         recipe, step = self.recipe, record.step
-        self._warn_if_merging_rounds(step)
         if record.generated:
             self.notices += self._learning.observe(step, record.generated)
             self.notices += self._correct.observe(step, record.generated)
@@ -192,8 +174,6 @@ class Trainer:
             seconds=self.parts.clock.read(),
             of_source=self.source.metrics(record),
         )
-        if self.recipe.model.lora.r is not None and not self.recipe.pushes_adapters:
-            metrics["sampler/merged_share"] = self.parts.engine.merged_share
         return {**metrics, "num_tokens": self.state.processed_tokens}
 
 
