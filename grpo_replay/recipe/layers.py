@@ -14,7 +14,7 @@ import copy
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final, get_args
 
@@ -142,42 +142,10 @@ def resolve_recipe(
         _deep_update(merged, layer)
         of_preset -= set(replay)
     try:
-        recipe = Recipe.model_validate(merged)
+        return Recipe.model_validate(merged)
     except ValidationError as error:
         origins = list(zip(layers, sources, strict=True))
         raise RecipeError(_explain(plain_problems(error, merged), origins)) from error
-    recipe.idle_settings.extend(_idle_settings(recipe, layers))
-    return recipe
-
-
-_SWITCHES: Sequence[tuple[str, Any, str, str]] = (
-    ("replay.preset", "grpo", "replay", "ratio unit priority priority_exponent composition"),
-    ("loss.kind", "asymre", "loss", "epsilon epsilon_high dual_clip"),
-    ("sampling.backend", "hf", "sampling.vllm", "gpu_memory_utilization max_model_len dtype"),
-    ("eval.benchmarks", [], "eval", "every_steps at_start samples greedy"),
-)
-"""A key and a value of it, with which keys of a section have no effect."""
-
-
-def _idle_settings(recipe: Recipe, layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A phrase for each key that is given without effect. It is meant so if its switch is set in a
-    later layer (`replay.preset: grpo` over a recipe is its baseline), or the layer is a resolved
-    recipe, which has every key."""
-    tree = recipe.model_dump()
-    for switch, value, section, keys in _SWITCHES:
-        if _value(tree, switch) != value:
-            continue
-        places = [n for n, layer in enumerate(layers) if _value(layer, switch) == value]
-        for layer in layers[max(places, default=0) :]:
-            given = _value(layer, section) if layer.keys() != Recipe.model_fields.keys() else None
-            idle = [key for key in keys.split() if key in (given or ())]
-            yield from (f"{section}.{key} with {switch} {value}" for key in idle)
-
-
-def _value(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> set[str]:

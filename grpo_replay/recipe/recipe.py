@@ -6,7 +6,6 @@ The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -94,11 +93,6 @@ class Recipe(Section):
         if problems := find_contradictions(self):
             raise ValueError("; ".join(problems))
         return self
-
-    @cached_property
-    def idle_settings(self) -> list[str]:
-        """Phrases about keys that were given without effect; `resolve_recipe` fills it."""
-        return []
 
     @property
     def rollouts_per_step(self) -> int:

@@ -252,7 +252,6 @@ class RunOpener:
             raise RecipeError("; ".join(missing))
         refuse_stage_3(model.compile, self.zero_stage)
         check_passed_settings(recipe, self.zero_stage, self.place.on_cuda)
-        self._say("recipe", *(f"{each} has no effect" for each in recipe.idle_settings))
 
     def _find_start(self) -> None:
         if self.place.elsewhere and not self.resume:
