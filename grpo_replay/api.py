@@ -35,13 +35,10 @@ logging.getLogger("grpo_replay").addHandler(logging.NullHandler())
 
 
 def load_recipe(recipe: AnyRecipe, overrides: Overrides = ()) -> Recipe:
-    """The recipe of a file or of a shipped name, or a recipe, with overrides. Raises RecipeError,
-    and UsageError for anything else."""
+    """The recipe of a file or a shipped name, or a recipe, with overrides. Raises RecipeError."""
     if isinstance(recipe, Recipe):
         changes = parse_overrides(_words(overrides))
         return _changed(recipe, changes) if changes else recipe
-    if not isinstance(recipe, str | Path):
-        raise UsageError(f"a recipe is a Recipe, the name of one or a file, found {recipe!r}")
     return load_recipe_file(str(recipe), _words(overrides))
 
 
@@ -161,16 +158,8 @@ def _words(overrides: Overrides) -> list[str]:
 
 def _written_value(key: str, value: Any) -> str:
     """The value as JSON; a path is text, a numpy scalar its number."""
-
-    def plain(found: Any) -> Any:
-        if isinstance(found, np.generic):
-            return found.item()
-        if isinstance(found, PurePath):
-            return str(found)
-        raise TypeError
-
     try:
-        return json.dumps(value, ensure_ascii=False, default=plain)
+        return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError):
         raise UsageError(
             f"override {key}: {value!r} is a {type(value).__name__}: give text, a number, a bool, "
@@ -243,14 +232,8 @@ def _written(
     """Write rows beside a run directory; returns the settings of `prompts` that name them."""
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
-    try:
-        listed = [dict(row) for row in rows]
-        lines = [json.dumps(row, ensure_ascii=False, default=_plain) for row in listed]
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"prompts: {error}; rows are mappings of text and numbers, such as a list of dicts or "
-            "a datasets.Dataset (of pandas: frame.to_dict('records'))"
-        ) from None
+    listed = [dict(row) for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False, default=_plain) for row in listed]
     path = _prompts_file(run_dir)
     with named_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +245,9 @@ def _written(
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"a row holds what is neither text nor number: {value!r}")
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"neither text nor a number: {value!r}")
 
 
 def _prompts_file(run_dir: Path) -> Path:

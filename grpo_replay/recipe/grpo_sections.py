@@ -128,12 +128,6 @@ class RewardSection(Section):
         return self.functions[0].function
 
     @property
-    def is_combined(self) -> bool:
-        """True if the reward is not simply the score of `function`: the scores are logged."""
-        penalised = self.overlong_buffer_tokens is not None
-        return len(self.functions) > 1 or penalised or self.functions[0].weight != 1
-
-    @property
     def reads_rows(self) -> bool:
         """Whether a function is the user's, which may read any column of the prompts."""
         return any(each.function not in BUILTIN_VERIFIERS for each in self.functions)
@@ -278,11 +272,6 @@ class ReplaySection(Section):
         """True if fresh rollouts enter the buffer before the draw, and a step trains on the draw
         alone."""
         return self.composition == "buffer_only"
-
-    def trains_all_fresh(self, step: int) -> bool:
-        """True if `step` trains on all its fresh survivors: always without replay, and during the
-        warm-up."""
-        return not self.replays or self.anchors_fresh or step <= self.warmup_steps
 
 
 class BatchSection(Section):

@@ -386,22 +386,12 @@ class SamplingSection(Section):
         return self.backend == "vllm_server"
 
     @property
-    def longest_asked(self) -> int | None:
-        """Tokens of prompt and completion that vLLM is to have room for; None to derive them."""
-        return None if self.backend == "hf" else self.vllm.max_model_len
-
-    @property
     def servers_used(self) -> int:
         """vLLM servers that a run samples with; 0 if it samples in its ranks, or repeats a
         journal."""
         if not self.over_http or self.collection.replay_journal is not None:
             return 0
         return self.servers.launch or len(self.servers.urls)
-
-    @property
-    def server_gpus(self) -> int:
-        """GPUs of the servers that a run samples with."""
-        return self.servers_used * self.gpus_per_server
 
     @property
     def servers_launched(self) -> int:

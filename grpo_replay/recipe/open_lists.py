@@ -1,11 +1,11 @@
 """Lists of functions that a recipe chooses from by name, and that anyone can extend.
 
 A name stands for a place, `module:function`. A recipe may give a place instead of a name, or
-`file.py:function`; then nothing has to be registered. What ships with the package is registered at
-the end of this file, and loaded in the same way.
+`file.py:function`. What ships with the package is at the end of this file, and loaded in the same
+way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_replay.errors import RecipeError
@@ -13,16 +13,13 @@ from grpo_replay.named_functions import is_place, load_function
 
 
 class OpenList:
-    """The functions that the recipe key `key` may name."""
+    """The functions that the recipe key `key` may name: `places` are names and the
+    `module:function` that each stands for. None is imported."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, places: Mapping[str, str]) -> None:
         self.key = key
-        self._places: dict[str, str] = {}
+        self._places = places
         self._loaded: dict[str, Callable[..., Any]] = {}
-
-    def register(self, name: str, place: str) -> None:
-        """Let recipes say `name` for `place`, which is `module:function`. Nothing is imported."""
-        self._places[name] = place
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -33,7 +30,7 @@ class OpenList:
         return self._places.get(value, value)
 
     def check(self, value: str) -> str:
-        """`value`, if it is a registered name or has the form of a place; otherwise ValueError."""
+        """`value`, if it is one of the names or has the form of a place; otherwise ValueError."""
         if value not in self._places and not is_place(value):
             raise ValueError(
                 f"{value!r} is not known: use {', '.join(self.names)}, or your own function as "
@@ -59,27 +56,37 @@ class OpenList:
         return self._loaded[value]
 
 
-PRIORITIES = OpenList("replay.priority")
-for _name in ("abs_advantage", "uniform", "group_std"):
-    PRIORITIES.register(_name, f"grpo_replay.replay.priorities:{_name}")
-
-ADVANTAGES = OpenList("advantage.estimator")
-ADVANTAGES.register("group_relative", "grpo_replay.replay.advantages:group_relative")
-
-SAMPLERS = OpenList("sampling.backend")
-SAMPLERS.register("hf", "grpo_replay.sampling.hf:HfSampler")
-SAMPLERS.register("vllm", "grpo_replay.sampling.vllm_local:VllmLocalSampler")
-SAMPLERS.register("vllm_server", "grpo_replay.sampling.server.sampler:VllmServerSampler")
-
-LOSSES = OpenList("loss.kind")
-LOSSES.register("clipped", "grpo_replay.replay.loss:clipped_surrogate")
-LOSSES.register("gspo", "grpo_replay.replay.loss:clipped_surrogate")
-LOSSES.register("asymre", "grpo_replay.replay.loss:asymmetric_reinforce")
-
-VERIFIERS = OpenList("reward.function")
+PRIORITIES = OpenList(
+    "replay.priority",
+    {
+        name: f"grpo_replay.replay.priorities:{name}"
+        for name in ("abs_advantage", "uniform", "group_std")
+    },
+)
+ADVANTAGES = OpenList(
+    "advantage.estimator", {"group_relative": "grpo_replay.replay.advantages:group_relative"}
+)
+SAMPLERS = OpenList(
+    "sampling.backend",
+    {
+        "hf": "grpo_replay.sampling.hf:HfSampler",
+        "vllm": "grpo_replay.sampling.vllm_local:VllmLocalSampler",
+        "vllm_server": "grpo_replay.sampling.server.sampler:VllmServerSampler",
+    },
+)
+LOSSES = OpenList(
+    "loss.kind",
+    {
+        "clipped": "grpo_replay.replay.loss:clipped_surrogate",
+        "gspo": "grpo_replay.replay.loss:clipped_surrogate",
+        "asymre": "grpo_replay.replay.loss:asymmetric_reinforce",
+    },
+)
 BUILTIN_VERIFIERS = ("boxed", "math_verify_boxed", "math_verify", "minerva")
 """The verifiers that ship with the package, for training rewards and evaluation."""
-for _name in BUILTIN_VERIFIERS:
-    VERIFIERS.register(_name, f"grpo_replay.rewards.verifier_worker:{_name}")
 GYM_VERIFIER = "reasoning_gym"
-VERIFIERS.register(GYM_VERIFIER, "grpo_replay.rewards.gym:score")
+VERIFIERS = OpenList(
+    "reward.function",
+    {name: f"grpo_replay.rewards.verifier_worker:{name}" for name in BUILTIN_VERIFIERS}
+    | {GYM_VERIFIER: "grpo_replay.rewards.gym:score"},
+)

@@ -118,7 +118,8 @@ def _rollout(
 ) -> Rollout:
     completion, text, verdict = graded
     advantage = _advantage(completion, verdict, group, section.mask_truncated)
-    scores = verdict.scores if section.is_combined else ()
+    combined = len(section.score_names) > 1 or section.functions[0].weight != 1
+    scores = verdict.scores if combined else ()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,

@@ -341,14 +341,14 @@ def model_length(
     """Tokens of prompt plus completion that a sampler of the model `section` has room for; `config`
     is its configuration, if it was read already.
 
-    This is `sampling.longest_asked` if set. Otherwise it is `longest`, the longest sequence of
-    training and evaluation, but at most the number of positions of the model.
-    Raises RecipeError if what is asked for exceeds the positions.
+    This is vLLM's `sampling.vllm.max_model_len` if set. Otherwise it is `longest`, the longest
+    sequence of training and evaluation, but at most the number of positions of the model. Raises
+    RecipeError if what is asked for exceeds the positions.
     """
     from grpo_replay.engine.models import load_config
 
     positions = getattr(config or load_config(section), "max_position_embeddings", None)
-    wanted = sampling.longest_asked
+    wanted = None if sampling.with_transformers else sampling.vllm.max_model_len
     if wanted is None:
         return min(longest, positions or longest)
     if positions is not None and wanted > positions:

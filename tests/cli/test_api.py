@@ -70,7 +70,7 @@ def test_paths_and_numpy_scalars_are_overrides_and_other_objects_are_refused():
 
 
 def test_what_is_no_recipe_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="a recipe is a Recipe"):
+    with pytest.raises(RecipeError, match="namespace"):
         api.train(SimpleNamespace(engine=1), tmp_path / "run")
     with pytest.raises(UsageError, match="resume=True"):
         api.train(None, tmp_path / "run")

@@ -17,12 +17,12 @@ from grpo_replay.recipe import EngineSection
 PROGRAM = Path(__file__).parents[1] / "support" / "cuda_program.py"
 
 
-def run_program(part: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_program(**variables: str) -> subprocess.CompletedProcess[str]:
     repository = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": repository, "HF_HUB_OFFLINE": "1"} | variables
     environment.pop("CUDA_HOME", None)
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), part],
+        [sys.executable, str(PROGRAM)],
         env=environment,
         capture_output=True,
         text=True,
@@ -36,7 +36,7 @@ def run_program(part: str, **variables: str) -> subprocess.CompletedProcess[str]
 def test_joining_prints_nothing_and_sets_every_time_out():
     """Without a toolkit DeepSpeed would print a warning for every operator to stdout, where --json
     belongs, and its own group would wait as long as torch's default."""
-    seen = run_program("join", DS_ACCELERATOR="cuda")
+    seen = run_program(DS_ACCELERATOR="cuda")
     assert seen.stdout == ""
     assert json.loads(seen.stderr.splitlines()[-1]) == {"timeout_seconds": 77.0}
 

@@ -1,8 +1,7 @@
-"""Parts of a run on a machine that seems to have one GPU of 80 GiB and no CUDA toolkit.
+"""Ranks join on a machine that seems to have one GPU of 80 GiB and no CUDA toolkit.
 
-Usage: cuda_program.py join | dry-run. Only torch is patched: torch.cuda answers as on such a
-machine, and gloo stands in for NCCL. `join` writes {"timeout_seconds": …} of DeepSpeed's own group
-to stderr; `dry-run` is `grpo-replay train tiny --dry-run --json`.
+Only torch is patched: torch.cuda answers as on such a machine, and gloo stands in for NCCL. Writes
+{"timeout_seconds": …} of DeepSpeed's own group to stderr.
 """
 
 import json
@@ -50,20 +49,5 @@ def join() -> None:
     print(json.dumps(seen), file=sys.stderr)
 
 
-def dry_run() -> None:
-    from grpo_replay.cli.app import main
-
-    sys.argv = [
-        "grpo-replay",
-        "train",
-        "tiny",
-        "--dry-run",
-        "--json",
-        "--set",
-        "engine.device=cuda",
-    ]
-    main()
-
-
 if __name__ == "__main__":
-    {"join": join, "dry-run": dry_run}[sys.argv[1]]()
+    join()

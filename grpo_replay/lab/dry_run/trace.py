@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_replay.engine.attention_scores import has_whole_scores
 from grpo_replay.engine.models import DTYPES
 from grpo_replay.engine.policy_module import PolicyModule, find_body, find_head
 from grpo_replay.engine.weights import adapted_layers
@@ -232,6 +231,16 @@ def _forward_memory(
     second = trace(section, config, more, batch, whole)
     steps = (config.num_hidden_layers - few) / (more - few)
     return ForwardMemory(*(int(a + (b - a) * steps) for a, b in zip(first, second, strict=True)))
+
+
+def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: bool) -> bool:
+    """Whether the trainer's attention stores the score of every pair of tokens."""
+    if model.attn_implementation == "eager":
+        return True
+    heads = getattr(config, "num_attention_heads", None)
+    grouped = getattr(config, "num_key_value_heads", None) not in (None, heads)
+    sdpa = model.attn_implementation == "sdpa"
+    return sdpa and on_cuda and model.dtype == "float32" and grouped
 
 
 def trace(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from grpo_replay.engine.attention_scores import has_whole_scores
 from grpo_replay.engine.models import load_config
-from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory
+from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, has_whole_scores
 from grpo_replay.recipe import Recipe, load_recipe
 
 SHAPE = "model.path=builtin:qwen3-0.6b"
