@@ -208,7 +208,7 @@ class DeepSpeedEngine:
         plan = plan_sequences(given, layout, comm.world_size)
         microbatches = exchange(comm, plan, given, layout)
         mine = self._run_forward(module, microbatches)
-        return join_values(comm.gather_values(list[RowValues], mine), len(given))
+        return join_values(comm.gather(mine), len(given))
 
     def _run_forward(
         self, module: nn.Module, microbatches: Sequence[MicroBatch]
@@ -241,7 +241,7 @@ class DeepSpeedEngine:
         plan = plan_sequences(given, layout, comm.world_size)
         microbatches = exchange(comm, plan, given, layout)
         mine = self._run_backward(microbatches)
-        joined = join_statistics(comm.gather_values(RankStatistics, mine), len(given))
+        joined = join_statistics(comm.gather(mine), len(given))
         self._refuse_non_finite(joined, given)
         grad_norm = self._step_optimizer()
         if joined is None:

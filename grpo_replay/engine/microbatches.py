@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_replay.distributed.comm import Comm, decode, encode
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
 from grpo_replay.engine.shared_prompts import Layout, Lengths, deal, sequences_of
 from grpo_replay.replay.batch import TrainRow
@@ -256,14 +256,11 @@ def exchange(
     Collective.
 
     Padding, positions and targets are computed on the receiving rank. A token costs 4 bytes of
-    traffic; each kind of log-prob 4 bytes per completion token, or nothing if all are zero.
+    traffic, and each kind of log-prob 4 bytes per completion token.
     """
     # A generator: rank 0 holds what it sends to one rank at a time.
     chosen = ([chosen_rows(batch, rows) for batch in batches] for batches in plan)
-    if comm.world_size == 1:
-        mine = next(chosen)
-    else:
-        mine = decode(list[Chosen], comm.scatter(map(encode, chosen) if comm.is_main else None))
+    mine = comm.scatter(chosen if comm.is_main else None)
     return [micro_batch(*each, layout.packing) for each in mine]
 
 

@@ -29,7 +29,6 @@ from grpo_replay.evaluation.evaluation_report import (
     VERIFIER_PACKAGES,
     EvaluationReport,
     merge,
-    to_bytes,
 )
 from grpo_replay.evaluation.statistics import summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
@@ -78,11 +77,11 @@ def evaluate(
     if any(comm.all_gather_json(stop.requested)):
         return None
     table, unparsable = grading.finish()
-    payloads = comm.gather(to_bytes(table))
+    tables = comm.gather(table)
     unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
-    if payloads is None:
+    if tables is None:
         return None
-    samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
+    samples = merge(tables, [benchmark.name for benchmark in plan.benchmarks])
     sampled, greedy = summarise_both(samples, set().union(*unparsable_by_rank))
     stops = tokenizer.convert_ids_to_tokens(list(sampler.stop_token_ids))
     settings = plan.document | {"stop_tokens": [str(each) for each in stops]}

@@ -260,19 +260,11 @@ SAMPLE_SCHEMA = pa.schema(
 _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
 
 
-def to_bytes(table: pa.Table) -> bytes:
-    """The table as an Arrow stream, to send between ranks."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
+def merge(tables: Sequence[pa.Table], benchmarks: Sequence[str]) -> pa.Table:
     """The rows of all ranks: by benchmark as given, sampled before greedy, problem and sample.
 
     The order does not depend on how the problems were distributed over ranks.
     """
-    table = pa.concat_tables(pa.ipc.open_stream(payload).read_all() for payload in payloads)
+    table = pa.concat_tables(tables)
     parts = [table.filter(pc.field("benchmark") == name).sort_by(_KEY) for name in benchmarks]
     return pa.concat_tables(parts).combine_chunks()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from grpo_replay.distributed.comm import Comm, decode, encode
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.weights import (
@@ -196,10 +196,9 @@ class VllmLocalSampler:
         size = self._tensor_parallel_size
         if size == 1:
             return list(requests), 0
-        shares = self._comm.all_gather(bytes(encode(list(requests))))
+        shares = self._comm.all_gather(list(requests))
         first = self._comm.rank // size * size
-        mine = shares[first : first + size]
-        lists = [decode(list[GenerationRequest], share) for share in mine]
+        lists = shares[first : first + size]
         offset = sum(len(each) for each in lists[: self._comm.rank - first])
         return [request for each in lists for request in each], offset
 

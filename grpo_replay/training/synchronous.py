@@ -191,5 +191,5 @@ def share_of_rank(
 
 def gather_graded(comm: Comm, mine: Mapping[RequestKey, Graded]) -> dict[RequestKey, Graded]:
     """All ranks' completions by key, on rank 0; empty on other ranks. Collective."""
-    gathered = comm.gather_values(list[Graded], list(mine.values()))
+    gathered = comm.gather(list(mine.values()))
     return {each.completion.key: each for of_rank in gathered or () for each in of_rank}

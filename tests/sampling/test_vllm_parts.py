@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from server_helpers import free_ports, kill_child_of, wait_for
 from tiny_policy import changed, named_tensors, tiny_recipe
 
-from grpo_replay.distributed.comm import Comm, encode
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import RankEnvironment
 from grpo_replay.engine.models import byte_tokenizer, load_policy
 from grpo_replay.engine.policy_module import Fp32Head, find_head
@@ -377,19 +377,13 @@ def _alive(pid: int) -> bool:
 def test_the_ranks_of_an_engine_have_the_requests_of_all_of_them_in_rank_order():
     """Four ranks, two engines: rank 3 gets those of ranks 2 and 3, its own behind rank 2's."""
     of_rank = [[_request(rank, index) for index in range(rank)] for rank in range(4)]
-    shares = [bytes(encode(requests)) for requests in of_rank]
     sampler = object.__new__(VllmLocalSampler)
     sampler._tensor_parallel_size = 2
-    sampler._comm = SimpleNamespace(rank=3, all_gather=lambda share: shares)
+    sampler._comm = SimpleNamespace(rank=3, all_gather=lambda _: of_rank)
     found, offset = sampler._requests_of_engine(of_rank[3])
     assert offset == 2 and [(*each.key,) for each in found] == [
         (2, 0, 0), (2, 1, 0), (3, 0, 0), (3, 1, 0), (3, 2, 0),
     ]  # fmt: skip
-    for each, sent in zip(found, [*of_rank[2], *of_rank[3]], strict=True):
-        assert each.prompt_token_ids.dtype == np.int32
-        assert each.prompt_token_ids.tolist() == sent.prompt_token_ids.tolist()
-        assert (each.seed, each.max_tokens) == (sent.seed, sent.max_tokens)
-        assert (each.temperature, each.top_p) == (sent.temperature, sent.top_p)
 
 
 def _request(rank: int, index: int) -> GenerationRequest:
