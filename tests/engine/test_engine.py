@@ -128,16 +128,6 @@ def test_any_order_and_packing_give_the_same_update(processes):
             assert a == pytest.approx(b, rel=5e-5, abs=1e-5)
 
 
-def test_the_denominator_is_that_of_the_mini_batch_not_of_its_micro_batches(processes):
-    """Splitting rows of very unequal length must not weigh tokens by their micro-batch."""
-    rows = sorted(make_rows(10), key=lambda row: row.length_tokens)
-    (_, gradient, _) = one_update(processes, rows, batch={"max_tokens_per_microbatch": ONE_BY_ONE})
-    plain = PlainTraining(engine_recipe())
-    plain.update(rows)
-    named = [p.grad.flatten() for p in plain.model.parameters()]
-    assert relative(gradient, torch.cat(named)) < 2e-6
-
-
 def test_all_zero_stages_agree(processes):
     rows = make_rows(12)
     results = [

@@ -2,17 +2,13 @@
 
 import pytest
 
-from grpo_replay.cli.eval_command import run
-from grpo_replay.cli.options import EvalOptions
 from grpo_replay.engine.models import byte_tokenizer, load_tokenizer
 from grpo_replay.errors import RecipeError
-from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
 from grpo_replay.sampling.sampler_protocol import find_stop_tokens
 
 QWEN = ModelSection(path="builtin:qwen3-0.6b", tokenizer="builtin:bytes", random_init=True)
-FAST = ("eval.max_problems=20", "eval.samples=2", "eval.greedy=false")
 
 
 @pytest.fixture(scope="module")
@@ -61,27 +57,3 @@ def test_a_text_that_encodes_to_one_token_is_that_token(qwen_tokenizer):
     two = resolve_recipe([{"sampling": {"stop_tokens": ["\n\n"]}}])
     with pytest.raises(RecipeError, match=r"'\\n\\n' is not a token of the tokenizer"):
         find_stop_tokens(two.sampling.stop_tokens, QWEN, qwen_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def evaluations(tmp_path_factory):
-    """The tiny base, which ends its answers with a brace and then <eos>, under both choices."""
-    folder = tmp_path_factory.mktemp("evaluations")
-    for name, words in (("eos", ()), ("brace", ('sampling.stop_tokens=["}"]',))):
-        output = str(folder / f"{name}.json")
-        options = {"benchmarks": ["tiny_add"], "overrides": (*FAST, *words)}
-        run(EvalOptions("builtin:tiny", output=output, **options))
-    return folder
-
-
-def test_every_length_shifts_with_the_stop_token(evaluations):
-    eos, brace = (read_report(evaluations / f"{name}.json") for name in ("eos", "brace"))
-    assert eos.settings["stop_tokens"] == ["<eos>"]
-    assert brace.settings["stop_tokens"] == ["}"]
-    boxed = [
-        (one["tokens"], other["tokens"])
-        for one, other in zip(eos.samples.to_pylist(), brace.samples.to_pylist(), strict=True)
-        if one["completion_text"].endswith("}") and one["finish_reason"] == "stop"
-    ]
-    assert len(boxed) > 30 and all(one == other + 1 for one, other in boxed)
-    assert eos.accuracies() == brace.accuracies()

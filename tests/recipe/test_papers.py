@@ -126,14 +126,6 @@ def test_the_sweeps_of_paper_b_cover_its_grid():
     assert len(rates) == 30 and len(tried) == 27
 
 
-@pytest.mark.parametrize("name", B["mu"])
-def test_the_recipes_of_paper_b_hold_its_constants(name):
-    recipe = load_recipe(name)
-    assert recipe.optimizer.learning_rate == B["learning_rate"][name]
-    assert recipe.loss.epsilon == recipe.loss.epsilon_high == B["clip"]
-    assert recipe.replay.ratio * recipe.rollouts_per_step == B["batch"]
-
-
 def test_a_null_ratio_is_that_of_the_machines_and_needs_them():
     words = ["replay.ratio=null", "replay.machines={workers: 5, trainers: 3, mu: 6.84}"]
     assert load_recipe("fifo-tiny", words).replay.ratio == pytest.approx(6.84 * 3 / 5)

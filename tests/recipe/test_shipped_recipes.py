@@ -10,9 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_replay
 from grpo_replay.recipe import (
-    EvalSection,
     Recipe,
-    RewardSection,
     load_recipe,
     recipe_to_yaml,
     shipped_recipes_folder,
@@ -59,14 +57,11 @@ def arms(name: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", MINE)
-def test_a_recipe_begins_with_its_hardware_command_and_expected_result_and_its_overrides_load(name):
-    text = header(name)
-    for word in ("Hardware:", "Command:", f"grpo-replay train {name}", "Expected:", "--set"):
-        assert word in text, f"{name}.yaml does not say {word!r} in its first comment"
+def test_every_set_line_of_a_header_loads(name):
     for overrides in arms(name):
         assert load_recipe(name, overrides) != load_recipe(name), overrides
     if name in (*QWEN_RECIPES, "two-gpus"):
-        for override in re.findall(r"[a-z_]+\.[a-z_]+=[\w.]+", text):
+        for override in re.findall(r"[a-z_]+\.[a-z_]+=[\w.]+", header(name)):
             load_recipe(name, [override])
 
 
@@ -147,32 +142,6 @@ def test_the_recipes_of_paper_a_hold_its_table_and_what_differs_by_size(name):
     assert recipe.prompts.user_template.format(problem="Q") == (
         "Problem: Q\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     )
-
-
-BASELINES = {
-    "replay.preset=grpo": {"replay.enabled": False, "replays": False},
-    "replay.preset=uniform": {
-        "replay.unit": "query", "replay.priority": "uniform", "replay.composition": "pool",
-    },
-    "replay.preset=group_std": {
-        "replay.unit": "query", "replay.priority": "group_std", "replay.composition": "pool",
-    },
-    "replay.composition=pool": {
-        "replay.unit": "rollout", "replay.priority": "abs_advantage", "replay.composition": "pool",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["qwen3-1.7b", "two-gpus"])
-@pytest.mark.parametrize("override", BASELINES)
-def test_each_baseline_is_one_override_that_changes_nothing_else(name, override):
-    ours, baseline = load_recipe(name), load_recipe(name, [override])
-    for path, value in BASELINES[override].items():
-        assert leaf(baseline, path) == value
-    keep = ("ratio", "max_age_steps", "warmup_steps", "priority_exponent", "capacity_rollouts")
-    for field in keep:
-        assert getattr(baseline.replay, field) == getattr(ours.replay, field)
-    assert baseline.model_copy(update={"replay": ours.replay}) == ours
 
 
 SURVIVORS = {"qwen3-0.6b": 86.5, "qwen3-1.7b": 112.7, "qwen3-4b": 124.9}
@@ -261,12 +230,6 @@ def test_the_fifo_recipes_hold_paper_b(name):
     recipe = load_recipe(name)
     expected = PAPER_B | (OF_7B if name == "fifo-qwen2.5-7b" else {})
     assert {path: leaf(recipe, path) for path in expected} == expected
-
-
-def test_who_names_no_verifier_trains_and_is_evaluated_with_boxed():
-    assert (RewardSection().function, EvalSection().reward) == ("boxed", "boxed")
-    files = sorted(shipped_recipes_folder().glob("*.yaml"))
-    assert len(files) > 9 and all("\nreward:\n  function: " in file.read_text() for file in files)
 
 
 PARAMETERS = {

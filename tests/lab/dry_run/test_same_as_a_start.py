@@ -169,7 +169,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     "no priority": (lambda _: ["replay.priority=nowhere.py:f"], "replay.priority"),
     "no advantage": (lambda _: ["advantage.estimator=nowhere.py:f"], "advantage.estimator"),
     "no loss": (lambda _: ["loss.kind=nowhere.py:f"], "loss.kind"),
-    "no optimizer setting": (lambda _: ["optimizer.adamw.nonsense=1"], "nonsense"),
+    "no optimizer setting": (lambda _: ["optimizer.adamw.nonsense=1"], "optimizer.adamw: "),
+    "no DeepSpeed setting": (lambda _: ["engine.zero.nonsense=3"], "engine.zero: nonsense"),
     "no stop token": (lambda _: ["sampling.stop_tokens=[nowhere]"], "not a token"),
     "compiled at ZeRO 3": (
         lambda _: ["engine.zero_stage=3", "model.compile=true"], "model.compile true at ZeRO 3",
