@@ -360,12 +360,12 @@ class DeepSpeedEngine:
             # The engine's method of this name also collects garbage: 0.3 s each time.
             self._engine.optimizer.empty_partition_cache()
 
-    def save_model(self, folder: Path, merged: bool = True) -> None:
+    def save_model(self, folder: Path) -> None:
         """Write the policy in Hugging Face format, tokenizer included. LoRA adapters are merged, in
-        float32, or without `merged` left out: that is the base."""
-        dtype = torch.float32 if merged and self._adapters is not None else None
+        float32."""
+        dtype = torch.float32 if self._adapters is not None else None
         self._prepare_gather()
-        state = self._on_main(full_tensors(self._model, 2**29, dtype=dtype, merged=merged))
+        state = self._on_main(full_tensors(self._model, 2**29, dtype=dtype))
         if self._comm.is_main:
             write_model(folder, self._model, state, dtype)
             self._tokenizer.save_pretrained(folder)

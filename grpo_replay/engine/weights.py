@@ -354,15 +354,12 @@ class _Weight:
 
 
 def full_tensors(
-    model: nn.Module,
-    bucket_bytes: int,
-    dtype: torch.dtype | None = None,
-    merged: bool = True,
+    model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
-    """`named_weights` of the model in full, in their own precision or `dtype`, without adapters:
-    these are merged into the weight that they belong to, or left out. Under ZeRO-3 one bucket at a
-    time is gathered, by all ranks together, so every rank must exhaust the iterator."""
-    return _gathered_weights(_weights(model, merged), bucket_bytes, dtype)
+    """`named_weights` of the model in full, in their own precision or `dtype`; adapters are merged
+    into the weight that they belong to. Under ZeRO-3 one bucket at a time is gathered, by all ranks
+    together, so every rank must exhaust the iterator."""
+    return _gathered_weights(_merged_weights(model), bucket_bytes, dtype)
 
 
 def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
@@ -372,12 +369,12 @@ def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
     return _gathered_weights(weights, bucket_bytes)
 
 
-def _weights(model: nn.Module, merged: bool) -> Iterator[_Weight]:
+def _merged_weights(model: nn.Module) -> Iterator[_Weight]:
     for name, tensor in named_weights(model):
         if is_adapter(name):
             continue
         place, separator, kind = name.rpartition(BASE_LAYER)
-        if separator and kind == "weight" and merged:
+        if separator and kind == "weight":
             layer: Any = model.get_submodule(place)
             adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
             yield _Weight(f"{place}.weight", (tensor, *adapters), layer.scaling[ADAPTER])
