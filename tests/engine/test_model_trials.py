@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import random_model
 from commands import run_eval
-from model_zoo import random_model
 from small_runs.trained import train_small_run
 
 from grpo_replay.distributed.comm import Comm
