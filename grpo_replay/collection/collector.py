@@ -145,7 +145,7 @@ class Collector:
         self._places: deque[Place] = deque()  # outstanding, before the cursor's
         self._cursor = 0
         self._open: dict[Place, OpenGroup] = {}
-        self._may_start = 0
+        self._credit = Credit(0)
         self._started = 0
         self._generated_rollouts = self._generated_tokens = 0
         self._stopped = asyncio.Event()
@@ -172,7 +172,7 @@ class Collector:
         if isinstance(command, Hello):
             self._places, self._cursor = deque(command.outstanding), command.cursor
         elif isinstance(command, Credit):
-            self._may_start = command.may_start
+            self._credit = command
         elif isinstance(command, Cancel):
             self._cancel_older_than(command.older_than)
         elif isinstance(command, Stop):
@@ -184,7 +184,8 @@ class Collector:
 
     def _admit(self) -> Sequence[Member]:
         """The members of the next group, if there is credit for it."""
-        if self._started >= self._may_start:
+        running = len(self._open) if self._credit.of_finished else 0
+        if self._started - running >= self._credit.groups:
             return ()
         self._started += 1
         place, prompt = self._next_prompt()

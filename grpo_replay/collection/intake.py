@@ -12,8 +12,8 @@ grow old. AReaL's rule (arXiv 2505.24298, eq. 3) bounds them:
 
 with v the steps that the trainer has made. A run of S steps never needs more than S · P groups.
 With `buffer_only` (paper B) the servers have `max_in_flight` requests as long as the trainer works,
-and the ring drops the oldest rollouts. Beside those that run, the collector may have finished the
-groups of one whole buffer since rank 0 last looked: more would push each other out undrawn.
+and the ring drops the oldest rollouts. Once the collector has finished the groups of one whole
+buffer since rank 0 last looked, it starts no more: they would push each other out undrawn.
 """
 
 import logging
@@ -171,18 +171,14 @@ class Intake:
 
     def give_credit(self, version: int) -> None:
         """Tell the collector how many groups it may have started; `version` steps are done."""
-        if self._link is not None:
-            never_gated = self.arrivals.groups_per_step is None
-            credit = self._credit_of_buffer() if never_gated else self._credit_of_steps(version)
-            self._link.send(Credit(credit))
-
-    def _credit_of_buffer(self) -> int:
-        """The groups delivered, those of a whole buffer, and one for every request that may run."""
-        assert self._settings is not None
-        sampling = self.recipe.sampling
-        stored = -(-self.recipe.replay.capacity_rollouts // sampling.group_size)
-        running = sampling.servers.max_in_flight * len(self._settings.urls)
-        return self._delivered_groups + stored + running
+        if self._link is None:
+            return
+        if self.arrivals.groups_per_step is None:
+            capacity, size = self.recipe.replay.capacity_rollouts, self.recipe.sampling.group_size
+            buffer = -(-capacity // size)
+            self._link.send(Credit(self._delivered_groups + buffer, of_finished=True))
+        else:
+            self._link.send(Credit(self._credit_of_steps(version)))
 
     def _credit_of_steps(self, version: int) -> int:
         """What is allowed, less the groups accepted before the collector began, and one more for

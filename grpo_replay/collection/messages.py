@@ -158,9 +158,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """The number of groups that the collector may have started since `Hello`."""
+    """The number of groups that the collector may have started since `Hello`; with `of_finished`,
+    those that run do not count."""
 
-    may_start: int
+    groups: int
+    of_finished: bool = False
 
 
 class Version(msgspec.Struct, frozen=True, tag="version"):

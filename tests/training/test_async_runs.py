@@ -114,7 +114,7 @@ def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
 
 
 @pytest.mark.slow
-def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(tmp_path, processes):
+def test_buffer_only_waits_for_no_group_and_draws_a_whole_batch_every_step(tmp_path, processes):
     """The trainer does not wait: here it is faster than the server, and trains on what is stored.
     The journal alone gives the same weights."""
     server = FakePolicyServer(seconds=1.5)
