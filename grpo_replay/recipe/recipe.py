@@ -311,8 +311,14 @@ def _algorithm_contradictions(recipe: Recipe) -> Iterable[str]:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.run.mode == "async":
         yield from _asynchronous_contradictions(recipe)
-    elif recipe.run.sync_every_steps > 1:
+        return
+    if recipe.run.sync_every_steps > 1:
         yield from _lag_contradictions(recipe)
+    if recipe.sampling.collection.replay_journal is not None:
+        yield (
+            f"sampling.collection.replay_journal with run.mode '{recipe.run.mode}': only an "
+            "asynchronous run has a journal; set run.mode async"
+        )
 
 
 def _loss_contradictions(recipe: Recipe) -> Iterable[str]:

@@ -137,6 +137,10 @@ REFUSED = {
     "a setting that another key decides": (["engine.zero.stage=3"], "stage is set by"),
     "a passed on setting of another type": (["engine.zero.sub_group_size=many"], "sub_group_size"),
     "a third moment of Adam": (["optimizer.adamw.amsgrad=true"], "optimizer.adamw: amsgrad"),
+    "a journal without arrivals": (
+        ["sampling.collection.replay_journal=run", "eval.benchmarks=[]"],
+        "run.mode async",
+    ),
     "capacity below one step": (["replay.capacity_rollouts=100"], "capacity_rollouts 100.*128"),
     "warm-up as long as the run": (["run.steps=20"], "warmup_steps 20.*run.steps 20"),
     "|A| of a query": (["replay.unit=query"], "abs_advantage.*query"),

@@ -82,9 +82,10 @@ def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
 
 
 def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
-    """The recipe with so many prompts a step, without evaluation, trackers and refills."""
+    """The recipe with so many prompts a step, without evaluation, trackers, refills and journal."""
+    collection = recipe.sampling.collection.model_copy(update={"replay_journal": None})
     changes: dict[str, dict[str, Any]] = {
-        "sampling": {"prompts_per_step": groups, "max_refills": 0},
+        "sampling": {"prompts_per_step": groups, "max_refills": 0, "collection": collection},
         "eval": {"benchmarks": []},
         "tracking": {"report_to": []},
         "run": {"mode": "sync", "sync_every_steps": 1},

@@ -10,8 +10,10 @@ from small_runs.trained import small_recipe
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, judge
+from grpo_replay.lab.dry_run.first_look import FirstLook, _for_a_look, first_look, judge
 from grpo_replay.recipe import recipe_to_yaml
+from grpo_replay.sampling.sampler_protocol import NoSampler, sampler_class
+from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.types import Rollout
 
 
@@ -48,6 +50,17 @@ def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_p
     assert (look.correct, look.signal, look.can_learn) == (right, 0, False)
     assert word in look.verdict and ("are cut off" in look.verdict) == (longest == 2)
     assert known.speed is None and "survival" not in known.measured
+
+
+def test_a_run_that_repeats_a_journal_is_looked_at_with_a_sampler():
+    collection = {"replay_journal": "another/run"}
+    sampling = {"backend": "vllm_server", "servers": {"urls": ["http://a:1"]}}
+    recipe = small_recipe(
+        run={"mode": "async"}, sampling=sampling | {"collection": collection},
+        loss={"behavior_logprobs": "sampler"}, eval={"benchmarks": []},
+    )  # fmt: skip
+    assert sampler_class(recipe.sampling) is NoSampler
+    assert sampler_class(_for_a_look(recipe, 4).sampling) is VllmServerSampler
 
 
 def judged(rollouts: list[Rollout]) -> FirstLook:
