@@ -385,6 +385,12 @@ class RunOpener:
                 f"LoRA: {engine.adapter_parameters:,} parameters of adapters train, the "
                 f"{parameters:,} of {recipe.model.path} are frozen",
             )
+            if not recipe.pushes_adapters and recipe.model.dtype == "bfloat16":
+                self._say(
+                    "engine",
+                    "the sampler gets adapters merged in bfloat16, which rounds small changes "
+                    "away; sampling.lora adapter and model.dtype float32 keep them",
+                )
         if start.checkpoint is not None:
             engine.load(start.checkpoint / "engine")
         self.engine = engine

@@ -89,6 +89,7 @@ def test_the_last_checkpoint_of_a_run_in_bfloat16_has_the_whole_change_in_float3
     tmp_path, processes
 ):
     run = train_small_run(tmp_path / "run", **BF16, sampling={"lora": "merged"})
+    assert "adapters merged in bfloat16" in (run.path / "log/attempt_001.log").read_text()
     folder = run.path / "checkpoints/latest"
     base = load_policy(small_recipe(**BF16).model, 0).float()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
