@@ -87,7 +87,10 @@ def _try_calls(
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
         return _compare_scores(section, verdicts)
-    limit = f" (reward.time_limit_seconds {section.time_limit_seconds:g})"
+    limit = (
+        f" (reward.time_limit_seconds {section.time_limit_seconds:g}: raise it, or import what "
+        "takes long at the top of the file)"
+    )
     reason = scorer.first_error or failed[0] + (limit if failed[0] == "timeout" else "")
     if section.max_failed_share == 1 or len(failed) < len(verdicts):
         return [
