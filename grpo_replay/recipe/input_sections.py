@@ -72,8 +72,8 @@ class ModelSection(Section):
     """Compile decoder layers and the output head with `torch.compile`, at ZeRO 0 to 2. `auto`: on a
     GPU, unless the model breaks or has other log-probs; with true that is refused."""
     random_init: bool | dict[str, Any] = False
-    """Random weights, seeded by `run.seed`; none are read. A mapping replaces values of the
-    configuration: `{num_hidden_layers: 2}`."""
+    """Random weights, seeded by `run.seed`, for `sampling.backend` `hf`; none are read. A mapping
+    replaces values of the configuration: `{num_hidden_layers: 2}`."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run."""
     lora: LoraSection = Field(default_factory=LoraSection)

@@ -128,8 +128,8 @@ class HfSampler:
         if not np.isfinite(finished.logprobs).all():
             raise SamplerError(
                 f"request {tuple(request.key)}: a log-prob of policy version "
-                f"{self.policy_version} is not finite; the weights hold NaN or infinity: look at "
-                "grad_norm and loss of the last steps"
+                f"{self.policy_version} is not finite; the weights hold NaN or infinity: take "
+                "an earlier checkpoint, and look at grad_norm and loss of the steps before"
             )
         return Completion(
             key=request.key,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from grpo_replay.errors import ModelError, RecipeError, SamplerError, did_you_mean
+from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.recipe.open_lists import SAMPLERS
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
@@ -62,15 +62,14 @@ class SamplerOpening:
         comm: "Comm",
         log_folder: Path | None = None,
     ) -> "SamplerOpening":
-        """With the weights in `model_path`, a local folder or hub id. Raises RecipeError, and
-        ModelError for a random initialisation with a sampler that reads files."""
+        """With the weights in `model_path`, a local folder or hub id. Raises RecipeError."""
         import torch
 
         from grpo_replay.engine.models import load_tokenizer, section_at
 
         model = section_at(recipe.model, model_path)
         if model.random_init and sampler_class(recipe.sampling).reads_files:
-            raise ModelError(
+            raise RecipeError(
                 f"model.random_init: sampling.backend {recipe.sampling.backend} reads weights from "
                 "files: use hf, or name a folder with saved weights in model.path"
             )
@@ -215,7 +214,7 @@ class NoSampler:
         return cls(opening.stop_token_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        raise NotImplementedError("a run that is replayed from its journal samples nothing")
+        raise SamplerError("a run with sampling.collection.replay_journal samples nothing")
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self.policy_version = version

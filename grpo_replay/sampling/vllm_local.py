@@ -167,14 +167,14 @@ class VllmLocalSampler:
     def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
         tokens = list(sampled.token_ids)
         entries = sampled.logprobs or []
-        # The labels are those of `set_weight_version`.
-        versions = [int(span.version) for span in sampled.weight_versions]
+        # The labels are those of `set_weight_version`; without tokens there are none.
+        versions = [int(span.version) for span in sampled.weight_versions or ()]
         return build_completion(
             request,
             tokens,
             [entry[token].logprob for token, entry in zip(tokens, entries, strict=False)],
             sampled.finish_reason,
-            (versions[0], versions[-1]),
+            (versions[0], versions[-1]) if versions else (self.policy_version,) * 2,
             self.stop_token_ids,
         )
 

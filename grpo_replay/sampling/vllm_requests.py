@@ -86,7 +86,8 @@ def _checked_logprobs(logprobs: Sequence[float], place: str) -> np.ndarray:
     if bad.any():
         raise SamplerError(
             f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
-            "or infinity: look at grad_norm and loss of the last steps"
+            "or infinity: take an earlier checkpoint, and look at grad_norm and loss of the steps "
+            "before"
         )
     return logprobs_T
 

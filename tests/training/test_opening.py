@@ -10,7 +10,7 @@ from small_runs.trained import Listener, small_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import PeerFailure
-from grpo_replay.errors import ModelError, OutputDirectoryError
+from grpo_replay.errors import ModelError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
@@ -74,7 +74,7 @@ def test_a_sampler_that_reads_files_is_refused_for_a_random_model_by_a_check(tmp
         sampling={"backend": "vllm"},
     )
     opened._load_tokenizer()
-    with pytest.raises(ModelError, match=r"random_init: sampling\.backend vllm"):
+    with pytest.raises(RecipeError, match=r"random_init: sampling\.backend vllm"):
         opened._check_sampler()
 
 
