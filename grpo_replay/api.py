@@ -232,8 +232,14 @@ def _written(
     """Write rows beside a run directory; returns the settings of `prompts` that name them."""
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
-    listed = [dict(row) for row in rows]
-    lines = [json.dumps(row, ensure_ascii=False, default=_plain) for row in listed]
+    try:
+        listed = [dict(row) for row in rows]
+        lines = [json.dumps(row, ensure_ascii=False, default=_plain) for row in listed]
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "prompts: expected rows that map names to texts, numbers and lists of them, such as "
+            f"frame.to_dict('records'): {error}"
+        ) from error
     path = _prompts_file(run_dir)
     with named_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
