@@ -53,7 +53,7 @@ def _megabytes(chance: random.Random) -> str:
 
 
 def _unicode(chance: random.Random) -> str:
-    points = [0, 0x85, 0xAD, 0x200B, 0x202E, 0x2028, 0x3B1, 0x665, 0xFF11, 0xFEFF, 0x1F600, 0x1D7D9]
+    points = [0, 0x85, 0xAD, 0x200B, 0x202E, 0x2028, 0x3B1, 0x665, 0xD800, 0xFF11, 0xFEFF, 0x1F600]
     text = "".join(chr(chance.choice(points)) for _ in range(chance.randint(1, 400)))
     return chance.choice((rf"\boxed{{{text}}}", text, f"{text}=1", rf"\boxed{{1{text}}}"))
 

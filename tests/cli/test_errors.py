@@ -36,7 +36,7 @@ def refused(result, code, *words):
         ("train tiny --set prompts.user_template=Solve", 2, "it must contain {problem}"),
         ("train tiny --set replay.capacity_rollouts=10", 2, "128"),
         ("train tiny --set run.steps=10", 2, "warmup_steps 20"),
-        ("train tiny --set name=../../evil", 2, "name"),
+        ("train tiny --set name=../../evil", 2, "without slashes"),
         ("train tiny --resume", 2, "--output-dir"),
         ("train", 2, "RECIPE"),
         ("train tiny --json", 2, "--dry-run"),

@@ -1,5 +1,6 @@
 """The recipe's thresholds are DeepSpeed's, by name, default and effect."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -67,3 +68,7 @@ def test_a_parameter_without_a_part_in_the_update_decays(processes):
     with open_engine(processes, policy, optimizer=settings) as engine:
         engine.update(make_rows(2, 0))
         assert policy.unused.tolist() == pytest.approx(3 * [1 - 0.1 * 0.5])
+
+
+def test_deepspeed_compiles_no_operator_of_shared_memory(processes):
+    assert sys.modules["deepspeed.comm.torch"].build_shm_op() is None

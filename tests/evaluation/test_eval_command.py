@@ -144,6 +144,7 @@ def test_each_precision_and_tokenizer_has_its_own_generations_folder(tmp_path):
     fp32_head = "sampling.vllm.hf_overrides={head_dtype: float32}"
     changes = [
         [],
+        ["sampling.stop_tokens=['}']"],
         ["model.dtype=bfloat16"],
         ["sampling.backend=vllm"],
         ["sampling.backend=vllm", "sampling.vllm.dtype=bfloat16"],

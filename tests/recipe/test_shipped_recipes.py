@@ -58,6 +58,7 @@ def arms(name: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("name", MINE)
 def test_every_set_line_of_a_header_loads(name):
+    assert arms(name)
     for overrides in arms(name):
         assert load_recipe(name, overrides) != load_recipe(name), overrides
     if name in (*QWEN_RECIPES, "two-gpus"):

@@ -53,6 +53,14 @@ def rollouts_of(recipe: Recipe, verdicts: list[Verdict], lengths: list[int]) -> 
 RIGHT, WRONG = Verdict(1.0, "correct", (1.0,)), Verdict(-1.0, "incorrect", (-1.0,))
 
 
+def test_a_reward_that_did_not_come_has_no_length_penalty_either():
+    verdicts = [RIGHT, Verdict(None, "crash", ()), WRONG, WRONG]
+    lengths = [12, 20, 14, 16]
+    found = rollouts_of(recipe_of(overlong_buffer_tokens=8), verdicts, lengths)
+    assert [rollout.reward for rollout in found] == [1.0, None, -1.25, -1.5]
+    assert [rollout.kept for rollout in found] == [True, False, True, True]
+
+
 def test_one_function_alone_is_stored_as_the_reward():
     rollouts = rollouts_of(recipe_of(), [RIGHT, WRONG, WRONG, WRONG], [3, 4, 5, 6])
     assert [rollout.reward for rollout in rollouts] == [1, -1, -1, -1]

@@ -32,14 +32,13 @@ def group(
     version: int = 0,
     rewards: Sequence[float | None] = (1.0, -1.0),
     tokens: int = 3,
-    prompt_ids: Sequence[int] = (5, 6),
 ) -> Group:
     """A group whose rows were each sampled by one version."""
     return Group(
         epoch=place[0],
         prompt_index=place[1],
         prompt_id=f"p{place[1]}",
-        prompt_token_ids=pack(np.array(prompt_ids, dtype=np.int32), TOKEN_IDS),
+        prompt_token_ids=pack(np.array([5, 6], dtype=np.int32), TOKEN_IDS),
         rows=tuple(row(reward, tokens, [(version, 0, tokens)]) for reward in rewards),
     )
 

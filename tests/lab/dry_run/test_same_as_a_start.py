@@ -157,15 +157,17 @@ BROKEN: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     "completions too long": (lambda _: ["sampling.max_completion_length=126"], "126"),
     "evaluated completions too long": (
         lambda _: ["eval.benchmarks=[tiny_add]", "eval.max_completion_length=128"],
-        "eval.max_completion_length 128",
+        "lower it to 122 or less",
     ),
     "no server": (
         lambda _: ["sampling.backend=vllm_server", "sampling.servers.urls=[http://127.0.0.1:9]"],
         "no vLLM server is left (http://127.0.0.1:9",
     ),
     "no vllm": (lambda _: ["sampling.backend=vllm"], "vLLM is not installed"),
-    "no tracker": (lambda _: ["tracking.report_to=[wandb]"], "tracking.report_to"),
-    "no peft": (lambda _: ["model.lora.r=8"], "model.lora needs peft"),
+    "no tracker": (
+        lambda _: ["tracking.report_to=[wandb]"], "'grpo-replay[wandb]'",
+    ),
+    "no peft": (lambda _: ["model.lora.r=8"], "'grpo-replay[lora]'"),
     "no priority": (lambda _: ["replay.priority=nowhere.py:f"], "replay.priority"),
     "no advantage": (lambda _: ["advantage.estimator=nowhere.py:f"], "advantage.estimator"),
     "no loss": (lambda _: ["loss.kind=nowhere.py:f"], "loss.kind"),

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,18 @@ seeds: [5, 6]
 
 
 class Trainer:
-    """The process of a cell. It writes a run's recipe and, unless it is to fail or to run until it
-    is told to stop, its summary."""
+    """The process of a cell. It writes a run's recipe and, unless it is to fail, its summary. Those
+    that run on get SIGTERM sent to this process once, and end two polls after their own signal."""
 
     fails: tuple[str, ...] = ()
     runs_on: tuple[str, ...] = ()
     started: "list[Trainer]" = []  # noqa: RUF012
-    pid = 1
+    is_asked = False
+    pid, polls = 1, 0
 
-    def __init__(self, words, env, stdout, **_) -> None:
+    def __init__(self, words, env, stderr, **_) -> None:
         self.words, self.env, self.code, self.signals = words, env, 0, []
-        self.log = Path(stdout.name)
+        self.log = Path(stderr.name)
         self.name = env["WANDB_NAME"].removeprefix("out/")
         self.started.append(self)
         run = RunDirectory(Path(words[words.index("--output-dir") + 1]))
@@ -52,8 +54,12 @@ class Trainer:
             run.summary_path.write_text(json.dumps(summary))
 
     def poll(self) -> int | None:
-        if self.code is None:
+        if self.code is None and not Trainer.is_asked:
+            Trainer.is_asked = True
             os.kill(os.getpid(), signal.SIGTERM)
+        if len(self.signals) and self.code is None:
+            self.polls += 1
+            self.code = 130 if self.polls > 2 else None
         if self.code == 3:
             with self.log.open("a") as log:
                 log.write("a line before it\nerror: the first line of a message\nmore lines\n")
@@ -61,7 +67,6 @@ class Trainer:
 
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
-        self.code = 130
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def sweep(tmp_path, monkeypatch):
     (tmp_path / "s.yaml").write_text(SWEEP)
     monkeypatch.setattr(processes.subprocess, "Popen", Trainer)
     monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.0)
-    Trainer.fails, Trainer.runs_on, Trainer.started = (), (), []
+    Trainer.fails, Trainer.runs_on, Trainer.started, Trainer.is_asked = (), (), [], False
     words = ["sweep", str(tmp_path / "s.yaml"), "--output-dir", str(tmp_path / "out")]
     return lambda *options: CliRunner().invoke(app, [*words, "--jobs", "2", *options])
 
@@ -89,6 +94,7 @@ def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_t
     assert sweep().exit_code == 0
     (again,) = Trainer.started[4:]
     assert again.name == "ours/seed-5" and "--resume" in again.words
+    assert again.words[:4] == [sys.executable, "-m", processes.ENTRY, str(os.getpid())]
     assert "4 of 4 cells are done already" in sweep().stderr
 
 
@@ -96,9 +102,7 @@ def test_sigterm_stops_the_cells_once_and_the_same_command_continues(sweep):
     Trainer.runs_on = ("grpo/seed-5", "ours/seed-5")
     first = sweep()
     assert first.exit_code == 130 and "4 cells: 2 interrupted, 2 waiting" in first.stdout
-    assert {trainer.name: trainer.signals[0] for trainer in Trainer.started} == {
-        "grpo/seed-5": signal.SIGTERM, "ours/seed-5": signal.SIGTERM,
-    }  # fmt: skip
+    assert [trainer.signals for trainer in Trainer.started] == [[signal.SIGTERM]] * 2
     Trainer.runs_on = ()
     assert sweep().exit_code == 0
     resumed = [trainer.name for trainer in Trainer.started if "--resume" in trainer.words]
