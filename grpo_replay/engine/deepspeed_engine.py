@@ -132,8 +132,8 @@ class DeepSpeedEngine:
     def _try_out(self, model: PreTrainedModel) -> Layout:
         """The layout that the recipe asks for, as far as the model can. Collective.
 
-        Raises ModelError for a head that is not the model's own, RecipeError if `batch.packing` is
-        true and rows of a pack mix.
+        Raises ModelError for log-probs that are not the model's own or not finite, RecipeError if
+        `batch.packing` is true and rows of a pack mix.
         """
         recipe, comm, dtype = self._recipe, self._comm, self._recipe.model.dtype
 

@@ -157,14 +157,10 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
     return Snapshot(facts["step"], facts["group_size"], facts["settings"], state, library)
 
 
-def restore_snapshot(path: Path, store: EntryStore) -> int:
-    """Load a snapshot into `store` and return its step.
-
-    Raises SnapshotError if the file cannot be read or its content is inconsistent.
-    """
-    snapshot = read_snapshot(path)
-    set_state_of(path, snapshot, store)
-    return snapshot.step
+def restore_snapshot(path: Path, store: EntryStore) -> None:
+    """Load a snapshot into `store`. Raises SnapshotError if the file cannot be read or its content
+    is inconsistent."""
+    set_state_of(path, read_snapshot(path), store)
 
 
 def set_state_of(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
