@@ -32,6 +32,17 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "grpo_replay/collection/journal.py",
+        "SEGMENT_BYTES = 64 * 2**20", "SEGMENT_BYTES = 64 * 2**(21)",
+        "where one file ends and the next begins",
+    ),
+    (
+        "grpo_replay/training/synchronous.py",
+        'return {"sampler/policy_version": record.generated[0].policy_version}',
+        'return {"sampler/policy_version": record.generated[(1)].policy_version}',
+        "one policy samples all rollouts of a synchronous step",
+    ),
+    (
+        "grpo_replay/collection/journal.py",
         "if last.stat().st_size > good:", "if (last.stat().st_size >= good):",
         "a file that is cut to its own length stays as it is",
     ),

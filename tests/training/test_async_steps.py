@@ -118,6 +118,17 @@ def test_buffer_only_waits_for_rollouts_that_may_be_drawn_again():
     assert source._wait(3) and not intake.is_ready()
 
 
+def test_the_first_error_of_a_collectors_verifiers_is_kept():
+    source, intake = main_source(async_recipe(URLS))
+    source._times = SimpleNamespace(step=lambda *_: None)
+    source._server_sampler = lambda: SimpleNamespace(paused_seconds=0.0)
+    source._step_rollouts = lambda *_: None
+    for error in ("the first", "another"):
+        intake.newest_report = Report(first_error=error)
+        source._take_arrived(3, 0.0)
+        assert source.parts.scorer.first_error == "the first"
+
+
 def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough():
     recipe = async_recipe(
         URLS,

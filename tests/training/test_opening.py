@@ -1,7 +1,8 @@
 """What a run looks at, says and refuses before its first step."""
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,22 @@ def test_a_run_says_what_it_leaves_out(tmp_path, processes, monkeypatch):
     assert len(rooms) == 1 and 3 <= rooms[0] <= 6
     (left_out,) = [each for each in listener.at_start if "left out" in each]
     assert "prompts.max_prompt_length 6" in left_out
+
+
+def test_a_start_opens_the_workers_of_the_recipe_and_a_plan_one(tmp_path, monkeypatch):
+    opened = opener(tmp_path, reward={"workers": 3})
+    sections = []
+
+    def note(section):
+        sections.append(section)
+        return nullcontext()
+
+    monkeypatch.setattr(opening.RewardScorer, "open", note)
+    monkeypatch.setattr(opened, "_notices_of_rewards", list)
+    opened._try_rewards()
+    opened.scorer, opened.place = None, replace(opened.place, is_plan=True)
+    opened._try_rewards()
+    assert [section.workers for section in sections] == [3, 1]
 
 
 def test_of_several_ranks_the_lowest_that_a_check_refuses_speaks(tmp_path):

@@ -97,7 +97,7 @@ def test_a_step_stops_if_most_verdicts_are_failures():
     with pytest.raises(RewardError) as caught:
         refuse_failed_verdicts(most, 3, recipe_of(function="mine:score").reward, "ValueError: no")
     assert caught.value.exit_code == 4
-    for part in ("step 3", "mine:score", "5 of 9", "ValueError: no"):
+    for part in ("step 3", "mine:score", "5 of 9", "1 timeout", "4 crash", "ValueError: no"):
         assert part in str(caught.value)
     refuse_failed_verdicts(group(verdict="crash"), 3, recipe_of(max_failed_share=1.0).reward, None)
     refuse_failed_verdicts([], 3, recipe_of().reward, None)  # other ranks

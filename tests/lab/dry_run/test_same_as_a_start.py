@@ -168,6 +168,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
         lambda _: ["tracking.report_to=[wandb]"], "'grpo-replay[wandb]'",
     ),
     "no peft": (lambda _: ["model.lora.r=8"], "'grpo-replay[lora]'"),
+    "a secret": (lambda _: ["sampling.vllm.hf_token=hf_" + "a" * 34], "looks like a secret"),
     "no priority": (lambda _: ["replay.priority=nowhere.py:f"], "replay.priority"),
     "no advantage": (lambda _: ["advantage.estimator=nowhere.py:f"], "advantage.estimator"),
     "no loss": (lambda _: ["loss.kind=nowhere.py:f"], "loss.kind"),
