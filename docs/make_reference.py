@@ -1,10 +1,9 @@
 """Write docs/recipe.md, the reference of recipe and commands, from schema and options.
 
     python docs/make_reference.py
-    python docs/make_reference.py --run-notebook     # and run docs/guide.ipynb: some minutes
+    python docs/make_reference.py --run-notebook     # and docs/guide.ipynb: some minutes
 
-A test fails when the files are not what this writes, and when the notebook has not the code of
-docs/index.md.
+A test fails when the files are not what this writes.
 """
 
 import inspect
@@ -27,6 +26,8 @@ from grpo_replay.recipe.base import Passthrough
 DOCS = Path(__file__).resolve().parent
 NOTEBOOK = DOCS / "guide.ipynb"
 CHECKED = "\nif _exit_code: raise RuntimeError(_exit_code)"
+BLOCK = re.compile(r"(?:`([\w.-]+)`:\n\n)?```(?!console)\w+\n(.*?)```", re.DOTALL)
+"""A block of code on a page, which a file name may precede."""
 
 
 def reference() -> str:
@@ -177,13 +178,32 @@ def _notebook_text(cells: list[dict[str, Any]]) -> str:
     return json.dumps(notebook | {"nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
 
 
+def notebook_cells() -> list[tuple[str, str]]:
+    """The kind and source of each cell: the text and code of docs/index.md on a task of one's own,
+    and the figure that a command draws."""
+    page = (DOCS / "index.md").read_text(encoding="utf-8").partition("\n## Which trainer")[0]
+    cells, end = list[tuple[str, str]](), 0
+    for block in BLOCK.finditer(page):
+        name, code = block[1], block[2].strip()
+        commands = re.sub(r"^", "!", code, flags=re.MULTILINE)
+        cells.append(("markdown", page[end : block.start()].strip()))
+        cells.append(("code", f"%%writefile {name}\n{code}" if name else commands))
+        if "buffer.png" in code:
+            cells.append(("code", "from IPython.display import Image\n\nImage('buffer.png')"))
+        end = block.end()
+    return [cell for cell in (*cells, ("markdown", page[end:].strip())) if cell[1]]
+
+
 def run_notebook() -> None:
-    """Run every cell of docs/guide.ipynb in an empty folder and keep the outputs. Raises
+    """Write docs/guide.ipynb with the outputs of its cells, run in an empty folder. Raises
     CellExecutionError for a command that fails."""
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    kinds = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    notebook = nbformat.v4.new_notebook()
+    for number, (kind, source) in enumerate(notebook_cells()):
+        notebook.cells.append(kinds[kind](source, id=f"cell-{number}"))
     os.environ |= {"TTY_COMPATIBLE": "0", "COLUMNS": "100", "NO_COLOR": "1"}
     sources = [cell.source for cell in notebook.cells]
     for cell in notebook.cells:
