@@ -1,7 +1,7 @@
 """Replay in TRL's GRPOTrainer, on the tiny task: a minute on one CPU core, nothing to download.
 
-pip install grpo-replay trl==1.16.0
-python docs/replay_in_trl.py runs/tiny-in-trl
+pip install -e . trl==1.16.0              # in a clone of the repository
+python docs/replay_in_trl.py              # or another folder than runs/tiny-in-trl
 grpo-replay inspect-buffer runs/tiny-in-trl
 """
 
@@ -25,7 +25,7 @@ def reward(completions: list[str], answer: list[str], **_) -> list[float]:
     return [1.0 if box == gold else -1.0 for box, gold in zip(boxes, answer, strict=True)]
 
 
-def main(output_dir: str, steps: int = 40) -> None:
+def main(output_dir: str = "runs/tiny-in-trl", steps: int = 40) -> None:
     problems = [
         {"prompt": PROMPT_TEMPLATE.format(problem=row["problem"]), "answer": str(row["answer"])}
         for row in train_problems(seed=1)
@@ -64,4 +64,4 @@ def main(output_dir: str, steps: int = 40) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:2])

@@ -1,6 +1,6 @@
 """Replay where a model calls a tool over several turns: heed what the tool said.
 
-pip install grpo-replay trl==1.16.0
+pip install -e . trl==1.16.0                             # in a clone of the repository
 python docs/replay_with_tools.py runs/guess              # minutes on one CPU core
 python docs/replay_with_tools.py runs/plain --plain      # the same without replay
 grpo-replay inspect-buffer runs/guess --verify

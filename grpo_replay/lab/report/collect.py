@@ -18,6 +18,7 @@ from grpo_replay.lab.report.finished_run import (
 from grpo_replay.lab.sweep.sweep_file import SWEEP, read_choices, read_sweep_file
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import flatten, shareable
+from grpo_replay.storage.run_directory import is_of_another_trainer
 from grpo_replay.terminal.console import tracked
 
 MANY_PATHS = 4
@@ -113,7 +114,8 @@ def _arms_in(path: Path) -> list[Arm]:
         run, arm_folder = read_finished_run(path), path.resolve().parent
         in_sweep = (arm_folder.parent / SWEEP).exists()
         return [Arm(arm_folder.name if in_sweep else "", {run.seed: run})]
-    runs = sorted(file.parent for file in path.glob("*/recipe.yaml"))
+    found = sorted(file.parent for file in path.glob("*/recipe.yaml"))
+    runs = [run for run in found if not is_of_another_trainer(run)]  # which evaluates nothing
     if not runs:
         raise DataError(f"{path}: no run, folder of runs or sweep")
     return [arm for run in runs for arm in _arms_in(run)]

@@ -404,6 +404,17 @@ def test_an_unknown_baseline_is_refused_with_the_arms(sweep):
         run([str(sweep)], baseline="our")
 
 
+def test_a_run_of_another_trainer_is_left_out_of_a_folder_and_refused_alone(tmp_path):
+    run_dir = write_run(tmp_path / "runs/a", ["replay.preset=grpo"], 1, 0.1)
+    other = tmp_path / "runs/in-trl"
+    other.mkdir()
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        shutil.copy(run_dir / name, other / name)
+    assert [arm.name for arm in collect([str(tmp_path / "runs")]).arms] == ["grpo"]
+    with pytest.raises(DataError, match="another trainer"):
+        collect([str(other)])
+
+
 def test_a_folder_without_a_finished_run_is_refused(tmp_path):
     with pytest.raises(DataError, match="no run, folder of runs or sweep"):
         run([str(tmp_path)])
