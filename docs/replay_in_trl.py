@@ -60,7 +60,7 @@ def main(output_dir: str = "runs/tiny-in-trl", steps: int = 40) -> None:
     rows = [row for row in trainer.state.log_history if "replay/rollouts" in row]
     print(f"reward {rows[0]['reward']:.2f} to {rows[-1]['reward']:.2f}")
     print(f"{rows[-1]['replay/rollouts']:.0f} rollouts replayed a step, of mean age "
-          f"{rows[-1]['replay/age_mean']:.1f}")  # fmt: skip
+          f"{rows[-1].get('replay/age_mean', 0):.1f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
@@ -77,16 +78,16 @@ def _try_calls(
     sample: Sample,
     step: int | None,
 ) -> list[str]:
-    for place, each in enumerate(sample.problems[:TRIED_ROWS]):
-        completion = right_completion(each.answer)
-        scorer.submit(
-            place, completion, each.answer, each.row, prompt=each.text, messages=each.messages,
-            step=step, group=f"trial {place}", completion_ids=sample.encode(completion),
-        )  # fmt: skip
-    verdicts = list(scorer.results().values())
+    tried = sample.problems[:TRIED_ROWS]
+    verdicts = _graded(scorer, tried, [each.answer for each in tried], sample, step)
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
-        return _compare_scores(section, verdicts)
+        notices = _compare_scores(section, verdicts)
+        if notices or section.main_function in BUILTIN_VERIFIERS:
+            return notices
+        wrong = [_another_answer(each, sample.problems) for each in tried]
+        of_wrong = _graded(scorer, tried, wrong, sample, step)
+        return _compare_with_wrong(function, verdicts, of_wrong)
     limit = (
         f" (reward.time_limit_seconds {section.time_limit_seconds:g}: raise it, or import what "
         "takes long at the top of the file)"
@@ -102,6 +103,46 @@ def _try_calls(
         f"{reason}. It must return a finite number for each completion (they end in the reference "
         "answer, in a box). To train though nearly all have no reward: reward.max_failed_share 1"
     )
+
+
+def _graded(
+    scorer: RewardScorer,
+    problems: Sequence[Prompt],
+    answers: Sequence[str],
+    sample: Sample,
+    step: int | None,
+) -> list[Verdict]:
+    """Of a completion to each problem that ends in the answer beside it, in a box."""
+    for place, (each, answer) in enumerate(zip(problems, answers, strict=True)):
+        completion = right_completion(answer)
+        scorer.submit(
+            place, completion, each.answer, each.row, prompt=each.text, messages=each.messages,
+            step=step, group=f"trial {place}", completion_ids=sample.encode(completion),
+        )  # fmt: skip
+    return list(scorer.results().values())
+
+
+def _another_answer(problem: Prompt, problems: Sequence[Prompt]) -> str:
+    """The reference answer of the first problem that has another one; none if all are alike."""
+    return next((each.answer for each in problems if each.answer != problem.answer), "")
+
+
+def _compare_with_wrong(
+    function: str, right: Sequence[Verdict], wrong: Sequence[Verdict]
+) -> list[str]:
+    """A notice if right completions get no more than wrong ones, on average."""
+    of_right, of_wrong = (
+        [verdict.reward for verdict in verdicts if verdict.reward is not None]
+        for verdicts in (right, wrong)
+    )
+    if not of_right or not of_wrong or fmean(of_right) > fmean(of_wrong):
+        return []
+    return [
+        f"reward function {function} gives {fmean(of_right):g} to completions that end in the "
+        f"boxed reference answer, and {fmean(of_wrong):g} to the same with another problem's: it "
+        "does not tell them apart. Mend it, unless it reads another form than a box: --dry-run "
+        "--sample 8 shows what it gives to a completion of the model"
+    ]
 
 
 def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list[str]:

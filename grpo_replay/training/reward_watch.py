@@ -248,6 +248,10 @@ class LearningWatch:
         if counts["failed"] > most:
             return "The reward function fails: see log/ for its first error"
         if counts["correct"] > most:
+            if counts["failed"]:
+                return (
+                    "The reward function fails on what is not right: see log/ for its first error"
+                )
             return "The problems are too easy: choose harder ones"
         if counts["truncated"] > most:
             return f"The completions are cut off: {advice_on_cut_off(self._sampling)}"
@@ -258,5 +262,6 @@ class LearningWatch:
             )
         return (
             "The problems are too hard, or the reference answers have another form than the "
-            "completions: read some with grpo-replay inspect-buffer RUN --show ROLLOUT_ID"
+            f"completions, or {self._reward.main_function} does not read them: look at some with "
+            "grpo-replay inspect-buffer RUN --show ROLLOUT_ID"
         )

@@ -70,8 +70,23 @@ def test_a_score_below_what_counts_as_correct_is_a_notice_with_the_value_to_set(
     assert "own.py:part gives 0.777 at most" in notice and "reward.correct is 1.0" in notice
     assert notice.endswith("set reward.correct 0.777")
     assert tried(RewardSection(function=f"{path}:part", workers=1, correct=0.777), "1", "2") == []
-    path.write_text("def part(completion, answer):\n    return 0.0\n")  # reads another form
-    assert tried(RewardSection(function=f"{path}:part", workers=1), "1", "2") == []
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("1.0 if answer in completion else -1.0", False),
+        ("-1.0", True),  # a mistake, or another form of answer
+        ("1.0", True),
+        ("-1.0 if answer in completion else 1.0", True),
+    ],
+)
+def test_a_function_that_does_not_tell_right_from_wrong_answers_is_a_notice(tmp_path, value, told):
+    (tmp_path / "own.py").write_text(f"def f(completion, answer):\n    return {value}\n")
+    notices = tried(RewardSection(function=f"{tmp_path}/own.py:f", workers=1), "1", "2", "3")
+    assert [("own.py:f gives" in each, "another problem's" in each) for each in notices] == (
+        [(True, True)] * told
+    )
 
 
 def test_answers_are_graded_against_themselves():
@@ -129,9 +144,9 @@ def test_a_function_is_tried_with_the_token_ids_of_its_completion(tmp_path):
     path.write_text(
         "def ends(completion, completion_ids):\n"
         "    assert bytes(completion_ids).decode() == completion\n"
-        "    return float(completion_ids[-1] == ord('.'))\n"
+        "    return float(completion_ids[-1] == ord('.') and completion_ids[-3] == ord('2'))\n"
     )
-    assert tried(RewardSection(function=f"{path}:ends", workers=1), "1", "2") == []
+    assert tried(RewardSection(function=f"{path}:ends", workers=1), "2", "2") == []
 
 
 GOLDS = {

@@ -50,6 +50,15 @@ def test_a_step_with_signal_starts_the_count_again():
     assert told == [9, 14]
 
 
+def test_a_function_that_fails_on_wrong_completions_is_not_taken_for_easy_problems():
+    watch = watch_of(recipe_of())
+    right = group(group_correct=G - 1, verdict="correct")[1:]
+    seen = [*right, replace(PLAIN, group_correct=G - 1, verdict="none")]
+    (notice,) = [each for step in range(1, 6) for each in watch.observe(step, seen)]
+    assert "75% correct" in notice and "The reward function fails on" in notice
+    assert "too easy" not in notice
+
+
 def test_a_short_run_that_never_trained_says_so_at_its_end():
     watch = watch_of(recipe_of(steps=3))
     assert [step for step in (1, 2, 3) if watch.observe(step, group())] == [3]

@@ -190,6 +190,6 @@ def _verdict(seen: Sequence[Rollout], correct: int, groups: int, signal: int, mi
         text = (
             f"{correct} of {rollouts} succeed, and no group has both right and wrong rollouts: "
             "nothing to learn from; choose problems that it solves now and then, or look at more "
-            "groups"
+            "groups; if the completion shown is right, mend the reward function or the answers"
         )
     return text
