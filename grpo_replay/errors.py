@@ -28,6 +28,7 @@ A message names the place, the value found, what is allowed, and what to do.
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 INTERRUPTED = 130
 """Exit status of a command that stopped cleanly after SIGINT or SIGTERM."""
@@ -136,3 +137,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'ratio'?)`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def no_such_path(path: Path) -> str:
+    """`PATH does not exist`, with the name beside it that is close."""
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    return f"{path} does not exist{did_you_mean(path.name, beside)}"

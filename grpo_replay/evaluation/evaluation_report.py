@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
+from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError, no_such_path
 from grpo_replay.evaluation.statistics import Results
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole, written_whole
@@ -126,6 +126,8 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
 
     Raises EvaluationFileError for a file that is no report of this version.
     """
+    if not path.exists():
+        raise EvaluationFileError(no_such_path(path))
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if (found := document["schema_version"]) != REPORT_VERSION:

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
-from grpo_replay.errors import CheckpointError, UsageError
+from grpo_replay.errors import CheckpointError, UsageError, no_such_path
 from grpo_replay.evaluation.benchmarks import plan_evaluation, try_verifier
 from grpo_replay.evaluation.cache import generations_folder, sampler_facts
 from grpo_replay.evaluation.evaluate import OnProgress, evaluate
@@ -90,8 +90,9 @@ def find_model(ckpt: str) -> ModelSource:
         return ModelSource(str(path.resolve()), path.resolve().name)
     if _HUB_ID.fullmatch(ckpt) and not path.exists() and not path.parent.is_dir():
         return ModelSource(ckpt, path.name)
+    missing = "" if path.exists() else f"{no_such_path(path)}: "
     raise CheckpointError(
-        f"--ckpt {ckpt}: expected a checkpoint (with model/ or adapter/), a run (with "
+        f"--ckpt {ckpt}: {missing}expected a checkpoint (with model/ or adapter/), a run (with "
         "checkpoints/step_…), a Hugging Face folder (with config.json), or a hub id (owner/name, "
         "where no folder has the owner's name)"
     )

@@ -107,7 +107,10 @@ def read_local_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
     path, source = Path(source).expanduser(), short_path(source)
     if not path.exists():
         there = os.listdir(path.parent) if path.parent.is_dir() else ()
-        raise DatasetError(f"{source} does not exist{did_you_mean(path.name, there)}; name {KINDS}")
+        raise DatasetError(
+            f"prompts.source or eval.benchmarks: {source} does not exist"
+            f"{did_you_mean(path.name, there)}; name {KINDS}"
+        )
     if path.suffix in (".csv", ".tsv") and path.is_file():
         rows = _by_datasets(source, "csv", path, _csv_options(path, source, options))
         return ProblemRows(_without_blank_end(rows), source)

@@ -46,7 +46,8 @@ def find_shipped(name_or_path: str, shipped: Mapping[str, Path], kind: str) -> P
             return path
     if name_or_path in shipped:
         return shipped[name_or_path]
-    hint = did_you_mean(name_or_path, shipped)
+    beside = [file.name for file in path.parent.glob("*.yaml")]
+    hint = did_you_mean(name_or_path, shipped) or did_you_mean(path.name, beside)
     raise RecipeError(
         f"no {kind} {shown(name_or_path)}: not a file and not a shipped {kind}{hint}; "
         f"shipped: {', '.join(shipped)}"

@@ -47,11 +47,14 @@ def refused(result, code, *words):
         ("aes --reference 20,100 --candidate 30,90", 2, "expected NAME=ACC,TOKENS"),
         ("aes --reference none.json a.json", 3, "none.json"),
         ("plan", 2, "--mu"),
-        ("plan --from-run gone", 3, "gone"),
-        ("inspect-buffer gone", 3, "gone"),
+        ("plan --from-run gone", 3, "gone does not exist"),
+        ("inspect-buffer gone", 3, "gone does not exist"),
+        ("inspect-buffer RUM", 3, "(did you mean 'ours'?)"),
+        ("eval --ckpt RUM", 3, "(did you mean 'ours'?)"),
+        ("eval --compare gone.json gone.json", 3, "gone.json does not exist"),
         ("inspect-buffer RUN --step 99", 3, "no step 99; the run has steps 1 to 24"),
         ("inspect-buffer RUN --what-if run.steps=3", 2, "unknown key 'replay.run'"),
-        ("report gone", 3, "gone"),
+        ("report RUM", 3, "(did you mean 'ours'?)"),
     ],
 )
 def test_what_a_command_cannot_use_is_refused_in_one_line(
@@ -59,9 +62,16 @@ def test_what_a_command_cannot_use_is_refused_in_one_line(
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    words = [runs["ours"] if word == "RUN" else word for word in line.split()]
+    places = {"RUN": runs["ours"], "RUM": runs["ours"].with_name("oursi")}
+    words = [places.get(word, word) for word in line.split()]
     refused(call(*words), code, word)
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
+def test_a_recipe_beside_the_one_that_was_named_is_offered(tmp_path, monkeypatch):
+    (tmp_path / "my-task.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    refused(call("train", "my_task.yaml"), 2, "(did you mean 'my-task.yaml'?)")
 
 
 SWEEP = "name: s\nrecipe: tiny\narms:\n  a: []\n  b: [replay.ratio=1]\nseeds: [1]\n"

@@ -142,7 +142,8 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
     if counts.get("generated", 0) >= 100 and share < FEW_SURVIVORS_SHARE:
         yield (
             f"Only {share:.1%} of the generated rollouts are in groups with mixed rewards: most "
-            "prompts are too hard or too easy for this model."
+            "prompts are too hard or too easy for this model, or its reward function does not read "
+            "the completions."
         )
     if not inspection.replays:
         return
@@ -160,7 +161,7 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
     actual, asked = sum(recent) / max(len(recent), 1), settings["ratio"]
     anchored = settings["composition"] == "fresh_anchored"
     starved = (anchored and actual < STARVED_SHARE * asked) or not inspection.replayed_rollouts
-    if inspection.step > warmup + 1 and starved:
+    if inspection.step > warmup + 1 and starved and counts.get("kept"):
         yield (
             f"Only {actual:.2f} rollouts were replayed per fresh rollout; replay.ratio requests "
             f"{asked:.2f}. The buffer has too few: raise replay.max_age_steps or lower "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import SnapshotError, no_such_path
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
@@ -46,6 +46,8 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
     Raises SnapshotError if PATH is not a run, checkpoint or snapshot, or does not have the step.
     """
     path = Path(path)
+    if not path.exists():
+        raise SnapshotError(no_such_path(path))
     snapshot = path / "buffer.parquet" if path.is_dir() else path
     if snapshot.exists():
         at = read_snapshot_facts(snapshot)["step"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import DataError, EvaluationFileError, UsageError
+from grpo_replay.errors import DataError, EvaluationFileError, UsageError, no_such_path
 from grpo_replay.evaluation.evaluation_report import refuse_incomparable
 from grpo_replay.lab.report.finished_run import (
     FinishedRun,
@@ -108,6 +108,8 @@ def _arms_called(name: str, paths: Sequence[Path]) -> list[Arm]:
 
 def _arms_in(path: Path) -> list[Arm]:
     """The arms of a sweep, or one for each run. A run outside a sweep has no name yet."""
+    if not path.exists():
+        raise DataError(no_such_path(path))
     if (path / SWEEP).exists():
         return _arms_of_sweep(path)
     if (path / "recipe.yaml").exists():

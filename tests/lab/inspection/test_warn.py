@@ -56,6 +56,13 @@ def test_a_cause_has_one_warning_with_its_numbers(healthy, name):
     assert all(number in warning for number in numbers)
 
 
+def test_a_run_that_kept_nothing_has_no_other_age_limit_to_try(healthy):
+    nothing = tuple(replace(p, rollouts=0) if p.name == "kept" else p for p in healthy.populations)
+    seen = replace(healthy, populations=nothing, replayed_rollouts=0)
+    (warning,) = find_warnings(seen)
+    assert "Only 0.0%" in warning and "reward function" in warning
+
+
 def test_a_warm_up_is_no_starved_buffer(healthy):
     assert list(find_warnings(replace(healthy, replayed_rollouts=0, step=4))) == []
     settings = with_settings(healthy, warmup_steps=20)
