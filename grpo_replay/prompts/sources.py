@@ -9,7 +9,6 @@ import csv
 import glob
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_replay.errors import DatasetError, did_you_mean, first_line
+from grpo_replay.errors import DatasetError, did_you_mean, first_line, no_such_path
 from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path, shown
@@ -106,11 +105,8 @@ def read_local_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
     """
     path, source = Path(source).expanduser(), short_path(source)
     if not path.exists():
-        there = os.listdir(path.parent) if path.parent.is_dir() else ()
-        raise DatasetError(
-            f"prompts.source or eval.benchmarks: {source} does not exist"
-            f"{did_you_mean(path.name, there)}; name {KINDS}"
-        )
+        missing = no_such_path(Path(source).expanduser())
+        raise DatasetError(f"prompts.source or eval.benchmarks: {missing}; name {KINDS}")
     if path.suffix in (".csv", ".tsv") and path.is_file():
         rows = _by_datasets(source, "csv", path, _csv_options(path, source, options))
         return ProblemRows(_without_blank_end(rows), source)
