@@ -82,8 +82,9 @@ def _try_calls(
     verdicts = _graded(scorer, tried, [each.answer for each in tried], sample, step)
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
-        notices = _compare_scores(section, verdicts)
-        if notices or section.main_function in BUILTIN_VERIFIERS:
+        if section.main_function in BUILTIN_VERIFIERS:
+            return []
+        if notices := _compare_scores(section, verdicts):
             return notices
         wrong = [_another_answer(each, sample.problems) for each in tried]
         of_wrong = _graded(scorer, tried, wrong, sample, step)
@@ -148,9 +149,9 @@ def _compare_with_wrong(
 def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list[str]:
     """A notice if the first function rewards right completions, but with less than what counts as
     correct. One that gives nothing may read another form of answer."""
-    function = section.functions[0].function
+    function = section.main_function
     best = max((verdict.scores[0] for verdict in verdicts if verdict.scores), default=0.0)
-    if function in BUILTIN_VERIFIERS or not max(0.0, section.incorrect) < best < section.correct:
+    if not max(0.0, section.incorrect) < best < section.correct:
         return []
     return [
         f"reward function {function} gives {best} at most for a completion that ends in the boxed "
