@@ -79,6 +79,8 @@ class RatioGrowth:
         return f"σ²(s) = exp({self.scale:.3g}·s^{self.exponent:.3g})"
 
 
+NO_GROWTH = PowerGrowth(0.0)
+
 Growth = PowerGrowth | RatioGrowth
 """How the variance of one sample's gradient grows with its age."""
 
@@ -213,7 +215,8 @@ class Verdict:
 
     `low` and `high` are the extremes over the assumptions and every single change of one: μ halved
     and doubled, ρ = 0 and 3ρ + 0.1, the growth smaller and larger, and others that its measurement
-    leaves open. The answer is `undecided` if 1 is between them, or if nobody knows the growth.
+    leaves open. Where nobody knows the growth, one of them is that rollouts do not age, the kindest
+    to replay: a design can be `dearer` even so, but not `cheaper`. Else the answer is `undecided`.
     """
 
     ratio: float
@@ -228,18 +231,21 @@ def judge(
     rho: float,
     growth: Growth,
     others: Sequence[Growth] = (),
-    growth_known: bool = True,
+    unaged: Cost | None = None,
 ) -> Verdict:
     """The verdict on a design, of cost `cost`, under these assumptions. `others` are further
-    growths that a measurement admits; an assumed growth is not known."""
+    growths that a measurement admits. If the growth is only assumed, `unaged` is the cost of the
+    design that one would choose if rollouts did not age; None if it is known."""
     tried = [(mu, rho, growth), (mu / 2, rho, growth), (mu * 2, rho, growth)]
     tried += [(mu, other, growth) for other in (0.0, min(1.0, 3 * rho + 0.1))]
     tried += [(mu, rho, other) for other in (*growth.changed(), *others)]
     ratios = [relative_cost(cost, *each) for each in tried]
+    if unaged is not None:
+        ratios.append(relative_cost(unaged, mu, rho, NO_GROWTH))
     low, high = min(ratios), max(ratios)
-    if growth_known and low > 1:
+    if low > 1:
         return Verdict(ratios[0], low, high, "dearer")
-    decided = growth_known and high < 1
+    decided = unaged is None and high < 1
     return Verdict(ratios[0], low, high, "cheaper" if decided else "undecided")
 
 
@@ -299,8 +305,10 @@ class Design:
 
 def best_fifo(inputs: PlanInputs) -> Design:
     """The best FIFO buffer, drawn with replacement, even if no replay is cheaper."""
-    x, y = recommended_design(inputs.effective_mu, inputs.rho, inputs.growth)
-    return _design(inputs, x, y, partial(objective, x, y), _stored_at(inputs, x))
+    mu, rho = inputs.effective_mu, inputs.rho
+    x, y = recommended_design(mu, rho, inputs.growth)
+    unaged = partial(objective, *recommended_design(mu, rho, NO_GROWTH))
+    return _design(inputs, x, y, partial(objective, x, y), _stored_at(inputs, x), unaged)
 
 
 def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
@@ -317,18 +325,21 @@ def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
     else:
         of_draw = objective if replay.with_replacement else without_replacement_objective
         cost = partial(of_draw, x, y)
-    return _design(inputs, x, y, cost, steps * survivors)
+    return _design(inputs, x, y, cost, steps * survivors, unaged=cost)
 
 
-def _design(inputs: PlanInputs, x: float, y: float, cost: Cost, stored: float) -> Design:
+def _design(
+    inputs: PlanInputs, x: float, y: float, cost: Cost, stored: float, unaged: Cost
+) -> Design:
     mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
+    unaged_or_none = None if inputs.growth_known else unaged
     even = break_even_mu(cost, y, rho, growth) * inputs.survival if y > 1 else None
     return Design(
         x=x,
         y=y,
         stored_rollouts=stored,
         trained_rollouts_per_step=y * inputs.survivors_per_step,
-        verdict=judge(cost, mu, rho, growth, inputs.growth_others, inputs.growth_known),
+        verdict=judge(cost, mu, rho, growth, inputs.growth_others, unaged_or_none),
         pays_above=even,
     )
 

@@ -168,9 +168,21 @@ def test_a_growth_of_few_ages_or_of_none_decides_nothing(runs, capsys):
     assert not replace(measured, growth_draws=199).growth_known
     assert not replace(measured, growth_points=measured.growth_points[:2]).growth_known
     document = plan_json(capsys, recipe="fifo-qwen3-0.6b")
-    verdict = document["designs"]["best_FIFO"]["verdict"]
-    assert verdict["low"] > 1 and verdict["answer"] == "undecided"
+    verdict = document["designs"]["this_recipe"]["verdict"]
+    assert verdict["low"] < 1 and verdict["answer"] == "undecided"
     assert document["verdict"].startswith("the prediction is undecided, because the growth")
+    assert document["verdict"].endswith(
+        f", {verdict['low']:.2f} to {verdict['high']:.2f} if one assumption changes"
+    )
+
+
+def test_where_training_is_dear_no_growth_makes_the_best_fifo_buffer_pay(capsys):
+    """μ = 0.5, ρ = 0.1, no growth: at most 5 % above (√2 + √0.1)² of (1 + 2)."""
+    document = plan_json(capsys, mu=0.5)
+    low = document["designs"]["best_FIFO"]["verdict"]["low"]
+    limit = (math.sqrt(2) + math.sqrt(0.1)) ** 2 / 3
+    assert low == pytest.approx(1.05 * limit, rel=1e-3)
+    assert document["verdict"].startswith("replay is predicted not to pay: the best FIFO buffer")
 
 
 def test_estimates_recover_the_parameters_of_a_synthetic_run(runs, capsys):
