@@ -227,7 +227,8 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     """Accuracy of the base and of the trained model by benchmark, with standard errors."""
     same = summary["comparable"] is not False
     otherwise = "" if same else " (evaluated under other settings before and after)"
-    table = Table("benchmark", title=f"held-out accuracy, %{otherwise}", title_justify="left")
+    title = f"held-out accuracy, % ± standard error{otherwise}"
+    table = Table("benchmark", title=title, title_justify="left")
     for name in ("base", "trained", "change"):
         table.add_column(name, justify="right")
     base, final = summary["base"] or {}, summary["final"] or {}
@@ -264,6 +265,7 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
         f"{summary['replayed_rollouts']:,} rollouts replayed"
         + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
+        + ("" if summary["trained_tokens"] else "\nnothing was trained: the weights are as before")
         + (f"\n{_stale(clipped)}" if clipped > HIGH_CLIP_FRACTION else "")
         + "\n\n"
         "next:\n"

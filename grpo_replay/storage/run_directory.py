@@ -213,24 +213,20 @@ class RunDirectory:
             self._make_folders()
             write_recipe(self.recipe_path, recipe)
 
-    def check(self, step: int) -> None:
-        """Check what a resume after `step` needs, and change nothing. Raises CheckpointError for
-        missing metrics, RecipeError for a recipe that cannot be read."""
+    def check(self, step: int) -> int:
+        """Check what a resume after `step` needs, and change nothing. Returns the last step that
+        was made. Raises CheckpointError for missing metrics, RecipeError for a recipe that cannot
+        be read."""
         first_steps(self.metrics_path, step)
-        history = read_history(self.path)
-        if step == 0:
-            self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
-
-    def _refuse_lost_checkpoints(self, every_steps: int) -> None:
-        """Without a checkpoint a resume removes every step: refuse if there must have been one."""
-        if self.metrics_path.exists():
-            lines = self.metrics_path.read_bytes().count(b"\n")
-            if lines > every_steps:
-                raise CheckpointError(
-                    f"{self.checkpoints} holds no checkpoint, though {self.metrics_path} has "
-                    f"{lines} steps and one was due every {every_steps}: restore it, or start a "
-                    "new run in another --output-dir. Nothing was changed"
-                )
+        made = self.metrics_path.read_bytes().count(b"\n") if self.metrics_path.exists() else 0
+        every_steps = read_history(self.path).at(1).checkpoint.every_steps
+        if step == 0 and made > every_steps:  # a resume would remove every step
+            raise CheckpointError(
+                f"{self.checkpoints} holds no checkpoint, though {self.metrics_path} has "
+                f"{made} steps and one was due every {every_steps}: restore it, or start a "
+                "new run in another --output-dir. Nothing was changed"
+            )
+        return made
 
     def go_back(self, recipe: Recipe, step: int) -> list[str]:
         """Go back to the end of `step` (0: the start). Returns the changes of the recipe."""

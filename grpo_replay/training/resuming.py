@@ -118,13 +118,17 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
-    run_dir.check(step)
+    made = run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
     refuse_other_steps(recipe, run_dir.path, step)
-    again = "the run had no checkpoint yet: it starts again from its first step"
-    changes = recipe_changes(run_dir.path, recipe)
-    notices = [*([] if checkpoint else [again]),
-               *(f"the recipe changes from here on: {change}" for change in changes)]  # fmt: skip
+    notices = [f"the recipe changes from here on: {change}"
+               for change in recipe_changes(run_dir.path, recipe)]  # fmt: skip
+    if not checkpoint:
+        notices.insert(0, "the run had no checkpoint yet: it starts again from its first step")
+    elif made > step:
+        notices.insert(0, f"the {made - step} steps after the checkpoint are made again")
+    elif step == recipe.run.steps:
+        notices.append(f"all {step} steps are made: a higher --set run.steps=… goes on from here")
     return StartingPoint(checkpoint, False, notices=notices)
 
 

@@ -24,6 +24,12 @@ def test_the_end_says_when_staleness_times_rate_was_too_large():
         assert "clipped" not in describe_end(Path("runs/one"), summary(clipped))
 
 
+def test_the_end_of_a_run_that_trained_on_nothing_says_so():
+    text = "nothing was trained: the weights are as before"
+    assert text in describe_end(Path("runs/one"), summary(None) | {"trained_tokens": 0})
+    assert text not in describe_end(Path("runs/one"), summary(None))
+
+
 def test_accuracies_are_printed_if_there_are_any():
     nothing = {"comparable": True, "base": {}, "base_stderr": {}, "final_stderr": {}}
     for found in ({"base": {"mean": 0.4}, "final": {}}, {"base": {}, "final": {"mean": 0.5}}):

@@ -74,6 +74,7 @@ def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_ru
     listener = Listener({10: try_to_lock})
     result = run_training(resolve_recipe([SMALL, OURS, changed]), run, True, listener)
     assert not result.interrupted and result.step == 15
+    assert listener.at_start[0] == "the 3 steps after the checkpoint are made again"
     assert any("replay.ratio: 0.5 -> 1.0" in each for each in listener.at_start)
     assert (run / "checkpoints" / "latest").resolve().name == "step_000015"
     assert (run / "recipe.yaml").read_bytes() == first
@@ -114,6 +115,7 @@ def test_a_finished_run_is_resumed_by_its_directory_alone(ours_run, tmp_path, pr
     before = files_of(path)
     done = CliRunner().invoke(app, ["train", "--resume", "--output-dir", str(path)])
     assert done.exit_code == 0, done.output
+    assert "all 12 steps are made" in done.output
     after = files_of(path)
     assert after.pop("summary.json") and before.pop("summary.json")
     assert after == before
