@@ -180,6 +180,10 @@ REFUSED = {
         ["eval.temperature=0.001"],
         "eval.temperature: .*0.01.*0.001",
     ),
+    "an unknown key in a list": (
+        ["reward.function=[{function: math, wieght: 2}]"],
+        "^--set: unknown key 'reward.function.0.wieght'$",
+    ),
     "a verifier without a function": (["eval.reward=a.py:"], r"eval\.reward: .*a\.py:'"),
     "a sequence ratio over tokens": (["loss.kind=gspo"], "'gspo'.*loss.aggregation sequence_mean"),
     "sampler weights of asymre": (["loss.kind=asymre", "loss.sampler_ratio={high: 2}"], "asymre"),

@@ -140,9 +140,10 @@ def read_sweep_file(path: Path) -> SweepFile:
     try:
         return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
-        problems = (
+        problems = [
             f"{path}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
-        )
+        ]
+        problems.append(f"{path}: the keys of a sweep are {', '.join(SweepFile.model_fields)}")
         raise SweepFileError(
             "\n".join(problems).replace(": Value error,", ":").replace(": : ", ": ")
         ) from error
