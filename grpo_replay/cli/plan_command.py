@@ -45,10 +45,10 @@ MEANS = (
     "it does not know what a draw by priority gains."
 )
 MEASURED = (
-    "In compute to the highest accuracy that all runs reach, `ours` breaks even with GRPO at μ 3.3 "
-    "[1.7, 19] on `tiny-long`, and a FIFO buffer of two batches at μ 5 [1.9, 62] on "
-    "`tiny-buffers`; above, they need less. On SmolLM2 `ours` needs more below μ 1.6; above that, "
-    "four seeds do not tell."
+    "The μ above which replay takes less compute than GRPO to the highest accuracy that all runs "
+    "reach is estimated at 3.3 [1.7, 19] for `ours` on `tiny-long`, and at 5 [1.9, 62] for a FIFO "
+    "buffer of two batches on `tiny-buffers`. On SmolLM2 `ours` takes more below μ 1.6; above "
+    "that, four seeds do not tell."
 )
 """What docs/make_results.py says of our own runs."""
 
