@@ -151,8 +151,8 @@ AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 
 logger = logging.getLogger(__name__)
 
-CACHE_NAMES = ("past_key_values", "cache_params")
-"""Arguments of a forward pass that take a cache."""
+CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+"""Arguments of a forward pass that take a cache; transformers 5.24 renamed the first."""
 
 
 @dataclass(frozen=True, slots=True)
