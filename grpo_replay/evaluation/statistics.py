@@ -204,7 +204,7 @@ def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.
         return 1.0
     found = permutation_test(
         (shares,),
-        lambda values, axis: np.abs(values.sum(axis=axis)),
+        lambda values, axis: np.round(np.abs(values.sum(axis=axis)), 12),  # ties, but for rounding
         permutation_type="samples",
         alternative="greater",
         n_resamples=flips,

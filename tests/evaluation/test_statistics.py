@@ -158,6 +158,8 @@ def test_sign_flips_by_hand(differences, expected):
 def test_random_sign_flips_count_the_observed_one():
     """Forty equal differences: of 99 random flips none is as large, so p is (1 + 0) / (1 + 99)."""
     assert sign_flip_p_value([np.ones(40)], 99, np.random.default_rng(0)) == 1 / 100
+    equal = np.array([1, 1, 1, 2, 2, 2]) / 3 - np.array([0, 0, 0, 1, 1, 1])  # adds up to -2e-16
+    assert sign_flip_p_value([equal], 256, np.random.default_rng(0)) == 1.0
 
 
 def test_sign_flips_of_the_mean_weight_benchmarks_equally():

@@ -81,10 +81,11 @@ def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
     seeds = len(values_SN[0])
     if seeds < 2:
         return None
-    shrinking = seeds * _over_seeds(values_SN).variance
-    staying = 0.0
+    shrinking, staying = seeds * _over_seeds(values_SN).variance, 0.0
     if _have_problems(values_SN):
-        staying = max(0.0, _over_problems(values_SN).variance - _rest(values_SN).variance)
+        rest = _rest(values_SN).variance
+        staying = max(0.0, _over_problems(values_SN).variance - rest)
+        shrinking = max(shrinking, seeds * rest)  # as in `two_level_variance`
     for count in range(FEWEST_SEEDS, MOST_SEEDS + 1):
         quantile = stdtrit(count - 1, (1 + CONFIDENCE) / 2)
         if quantile * math.sqrt(shrinking / count + staying) < abs(_mean(values_SN)):

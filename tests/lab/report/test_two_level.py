@@ -116,6 +116,18 @@ def test_the_seeds_that_would_tell_by_hand():
     assert seeds_to_tell([hard]) == math.inf
 
 
+def test_the_seeds_that_would_tell_are_more_than_those_that_do_not():
+    """The variance of a result is at least that of its rest: where seeds' means hardly differ."""
+    rng, undecided = np.random.default_rng(0), 0
+    for _ in range(300):
+        values = rng.choice([-1.0, 0.0, 1.0], size=(3, 20), p=[0.2, 0.5, 0.3])
+        low, high = difference_over_seeds([values])[0]
+        if low <= 0 <= high:
+            undecided += 1
+            assert seeds_to_tell([values]) > 3
+    assert undecided > 100
+
+
 def spent(*rows):
     """((trained, generated) of the arm, of the baseline) by seed."""
     return np.array(rows, dtype=float)
