@@ -5,7 +5,8 @@ A name stands for a place, `module:function`. A recipe may give a place instead 
 way.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_replay.errors import RecipeError
@@ -14,11 +15,15 @@ from grpo_replay.named_functions import is_place, load_function
 
 class OpenList:
     """The functions that the recipe key `key` may name: `places` are names and the
-    `module:function` that each stands for. None is imported."""
+    `module:function` that each stands for. None is imported. `arguments` are what each is called
+    with, by position."""
 
-    def __init__(self, key: str, places: Mapping[str, str]) -> None:
+    def __init__(
+        self, key: str, places: Mapping[str, str], arguments: Sequence[str] | None = None
+    ) -> None:
         self.key = key
         self._places = places
+        self._arguments = arguments
         self._loaded: dict[str, Callable[..., Any]] = {}
 
     @property
@@ -52,8 +57,19 @@ class OpenList:
                 raise RecipeError(
                     f"{self.key} {value} is a {type(function).__name__}: name a function or class"
                 )
+            if self._arguments is not None:
+                self._refuse_uncallable(value, function, self._arguments)
             self._loaded[value] = function
         return self._loaded[value]
+
+    def _refuse_uncallable(
+        self, value: str, function: Callable[..., Any], arguments: Sequence[str]
+    ) -> None:
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            called = f"{function.__name__}({', '.join(arguments)})"
+            raise RecipeError(f"{self.key} {value}: it is called as {called}: {error}") from None
 
 
 PRIORITIES = OpenList(
@@ -62,9 +78,12 @@ PRIORITIES = OpenList(
         name: f"grpo_replay.replay.priorities:{name}"
         for name in ("abs_advantage", "uniform", "group_std")
     },
+    arguments=("columns",),
 )
 ADVANTAGES = OpenList(
-    "advantage.estimator", {"group_relative": "grpo_replay.replay.advantages:group_relative"}
+    "advantage.estimator",
+    {"group_relative": "grpo_replay.replay.advantages:group_relative"},
+    arguments=("rewards", "settings"),
 )
 SAMPLERS = OpenList(
     "sampling.backend",
@@ -81,6 +100,7 @@ LOSSES = OpenList(
         "gspo": "grpo_replay.replay.loss:clipped_surrogate",
         "asymre": "grpo_replay.replay.loss:asymmetric_reinforce",
     },
+    arguments=("logprobs", "behavior_logprobs", "advantages", "settings", "lengths"),
 )
 BUILTIN_VERIFIERS = ("boxed", "math_verify_boxed", "math_verify", "minerva")
 """The verifiers that ship with the package, for training rewards and evaluation."""

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import resolve_recipe
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 PRIORITY, ESTIMATOR, LOSS, SAMPLER, VERIFIER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[
@@ -110,6 +111,16 @@ def test_the_tools_read_such_a_run_and_verify_finds_other_functions(run):
 def test_an_unknown_name_is_refused(section, key):
     with pytest.raises(RecipeError, match=rf"{section}\.{key}.*'shortest'"):
         resolve_recipe([{section: {key: "shortest"}}])
+
+
+@pytest.mark.parametrize(
+    ("open_list", "parameters"),
+    [(PRIORITIES, "columns, x"), (ADVANTAGES, "rewards"), (LOSSES, "logprobs, old, a, settings")],
+)
+def test_a_function_of_other_parameters_is_refused_before_a_run(tmp_path, open_list, parameters):
+    (tmp_path / "mine.py").write_text(f"def mine({parameters}): ...\nmine.columns = ('reward',)")
+    with pytest.raises(RecipeError, match=rf"{open_list.key} .*it is called as mine\("):
+        open_list.load(f"{tmp_path}/mine.py:mine")
 
 
 def test_a_missing_file_is_refused_and_no_folder_is_left(tmp_path):
