@@ -92,13 +92,21 @@ class ReplayBuffer(EntryStore):
 
         `fresh` are the survivors of the step, rollouts or entries, ordered by group; `generated`
         the rollouts generated for it, dropped ones included (all were kept if None): `buffer_only`
-        draws in proportion to it. The draw uses the random stream of `seed` and the step, as a run
-        of this package does. Raises ValueError, and changes nothing, for what `insert` refuses, for
-        more rollouts than the capacity, and for a group larger than `group_size`; RecipeError, and
-        changes nothing, for entries of which no priority can be computed.
+        draws in proportion to it, and with dropped groups needs it. The draw uses the random stream
+        of `seed` and the step, as a run of this package does. Raises ValueError, and changes
+        nothing, for what `insert` refuses, for more rollouts than the capacity, and for a group
+        larger than `group_size`; RecipeError, and changes nothing, for entries of which no priority
+        can be computed.
         """
         step, entries = self.next_step, entries_of(fresh)
+        if generated is None and self.settings.stores_first and self.settings.drop_zero_variance:
+            raise ValueError(
+                f"step {step}: replay.composition {self.settings.composition} draws in proportion "
+                "to the rollouts before groups of equal rewards were dropped: pass generated=…"
+            )
         generated = len(entries) if generated is None else generated
+        if generated < len(entries):
+            raise ValueError(f"step {step}: generated {generated}, but {len(entries)} are fresh")
         if entries:
             self._check_fresh(entries, step, generated)
         rng = stream(self.seed, step, DRAW_STREAM)

@@ -215,10 +215,20 @@ def test_the_capacity_counts_rollouts_and_the_group_size_completions():
         small.step(groups)
     with pytest.raises(ValueError, match=r"capacity_rollouts 8 .*9"):
         small.step(groups[:4], generated=9)
+    with pytest.raises(ValueError, match=r"generated 3, but 4 are fresh"):
+        small.step(groups[:4], generated=3)
     small.step(groups[:8])
     assert len(small) == 8
     with pytest.raises(ValueError, match=r"group 0 .*group_size 2"):
         ReplayBuffer(config_of("ours"), 2).step(groups)
+
+
+def test_a_draw_in_proportion_to_what_was_generated_must_know_it():
+    dropping = ReplayBuffer(ReplayConfig.of("fifo", ratio=1, drop_zero_variance=True), G)
+    groups = make_group(0, 0, 1, [1, -1, -1, -1])
+    with pytest.raises(ValueError, match="pass generated"):
+        dropping.step(groups)
+    assert len(dropping) == 0 and len(dropping.step(groups, generated=3 * G).entries) == 3 * G
 
 
 def test_new_groups_have_the_next_ids_and_keep_what_the_config_keeps():
@@ -273,14 +283,14 @@ def test_a_priority_reads_what_an_entry_was_given_and_refuses_what_it_was_not(
 def test_a_step_that_the_priority_refuses_draws_nothing_and_can_be_repeated(composition, columns):
     config = ReplayConfig.of("ours", composition=composition, warmup_steps=0, ratio=1)
     buffer, other = ReplayBuffer(config, G), ReplayBuffer(config, G)
-    batches = [each.step(handles(1)) for each in (buffer, other)]
+    batches = [each.step(handles(1), generated=4) for each in (buffer, other)]
     refused = [replace(entry, columns=columns) for entry in handles(2)]
     for _ in range(3):
         with pytest.raises(RecipeError, match=r"replay.priority abs_advantage.* 20\b"):
-            buffer.step(refused)
+            buffer.step(refused, generated=4)
         assert buffer.last_step == 1
         assert seen(buffer, batches[0]) == seen(other, batches[1])
-    batches = [each.step(handles(2)) for each in (buffer, other)]
+    batches = [each.step(handles(2), generated=4) for each in (buffer, other)]
     assert seen(buffer, batches[0]) == seen(other, batches[1])
 
 

@@ -1,6 +1,7 @@
 """The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes; and the checks of
 what must be there."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,8 +182,8 @@ def _arrays(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def check_files(run: RunFiles) -> Check:
-    """metrics.jsonl lists steps 1, 2, 3, …, and every step has its file in rollouts/, and in draws/
-    if it replays."""
+    """metrics.jsonl lists steps 1, 2, 3, …, to the last of a finished run, and every step has its
+    file in rollouts/, and in draws/ if it replays."""
     check = Check("files", "steps without gaps or duplicates, each with its rollouts and draws")
     for position, step in enumerate(run.steps, start=1):
         check.expect(step == position, f"metrics.jsonl line {position} is step {step}")
@@ -191,6 +192,10 @@ def check_files(run: RunFiles) -> Check:
             step in run.draws_of_step or not run.recipes.at(step).replays,
             f"draws/step_{step:06d}.parquet is missing",
         )
+    summary = run.folder / "summary.json"
+    if summary.exists():
+        steps = json.loads(summary.read_text(encoding="utf-8"))["steps"]
+        check.expect(steps == len(run.steps), f"metrics.jsonl has not the {steps} steps of the run")
     return check
 
 

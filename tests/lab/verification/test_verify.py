@@ -282,6 +282,14 @@ EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fracti
           "cost/trained_rollouts"]  # fmt: skip
 
 
+def test_a_finished_run_without_its_last_line_of_metrics_is_named(run):
+    path = run / "metrics.jsonl"
+    (run / "summary.json").write_text(json.dumps({"steps": len(path.read_text().splitlines())}))
+    assert failed(run) == set()
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:-1]))
+    assert failed(run) == {"files"}
+
+
 def test_every_metric_that_was_edited_in_a_line_of_its_own_is_counted(run):
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
