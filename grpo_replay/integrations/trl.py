@@ -135,16 +135,24 @@ class ReplayMixin(_Host):
         with heard(
             self,
             _calculate_rewards=self._hear_rewards,
-            _get_per_token_logps_and_entropies=evaluating,
+            _get_per_token_logps_and_entropies=self._hear_logprobs,
         ):
             output = generate(inputs)
-            generated = time.perf_counter()
+            of_others = self._seconds["reward"] + self._seconds["logprob"]
+            self._seconds["generation"] = time.perf_counter() - began - of_others
             if "old_per_token_logps" not in output:
                 output["old_per_token_logps"] = self._logprobs(output)
-        self._seconds["logprob"] = time.perf_counter() - generated
-        self._seconds["generation"] = generated - began - self._seconds["reward"]
         self._tensors = self._replayed(output)
         return self._tensors
+
+    def _hear_logprobs(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Those of the policy at birth, and of the reference."""
+        began = time.perf_counter()
+        found = evaluating(method, *args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # else their time is that of whatever waits for them
+        self._seconds["logprob"] += time.perf_counter() - began
+        return found
 
     def _hear_rewards(
         self, calculate: Any, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -404,13 +412,15 @@ def _problems(trainer: Any, args: Any) -> Iterator[str]:
             f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "
             "and raise replay.ratio"
         )
-    aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
-    if args.scale_rewards == "batch" or aggregation != "sum_then_normalize":
-        yield (
-            f"scale_rewards {args.scale_rewards!r} and multi_objective_aggregation {aggregation!r} "
-            "normalise over the whole batch, and the rollout log has the mean and deviation of a "
-            "group: set 'group' or 'none', and 'sum_then_normalize'"
-        )
+    for name, allowed in (
+        ("scale_rewards", "'group' or 'none'"),
+        ("multi_objective_aggregation", "'sum_then_normalize'"),
+    ):
+        if (value := getattr(trainer, name, None)) in ("batch", "normalize_then_sum"):
+            yield (
+                f"{name} {value!r} normalises over the whole batch, and the rollout log has the "
+                f"mean and deviation of a group: set {allowed}"
+            )
     if getattr(args, "use_adaptive_entropy", False):
         yield (
             "use_adaptive_entropy follows the entropy of every update, which is 0 in one of "

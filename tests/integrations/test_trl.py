@@ -1,8 +1,10 @@
 """Replay in TRL's own trainer, on the tiny model."""
 
+import io
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0
 
 import torch
 from outside_ranks import environment
+from rich.console import Console
 from slow_tests import slow_except
 from test_trl_rows import EOS, PAD, TOKENS, batch, rollouts
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
@@ -27,6 +30,7 @@ from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeErro
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _deal_all
 from grpo_replay.integrations.trl_listening import evaluating, heard
 from grpo_replay.integrations.trl_rows import Texts
+from grpo_replay.lab.inspection.buffer_panels import print_inspection
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run
 from grpo_replay.lab.verification.verify import verify_run
@@ -134,6 +138,42 @@ def test_a_run_passes_its_verification(whole):
 
 def test_the_model_card_names_the_replay(whole):
     assert "- grpo-replay\n" in (whole[0] / "README.md").read_text()
+
+
+class SlowLogprobs(ReplayGRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        time.sleep(0.0 if torch.is_grad_enabled() else 0.2)
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_time_of_log_probs_of_birth_is_none_of_generation(tmp_path, passes):
+    """With a reference TRL makes two passes."""
+    make(tmp_path, preset("ours"), SlowLogprobs, max_steps=6, beta=0.1 * (passes - 1)).train()
+    for line in metrics(tmp_path):
+        assert line["cost/logprob_seconds"] > 0.2 * passes
+        assert 0 < line["cost/generation_seconds"] < 0.2 * passes
+    if passes == 2:
+        screen = io.StringIO()
+        print_inspection(inspect(tmp_path), Console(file=screen))
+        assert "clipped is not known" in screen.getvalue() and "nan" not in screen.getvalue()
+
+
+class NarrowRewards(ReplayGRPOTrainer):
+    """Rewards near 10 with a deviation of 0.004, whose mean TRL rounds to float32."""
+
+    def __init__(self, model, _, args, dataset, **others):
+        def narrow(completions, **_):
+            return [10 + 0.01 * (len(each) % 3 == 0) for each in completions]
+
+        super().__init__(model, narrow, args, dataset, **others)
+
+
+def test_verify_allows_the_rounding_of_the_mean_of_trl(tmp_path):
+    make(tmp_path, preset("ours"), NarrowRewards, max_steps=4).train()
+    report = verify_run(tmp_path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert any(row["kept"] for row in logged(tmp_path))
 
 
 def test_where_generation_and_updates_are_aligned_log_probs_of_birth_are_computed(tmp_path):
@@ -362,7 +402,7 @@ class EightPrompts(ReplayGRPOTrainer):
 
 def test_a_run_by_epochs_has_its_own_length_in_the_recipe(tmp_path):
     epochs = {"max_steps": -1, "num_train_epochs": 1}
-    with pytest.raises(RecipeError, match=r"warmup_steps 2 .*run\.steps 2"):
+    with pytest.raises(RecipeError, match=r"warmup_steps 2 .*the 2 generation batches"):
         make(tmp_path / "a", ReplayConfig.of("ours", warmup_steps=2), EightPrompts,
              **epochs).train()  # fmt: skip
     make(tmp_path / "b", preset("ours"), EightPrompts, **epochs).train()

@@ -1,6 +1,7 @@
 """The screen of inspect-buffer: a heading, warnings and panels."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -149,7 +150,8 @@ def ages_panel(
     for row in (staleness[place] for place in places):
         cells = [str(row.age), f"{row.stored:,}", f"{row.replayed:,}"]
         if (outcome := by_age.get(row.age)) is not None:
-            cells += [f"{outcome.clip_fraction:.2%}", f"{outcome.ratio:.4f}"]
+            clipped = outcome.clip_fraction
+            cells += ["–" if math.isnan(clipped) else f"{clipped:.2%}", f"{outcome.ratio:.4f}"]
             cells += [f"{outcome.ratio_ess:.3f}", f"{outcome.approx_kl:.4f}"]
         table.add_row(*cells)
     notes = ["replays: of the whole run"]

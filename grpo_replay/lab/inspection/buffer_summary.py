@@ -7,6 +7,7 @@ its updates, in updates. The thresholds of warnings are rules of thumb (docs/buf
 ranges").
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,11 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
             "replay.ratio."
         )
     clipped = {age: row.clip_fraction for age, row in inspection.by_age.items() if age > 0}
+    if any(map(math.isnan, clipped.values())):
+        yield (
+            "Which tokens were clipped is not known (TRL's use_bias_correction_kl gives each a "
+            "gradient): see ratio and KL by age, and clip_ratio/region_mean in TRL's log."
+        )
     worst = max(clipped, key=lambda age: clipped[age], default=0)
     if clipped and clipped[worst] > HIGH_CLIP_FRACTION:
         yield (
