@@ -9,6 +9,7 @@ Loads no torch.
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
-from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
+from grpo_replay.storage.recipe_history import RECIPE_FILE, record_recipe, write_recipe
 from grpo_replay.storage.rollout_log import first_steps, remove_later
 
 METRICS = "metrics.jsonl"
@@ -34,6 +35,7 @@ class OutputFolder:
             self.recipe = resolve_recipe([{**others, "replay": replay}], source="GRPOConfig")
         except RecipeError as error:
             named = str(error).replace("loss.dual_clip", "delta")
+            named = re.sub(r"run\.steps (\d+)", r"the \1 generation batches of max_steps", named)
             named = re.sub(r"(GRPOConfig: )(?:loss|sampling|optimizer|run)\.", r"\1", named)
             raise RecipeError(named) from error
         self.folder = folder
@@ -46,11 +48,23 @@ class OutputFolder:
         for name in ("rollouts", "draws"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if goes_on:
-            kept = first_steps(self.metrics, step)
+            kept = self._first_steps(step)
             write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
         remove_later(self.folder, step)
         if step == 0 or not (self.folder / RECIPE_FILE).exists():
             write_recipe(self.folder / RECIPE_FILE, self.recipe, _UNKNOWN)
+        elif changes := record_recipe(self.folder, self.recipe, step):
+            changed = "; ".join(changes)
+            warnings.warn(f"the run goes on with other settings: {changed}", stacklevel=2)
+
+    def _first_steps(self, step: int) -> list[str]:
+        try:
+            return first_steps(self.metrics, step)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.metrics} has fewer than the {step} steps of this checkpoint, because the "
+                "run went on from an earlier one: resume from that one, or delete the later ones"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of one step."""

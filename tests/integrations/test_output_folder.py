@@ -45,7 +45,7 @@ def test_the_recipe_says_what_is_known_of_the_run(tmp_path):
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="warmup_steps 4"):
+    with pytest.raises(RecipeError, match="warmup_steps 4 is not less than the 4 generation"):
         folder(tmp_path, warmup_steps=4)
 
 
@@ -60,7 +60,12 @@ def test_going_back_removes_what_came_later(tmp_path):
     refuse_another_run(tmp_path, may_resume=True)
     with pytest.raises(OutputDirectoryError, match="another run"):
         refuse_another_run(tmp_path)
-    folder(tmp_path).open(2, True)
+    with pytest.raises(CheckpointError, match=r"fewer than the 4 steps .* earlier one"):
+        folder(tmp_path).open(4, True)
+    with pytest.warns(UserWarning, match=r"other settings: replay.ratio: 0.5 -> 0.75"):
+        folder(tmp_path, ratio=0.75).open(2, True)
+    recipes = open_source(tmp_path).recipes
+    assert [recipes.at(step).replay.ratio for step in (2, 3)] == [0.5, 0.75]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
     folder(tmp_path).open(0, True)  # from a checkpoint inside the first generation batch
