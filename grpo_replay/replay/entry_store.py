@@ -243,7 +243,10 @@ class EntryStore:
             restored._append(columns)
         same_law = state["priority_kind"] == self.settings.priority
         if same_law and not np.array_equal(state["priority"], restored._columns["priority"]):
-            raise ValueError("the saved priorities are not those that replay.priority gives now")
+            raise ValueError(
+                f"the saved priorities are not those that replay.priority {self.settings.priority} "
+                "gives now (undo a change of that function, or give it another name)"
+            )
         self._columns = restored._columns
         self._gone = []
         self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity(0)

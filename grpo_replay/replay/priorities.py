@@ -85,7 +85,11 @@ def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
     """
     function, place = load_priority(name), f"replay.priority {name}"
     columns = {column: column_of(entries, column, place) for column in function.columns}
-    p_N = one_number_each(place, function(columns), len(entries))
+    try:
+        found = function(columns)
+    except KeyError as error:
+        raise RecipeError(f"{place} reads {error}, which its columns do not name") from error
+    p_N = one_number_each(place, found, len(entries))
     if not (np.isfinite(p_N).all() and (p_N >= 0).all()):
         bad = int(np.flatnonzero(~(np.isfinite(p_N) & (p_N >= 0)))[0])
         raise RecipeError(
