@@ -52,7 +52,7 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
     except (pa.ArrowException, OSError) as error:
         raise SnapshotError(
             f"{path}: not a readable Parquet file, truncated or damaged ({first_line(error)}); "
-            "restore it from a copy, or use the one before it"
+            "restore it from a copy"
         ) from error
 
 

@@ -126,7 +126,7 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     if not checkpoint:
         notices.insert(0, "the run had no checkpoint yet: it starts again from its first step")
     elif made > step:
-        notices.insert(0, f"the {made - step} steps after the checkpoint are made again")
+        notices.insert(0, f"steps {step + 1} to {made}, after the checkpoint, are made again")
     elif step == recipe.run.steps:
         notices.append(f"all {step} steps are made: a higher --set run.steps=… goes on from here")
     return StartingPoint(checkpoint, False, notices=notices)

@@ -74,7 +74,7 @@ def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_ru
     listener = Listener({10: try_to_lock})
     result = run_training(resolve_recipe([SMALL, OURS, changed]), run, True, listener)
     assert not result.interrupted and result.step == 15
-    assert listener.at_start[0] == "the 3 steps after the checkpoint are made again"
+    assert listener.at_start[0] == "steps 10 to 12, after the checkpoint, are made again"
     assert any("replay.ratio: 0.5 -> 1.0" in each for each in listener.at_start)
     assert (run / "checkpoints" / "latest").resolve().name == "step_000015"
     assert (run / "recipe.yaml").read_bytes() == first
