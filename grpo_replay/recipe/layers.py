@@ -177,7 +177,7 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 def plain_problems(error: ValidationError, given: Any) -> list[Any]:
     """What pydantic found in `given`, with places as they are written there: without the names of
     types that a value may have. Of a list that might have been a name, what is wrong inside."""
-    found = [{**item, "loc": _place_in(given, item["loc"])} for item in error.errors()]
+    found: list[Any] = [{**item, "loc": _place_in(given, item["loc"])} for item in error.errors()]
     inside = {item["loc"][:at] for item in found for at in range(len(item["loc"]))}
     return [item for item in found if item["type"] != "string_type" or item["loc"] not in inside]
 
