@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from grpo_replay.lab.planning.theory import (
 )
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.atomic import json_values
+from grpo_replay.storage.run_directory import is_of_another_trainer
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 DEFAULT_RHO = 0.1
@@ -71,7 +73,8 @@ def run(options: PlanOptions) -> int:
     if options.as_json:
         print_json(plan_document(inputs, designs))
     else:
-        print_plan(inputs, designs, open_console())
+        in_trl = options.from_run is not None and is_of_another_trainer(Path(options.from_run))
+        print_plan(inputs, designs, open_console(), in_trl)
     return 0
 
 
@@ -128,7 +131,9 @@ def plan_document(inputs: PlanInputs, designs: dict[str, Design]) -> dict[str, A
     )
 
 
-def print_plan(inputs: PlanInputs, designs: dict[str, Design], console: Console) -> None:
+def print_plan(
+    inputs: PlanInputs, designs: dict[str, Design], console: Console, in_trl: bool = False
+) -> None:
     """Print the verdict, the table of designs, the assumptions and the settings."""
     console.print(verdict(inputs, designs), style="bold", soft_wrap=True)
     console.print(f"Measured on our tasks: {MEASURED} Here μ is {inputs.mu:.3g}.")
@@ -144,6 +149,11 @@ def print_plan(inputs: PlanInputs, designs: dict[str, Design], console: Console)
         console.print(f"{'μ' if name == 'mu' else name} {shown}: {source}", style="dim")
     settings = replay_settings(inputs, designs["best FIFO"].x, designs["best FIFO"].y)
     words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
+    if in_trl:
+        given = {key: round(value, 2) if isinstance(value, float) else value
+                 for key, value in settings.items() if key != "preset"}  # fmt: skip
+        arguments = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        words = f'ReplayConfig.of("{settings["preset"]}", {arguments})'
     console.print(f"best FIFO, computed and not run: {words}", soft_wrap=True)
     console.print(MEANS, style="dim")
 

@@ -23,16 +23,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 from trl_runs import logged, make, metrics, preset, weights_of
+from typer.testing import CliRunner
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
+from grpo_replay.cli.app import app
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _deal_all
 from grpo_replay.integrations.trl_listening import evaluating, heard
 from grpo_replay.integrations.trl_rows import Texts
 from grpo_replay.lab.inspection.buffer_panels import print_inspection
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.estimate import estimate_from_run
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay.batch import token_weights
@@ -128,7 +129,8 @@ def test_a_run_replays_as_the_settings_say_and_can_be_looked_into(whole):
     ]
     inspection = inspect(folder)
     assert inspection.occupancy.stored_rollouts == len(trainer.replay_buffer)
-    assert estimate_from_run(open_source(folder)).mu > 0
+    said = CliRunner().invoke(app, ["plan", "--from-run", str(folder)])
+    assert "μ " in said.output and 'not run: ReplayConfig.of("fifo", capacity' in said.output
 
 
 def test_a_run_passes_its_verification(whole):
