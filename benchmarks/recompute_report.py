@@ -198,21 +198,22 @@ def paired(parts: list[dict], shared: list[int]) -> dict:
 
 
 def seeds_to_tell(parts: list[dict], names: list[str]) -> int | None:
-    """The first number of seeds whose t interval leaves out 0: the variance between seeds, and that
-    of problems without the rest."""
+    """The first number of seeds whose t interval leaves out 0: the variance between seeds, at least
+    that of the rest, and that of problems without the rest."""
     if len(parts) < 2:
         return None
     tables = [np.array([values[name] for values in parts]) for name in names]
     means_S = np.mean([table.mean(axis=1) for table in tables], axis=0)
-    staying = 0.0
+    staying = rest = 0.0
     for table in tables if all(table.shape[1] > 1 for table in tables) else []:
         seeds, problems = table.shape
         own = table - table.mean(axis=1, keepdims=True)
         between = problems / (problems - 1) * own.mean(axis=0).var()
         within = ((own - own.mean(axis=0)) ** 2).sum() / (seeds - 1) / (problems - 1) / seeds
         staying += (between - within) / problems / len(tables) ** 2
+        rest += within * seeds / problems / len(tables) ** 2
     for count in range(3, 1001):
-        error = math.sqrt(means_S.var(ddof=1) / count + max(0.0, staying))
+        error = math.sqrt(max(means_S.var(ddof=1), rest) / count + max(0.0, staying))
         if t_quantile(count - 1) * error < abs(means_S.mean()):
             return count
     return None  # more than 1,000
