@@ -163,20 +163,20 @@ class EntryStore:
         No entry is removed. Uses of stored entries are recorded here, uses of fresh ones when
         they are inserted. The draw is empty if there are no candidates.
         """
-        rests = self.settings.max_uses is not None or self.settings.cooldown_steps > 0
-        places = self.drawable(step) if rests else np.arange(len(self))
+        some_rest = self.settings.max_uses is not None or self.settings.cooldown_steps > 0
+        places = self.drawable(step) if some_rest else np.arange(len(self))
         stored = len(places)
         if count <= 0 or stored + len(fresh) == 0:
             return Draw.empty()
-        candidates = self._candidates(places if rests else slice(None), step)
+        candidates = self._candidates(places if some_rest else slice(None), step)
         if fresh:
             group_id_N = np.array([entry.group_id for entry in fresh], dtype=np.int64)
             if self.settings.unit == "query":
                 check_groups_adjacent(group_id_N)
             priority_N = entry_priorities(self.settings.priority, fresh)
-            never_drawn_N = np.zeros(len(fresh), dtype=np.bool_)
+            used_N = np.zeros(len(fresh), dtype=np.bool_)
             age_N = step - np.array([entry.birth_step for entry in fresh], dtype=np.int64)
-            candidates = candidates + Candidates(priority_N, group_id_N, never_drawn_N, age_N)
+            candidates = candidates + Candidates(priority_N, group_id_N, used_N, age_N)
         picks = pick(candidates, count, self.settings, rng)
         used = places[picks.indices[picks.indices < stored]]
         np.add.at(self._columns["times_used"], used, 1)
