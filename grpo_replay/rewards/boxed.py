@@ -34,6 +34,10 @@ _NAME = re.compile(
 _DECIMAL = re.compile(r"(-?)(\d+)(?:\.(\d*))?")
 _IN_BASE = re.compile(r"(-?)0*([\dA-Z]*\d[\dA-Z.]*)_\{?(\d+)\}?")
 _CHOICE = re.compile(r"\(?([A-J])(?:[).:](.*))?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d|\d\d/\d\d/\d{4}")
+_CAPITALISED = re.compile("[A-Z][a-z]+")
+_SHORT_WORD = re.compile("yes|no|on|off|up|odd|one|two|six|ten|red", re.IGNORECASE)
+"""What no task means as a product of variables."""
 _LETTER_D = re.compile(r"(\\[a-zA-Z]+)|d")
 """A letter that the parser takes for a differential where another follows."""
 _SCALES = {"%": sympy.Rational(1, 100), "°": sympy.pi / 180}
@@ -73,9 +77,14 @@ def same(gold: str, answer: str) -> bool:
     # The commas of 70,110 may be those of a list or of thousands.
     ours, theirs = ({each, answer_text.without_thousands(each)} for each in (gold, answer))
     pairs = [(one, other) for one in ours for other in theirs]
-    rules = (_regions, _lists, _relations, _brackets, _texts, _quantities)
+    rules = (_dates, _regions, _lists, _relations, _brackets, _texts, _quantities)
     verdicts = ((rule(*pair) for rule in rules) for pair in pairs)
     return any(next((each for each in found if each is not None), False) for found in verdicts)
+
+
+def _dates(gold: str, answer: str) -> bool | None:
+    """Equal dates are equal texts: 2024-03-05 is no difference."""
+    return False if any(map(_DATE.fullmatch, (gold, answer))) else None
 
 
 def _regions(gold: str, answer: str) -> bool | None:
@@ -169,10 +178,16 @@ def _texts(gold: str, answer: str) -> bool | None:
         if choice and choice[2]:
             return same(choice[2], other)
     pair = (gold, answer)
-    if not any('"' in quantity(each)[0] or re.fullmatch("[A-Za-z]{4,}", each) for each in pair):
+    is_name = any(map(_CAPITALISED.fullmatch, pair)) and gold.casefold() == answer.casefold()
+    if not is_name and not any('"' in quantity(each)[0] or _is_word(each) for each in pair):
         return None
     one, other = (re.sub(r"[^\w+-]", "", each.casefold()).rstrip("s") for each in pair)
     return one == other
+
+
+def _is_word(text: str) -> bool:
+    """Whether letters are no product of variables: four or more, or a short word."""
+    return bool(re.fullmatch("[A-Za-z]{4,}", text) or _SHORT_WORD.fullmatch(text))
 
 
 def _quantities(gold: str, answer: str) -> bool:
