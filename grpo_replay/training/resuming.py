@@ -116,6 +116,7 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     run_dir.refuse_in_use()
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
+    refuse_other_advantages(recipe, run_dir.path)
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
     made = run_dir.check(step)
@@ -176,6 +177,23 @@ def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
             f"a step of {run_dir} made {before} draws, and would make {draws_per_step} by this "
             "recipe (batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave "
             f"these keys as they were, or {NEW_RUN}"
+        )
+
+
+def refuse_other_advantages(recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if the buffer is kept, and the advantages of its rollouts are other ones
+    than those that `recipe` gives."""
+    recorded = recipe_file(run_dir)
+    if not (recorded.exists() and recipe.replays and recipe.checkpoint.restore_buffer):
+        return
+    before = read_recipe_file(recorded)
+    changes = [f"{key} {new!r}, was {old!r}" for key, old, new in differences(before, recipe)
+               if key.startswith("advantage.")]  # fmt: skip
+    if changes and before.replays:
+        raise RecipeError(
+            f"the rollouts in the buffer of {run_dir} have advantages by other rules, which the "
+            f"recipe changes: {'; '.join(changes)}. Leave these keys as they were, empty the "
+            f"buffer (--set checkpoint.restore_buffer=false), or {NEW_RUN}"
         )
 
 

@@ -87,6 +87,17 @@ def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_ru
     assert not verify_run(run).passed  # one recipe for all steps does not explain them
 
 
+def test_advantages_of_two_rules_do_not_meet_in_a_buffer(run):
+    other = resolve_recipe([SMALL, OURS, {"advantage": {"std": "none"}}])
+    with pytest.raises(RecipeError, match=r"advantage\.std 'none', was .*restore_buffer=false"):
+        resuming.refuse_other_advantages(other, run)
+    emptied = {"checkpoint": {"restore_buffer": False}}
+    for change in (emptied, {"replay": {"preset": "grpo"}}):
+        recipe = resolve_recipe([SMALL, OURS, {"advantage": {"std": "none"}}, change])
+        resuming.refuse_other_advantages(recipe, run)
+    resuming.refuse_other_advantages(resolve_recipe([SMALL, OURS]), run)
+
+
 def test_a_buffer_that_is_not_restored_starts_empty(run, processes):
     emptied = {"checkpoint": OURS["checkpoint"] | {"restore_buffer": False}, "run": {"steps": 11}}
     listener = Listener()
