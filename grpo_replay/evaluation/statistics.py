@@ -176,16 +176,20 @@ def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
 
 def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0) -> Interval | None:
     """The t interval over problems of the mean over benchmarks of differences, one [N] each; None
-    if a benchmark has a single problem. If no difference of accuracies varies, that of
-    `with_both_answers`: equal problems do not show that another would be equal."""
+    if a benchmark has a single problem. Where no difference of accuracies varies, a benchmark has
+    the variance of `with_both_answers`: equal problems do not show that another would be equal."""
     if any(len(each) < 2 for each in differences_N):
         return None
     mean = float(np.mean([each.mean() for each in differences_N]))
-    variance = Component.of_mean([Component.over_problems(each) for each in differences_N])
-    if variance.variance < EQUAL**2 and math.isfinite(bound):
-        widened = [with_both_answers(each, least=-1.0) for each in differences_N]
-        variance = Component.of_mean([Component.over_problems(each) for each in widened])
-    return t_interval(mean, variance, bound)
+    parts = [
+        Component.over_problems(
+            with_both_answers(each, least=-1.0)
+            if math.isfinite(bound) and np.ptp(each) < EQUAL
+            else each
+        )
+        for each in differences_N
+    ]
+    return t_interval(mean, Component.of_mean(parts), bound)
 
 
 def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.Generator) -> float:

@@ -1,5 +1,6 @@
 """avg@k, pass@j, intervals and the paired test: by hand, by enumeration, and against scipy."""
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -138,6 +139,16 @@ def test_equal_problems_leave_an_interval_of_the_rule_of_three():
     assert difference_interval([np.zeros(200)]) == pytest.approx((-half, half))
     assert 0.0138 < half < 3 / 200
     assert difference_interval([np.full(4, 7.0)], bound=np.inf) == (7, 7)  # tokens
+
+
+def test_a_benchmark_without_a_difference_is_not_known_exactly_in_the_mean_either():
+    """Of 30 zeros with -1 and 1 the mean has the variance 2/31/32, next to which that of 500
+    differences of ±0.1 hardly counts: half of t·√(2/31/32)."""
+    many, none = np.tile([0.1, -0.1], 250), np.zeros(30)
+    low, high = difference_interval([many, none])
+    alone = difference_interval([none])[1]
+    assert alone == pytest.approx(stats.t.ppf(0.975, 31) * math.sqrt(2 / 31 / 32))
+    assert high == -low == pytest.approx(alone / 2, rel=0.02)
 
 
 @pytest.mark.parametrize(
