@@ -12,6 +12,7 @@ already have an age.
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -151,7 +152,8 @@ class MainSource(FollowerSource):
         return self.intake.replaying
 
     def _take_recorded(self, step: int) -> StepRollouts:
-        return self._step_rollouts(self.intake.take_recorded(step), ServerShare(None, None))
+        taken = self._step_rollouts(self.intake.take_recorded(step), ServerShare(None, None))
+        return replace(taken, repeated=True)
 
     def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
         self._waited_seconds = waited_seconds

@@ -102,6 +102,8 @@ class StepRollouts:
     """Groups that got ids."""
     generation_seconds: float | None
     """What generating took, per trainer rank; None if it is unknown."""
+    repeated: bool = False
+    """Whether they are those of an earlier attempt, from the journal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,6 +40,9 @@ from grpo_replay.types import (
     stream,
 )
 
+UNMEASURED_STEPS = 5
+"""Consecutive steps without a measured gap before a notice."""
+
 
 class Trainer:
     """Runs training steps. Only `state`, the buffer and the source persist between them."""
@@ -54,6 +57,7 @@ class Trainer:
         recipe = self.recipe
         self._learning = LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
         self._ids_reported = False
+        self._unmeasured = 0  # steps, until now
         self._correct = CorrectWatch(self.recipe.reward)
 
     def train_step(self) -> dict[str, Any] | None:
@@ -66,9 +70,10 @@ class Trainer:
         taken = self.source.take(step)
         if taken is None:
             return None
-        refuse_failed_verdicts(
-            taken.generated, step, self.recipe.reward, self.parts.scorer.first_error
-        )
+        if not taken.repeated:  # else they failed when they arrived, and the run stopped there
+            refuse_failed_verdicts(
+                taken.generated, step, self.recipe.reward, self.parts.scorer.first_error
+            )
         logprobs = self.trainer_logprobs(taken.measured)
         gap = self.check_sampler(taken.measured, logprobs, step)
         fresh = self.freeze_behavior(taken.generated, logprobs)
@@ -96,6 +101,13 @@ class Trainer:
         tokens. Raises LogprobGapError if it is too large although the present policy sampled all.
         """
         gap = measure_gap(measured, [logprobs[rollout.rollout_id] for rollout in measured])
+        self._unmeasured = 0 if gap or not self.comm.is_main else self._unmeasured + 1
+        if self._unmeasured == UNMEASURED_STEPS:
+            self.notices.append(
+                f"no rollout of the last {UNMEASURED_STEPS} steps was sampled by the weights of "
+                "its step alone, so that nothing compared the sampler with the trainer: lower "
+                "sampling.collection.max_ahead_steps"
+            )
         if gap is None:
             return None
         version = self.state.policy_version

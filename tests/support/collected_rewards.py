@@ -1,5 +1,6 @@
 """A reward of random digits that gives most groups a signal."""
 
+import os
 import zlib
 
 
@@ -16,3 +17,10 @@ def even_unless_it_fails(completion: str, answer: str, row: dict) -> float | Non
     if kind == 0:
         raise ConnectionError("the judge is not reachable")
     return None
+
+
+def even_while_the_judge_is_up(completion: str, answer: str, row: dict) -> float:
+    """As `even`; raises while the file that JUDGE_IS_DOWN names is there."""
+    if os.path.exists(os.environ["JUDGE_IS_DOWN"]):
+        raise ConnectionError("the judge is not reachable")
+    return even(completion, answer, row)

@@ -15,7 +15,7 @@ from small_runs.asynchronous import (
 
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.messages import Group
-from grpo_replay.errors import ServersLost
+from grpo_replay.errors import RewardError, ServersLost
 from grpo_replay.lab.verification.verify import verify_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -122,4 +122,22 @@ def test_rewards_that_do_not_come_leave_the_ledger_balanced_and_train_nothing(
     assert not {row["rollout_id"] for row in missing} & {row["rollout_id"] for row in run.all_draws}
     report = verify_run(run.path)
     assert report.passed, [check for check in report.checks if not check.passed]
+    assert same_weights_as_journal(run, tmp_path / "again")
+
+
+def test_a_run_whose_judge_was_down_goes_on_when_it_is_up(
+    fake_server, tmp_path, processes, monkeypatch
+):
+    """The groups of the step that stopped it are in the journal, and are repeated."""
+    down = tmp_path / "down"
+    monkeypatch.setenv("JUDGE_IS_DOWN", str(down))
+    reward = {"function": "collected_rewards:even_while_the_judge_is_up", "max_failed_share": 0.5}
+    recipe = async_recipe([fake_server.url], {"reward": reward})
+    with pytest.raises(RewardError, match="failed on"):
+        train_async_run(recipe, tmp_path / "run", after={2: down.touch})
+    down.unlink()
+    run = train_async_run(recipe, tmp_path / "run", resume=True)
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert any(row["reward"] is None for row in run.all_rollouts.values())
+    assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")

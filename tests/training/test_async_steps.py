@@ -30,7 +30,7 @@ from grpo_replay.training.asynchronous import (
 )
 from grpo_replay.training.rollout_source import Parts, StepRecord, StepRollouts
 from grpo_replay.training.run import Run
-from grpo_replay.training.trainer import count_step
+from grpo_replay.training.trainer import UNMEASURED_STEPS, Trainer, count_step
 from grpo_replay.types import ComposedBatch, Draw
 
 
@@ -283,13 +283,22 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     assert (found["async/age_mean"], found["async/age_max"]) == (0.5, 1)
 
 
+def test_steps_in_which_nothing_shows_that_the_sampler_is_the_policy_are_named_once():
+    trainer = Trainer.__new__(Trainer)
+    trainer.comm, trainer.notices, trainer._unmeasured = Comm(), [], 0
+    for step in range(1, 3 * UNMEASURED_STEPS):
+        assert trainer.check_sampler([], {}, step) is None
+        assert len(trainer.notices) == (step >= UNMEASURED_STEPS)
+    assert "max_ahead_steps" in trainer.notices[0]
+
+
 def test_a_recorded_step_is_repeated_without_waiting():
     source, intake = main_source(async_recipe(URLS))
     intake.replaying = True
     intake.take_recorded = lambda step: [make_rollout(step)]
     taken = source.take(3)
     assert [rollout.rollout_id for rollout in taken.generated] == [3]
-    assert taken.generation_seconds is None
+    assert taken.generation_seconds is None and taken.repeated
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 2.0})
     draw = Draw.empty()
     batch = ComposedBatch((), np.zeros(0, bool), draw.ages, draw)

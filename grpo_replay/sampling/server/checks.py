@@ -1,5 +1,6 @@
 """Validate that a server matches the recipe, before it gets weights."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
@@ -71,7 +72,8 @@ def _model_problems(server: VllmServer, config: PretrainedConfig, longest: int) 
     model = server.get("/v1/models")["data"][0]
     if model["max_model_len"] < longest:
         yield f"its longest sequence is {model['max_model_len']}, not {longest}"
-    outline = server.post("/collective_rpc", {"method": "get_model_inspection"})["results"][0]
+    answer = server.post("/collective_rpc", {"method": "get_model_inspection"})
+    outline = json.loads(answer)["results"][0]
     found = read_outline(outline)
     for name, expected in (
         ("vocabulary", config.vocab_size),

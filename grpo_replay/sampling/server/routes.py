@@ -156,10 +156,9 @@ class VllmServer:
         """The JSON that it answers."""
         return json.loads(block_on(self.request("GET", path, None, CONTROL_SECONDS)))
 
-    def post(self, path: str, body: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
-        """The JSON that it answers, or None."""
-        answer = block_on(self.request("POST", path, body, seconds))
-        return json.loads(answer) if answer else None
+    def post(self, path: str, body: Any = None, seconds: float = CONTROL_SECONDS) -> bytes:
+        """What it answers."""
+        return block_on(self.request("POST", path, body, seconds))
 
     async def generate(
         self,
@@ -216,7 +215,7 @@ class VllmServer:
     async def weight_label(self, seconds: float = CONTROL_SECONDS) -> str:
         """The label of its current weights; "default" if none was set."""
         answer = await self.request("GET", "/weight_info", None, seconds)
-        return json.loads(answer)["weight_version"]
+        return _member(answer, "weight_version", "/weight_info")
 
     def set_weight_label(self, label: str) -> None:
         self.post("/update_weight_version", {"new_version": label})
@@ -240,7 +239,17 @@ class VllmServer:
 
     def drop_cached_prompts(self) -> bool:
         """Empty the prefix cache; frozen requests recompute their keys. True on success."""
-        return self.post("/reset_prefix_cache?reset_running_requests=true")["success"]
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        return _member(self.post(path), "success", path)
+
+
+def _member(answer: bytes, name: str, path: str) -> Any:
+    """A value of a JSON answer. Raises Unreachable where another program answers, as after a server
+    was lost and its port taken."""
+    try:
+        return json.loads(answer)[name]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unreachable(f"its answer to {path} is not that of vLLM 0.32") from error
 
 
 def _kept_connections() -> aiohttp.TCPConnector:

@@ -18,6 +18,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.sampler_protocol import Sampler, SamplerOpening
+from grpo_replay.sampling.server.routes import Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.types import GenerationRequest
@@ -42,6 +43,19 @@ def opened(request, tmp_path_factory) -> Iterator[tuple[FakePolicyServer, Sample
     yield server, sampler
     sampler.close()
     server.stop()
+
+
+@pytest.mark.parametrize("answer", [b"<html>502</html>", b"{}", b"[]"])
+def test_another_program_on_the_port_of_a_server_is_no_answer(monkeypatch, answer):
+    async def answered(*_: object, **__: object) -> bytes:
+        return answer
+
+    server = VllmServer("http://127.0.0.1:9", "run")
+    monkeypatch.setattr(server, "request", answered)
+    with pytest.raises(Unreachable, match="/weight_info is not that of vLLM"):
+        block_on(server.weight_label())
+    with pytest.raises(Unreachable, match="/reset_prefix_cache"):
+        server.drop_cached_prompts()
 
 
 def requests_of_many_kinds() -> list[GenerationRequest]:
