@@ -272,8 +272,8 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"  grpo-replay inspect-buffer {run}\n"
         f"  grpo-replay eval --ckpt {latest}{file}\n"
         f"  grpo-replay plan --from-run {run}\n"
-        f"  tensorboard --logdir {plots}"
-    )
+        + (f"  tensorboard --logdir {plots}" if (run_dir / "tensorboard").is_dir() else "")
+    ).rstrip()
 
 
 def _stale(clipped: float) -> str:

@@ -101,7 +101,10 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     origin = model.model_copy(update={"revision": None}) if model.tokenizer else model
     tokenizer = _load(AutoTokenizer.from_pretrained, source, place, "tokenizer", origin)
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"{place}: the tokenizer has no EOS token, so no completion could end")
+        raise ModelError(
+            f"{place}: the tokenizer has no EOS token, so no completion could end: set eos_token "
+            "in its tokenizer_config.json (sampling.stop_tokens adds to it)"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

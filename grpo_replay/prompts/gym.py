@@ -44,11 +44,13 @@ def gym_rows(source: str, options: DatasetOptions, seed: int | None) -> ProblemR
     wanted = islice(_different(source, family, settings, size, seed), size)
     rows = [_row(source, family, settings, *each) for each in wanted]
     if len(rows) < size:
-        part = "held-out" if seed is None else "training"
+        part, key = (
+            ("held-out", "eval.benchmarks") if seed is None else ("training", "prompts.source")
+        )
+        smaller = "" if seed is None else "prompts.dataset_options.size, or "
         raise DatasetError(
-            f"prompts.source {source}: only {len(rows)} different {part} questions were found, "
-            f"{size} are needed: set prompts.dataset_options.size, or settings of the family with "
-            "more variety"
+            f"{key} {source}: only {len(rows)} different {part} questions were found, {size} are "
+            f"needed: set {smaller}settings of the family with more variety"
         )
     for row in rows[:TRIED_GOLDS]:
         _refuse_bad_gold(source, row)

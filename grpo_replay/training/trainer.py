@@ -112,7 +112,8 @@ class Trainer:
             return None
         version = self.state.policy_version
         if {v for r in measured for v in (r.policy_version, r.policy_version_end)} == {version}:
-            refuse_gap(gap, self.recipe.logprob_gap_limit, step, version)
+            is_async = self.recipe.run.is_async
+            refuse_gap(gap, self.recipe.logprob_gap_limit, step, version, is_repeated=is_async)
         return gap
 
     def freeze_behavior(

@@ -121,15 +121,19 @@ def measure_gap(
     return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps)) if len(gaps) else None
 
 
-def refuse_gap(gap: LogprobGap, limit: float, step: int, policy_version: int) -> None:
-    """Raises LogprobGapError if the mean gap is above `limit` (or not a number)."""
+def refuse_gap(
+    gap: LogprobGap, limit: float, step: int, policy_version: int, is_repeated: bool = False
+) -> None:
+    """Raises LogprobGapError if the mean gap is above `limit` (or not a number). A step that
+    `is_repeated` at a resume would stop it again."""
     if gap.mean <= limit:
         return
+    again = ", but a resume repeats this step: start a new run from its model"
     raise LogprobGapError(
         f"step {step}, weight sync {policy_version}: the sampler's log-probs differ from the "
         f"trainer's by {gap.mean:.3g} nats on average (largest {gap.max:.3g}, {gap.tokens} "
         f"tokens), more than sampling.logprob_gap_limit {limit:g}. The sampler is not the policy. "
         "Usual causes: a tied output head that was not pushed, a tensor missing or renamed in the "
         "sync, another dtype, another temperature, or log-probs of unprocessed logits. The last "
-        "checkpoint is intact."
+        f"checkpoint is intact{again if is_repeated else ''}."
     )
