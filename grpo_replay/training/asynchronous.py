@@ -36,7 +36,11 @@ from grpo_replay.training.rollout_source import (
     StepRollouts,
 )
 from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, sync_weights
-from grpo_replay.types import Rollout
+from grpo_replay.types import GenerationRequest, RequestKey, Rollout, completion_seed
+
+UNMEASURED_STEPS, PROBED_PROMPTS, PROBED_TOKENS = 5, 8, 16
+"""After so many steps of which the newest weights sampled no rollout alone, so many prompts are
+sampled with them, so long, to compare sampler and trainer."""
 
 
 def open_collected(
@@ -146,6 +150,7 @@ class MainSource(FollowerSource):
         self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
         self._insertable: dict[int, int] = {}  # rollouts of each waiting group that can be stored
         self._waited_seconds = 0.0
+        self._unmeasured = 0  # steps until now that no log-prob checked
         self._metrics: Metrics = {}  # of the step, as far as they are known when it begins
 
     def _is_recorded(self) -> bool:
@@ -161,7 +166,47 @@ class MainSource(FollowerSource):
         report, scorer = self.intake.newest_report, self.parts.scorer
         scorer.first_error = scorer.first_error or report.first_error
         share = self._times.step(report, self._server_sampler().paused_seconds)
-        return self._step_rollouts(taken, share)
+        found = self._step_rollouts(taken, share)
+        self._unmeasured = 0 if found.measured else self._unmeasured + 1
+        if self._unmeasured < UNMEASURED_STEPS:
+            return found
+        self._unmeasured = 0
+        return replace(found, measured=self._probed(taken, step))
+
+    def _probed(self, taken: Sequence[Rollout], step: int) -> list[Rollout]:
+        """Short completions of a few prompts of the step, sampled now and only measured: servers
+        that run ahead may finish no group with the newest weights alone."""
+        sampler, sampling = self._server_sampler(), self.recipe.sampling
+        if sampler.policy_version != self.state.policy_version:  # run.sync_every_steps
+            return []
+        chosen = taken[:: max(1, len(taken) // PROBED_PROMPTS)][:PROBED_PROMPTS]
+        of_key = {RequestKey(step, index, 0): rollout for index, rollout in enumerate(chosen)}
+        requests = [
+            GenerationRequest(
+                key,
+                rollout.prompt_token_ids,
+                completion_seed(self.recipe.run.seed, key),
+                min(PROBED_TOKENS, sampling.max_completion_length),
+                sampling.temperature,
+            )
+            for key, rollout in of_key.items()
+        ]
+        try:
+            completions = list(sampler.generate(requests))
+        except ServersLost:
+            return []  # the next wait ends the run
+        return [
+            replace(
+                of_key[each.key],
+                completion_token_ids=each.token_ids,
+                sampler_logprobs=each.sampler_logprobs,
+                policy_version=each.policy_version,
+                policy_version_end=each.policy_version_end,
+                completion_mask=None,
+                extras={},
+            )
+            for each in completions
+        ]
 
     def _server_sampler(self) -> VllmServerSampler:
         """The sampler of a run that is live: recipes with another one are refused."""

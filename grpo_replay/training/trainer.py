@@ -40,9 +40,6 @@ from grpo_replay.types import (
     stream,
 )
 
-UNMEASURED_STEPS = 5
-"""Consecutive steps without a measured gap before a notice."""
-
 
 class Trainer:
     """Runs training steps. Only `state`, the buffer and the source persist between them."""
@@ -57,7 +54,6 @@ class Trainer:
         recipe = self.recipe
         self._learning = LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
         self._ids_reported = False
-        self._unmeasured = 0  # steps, until now
         self._correct = CorrectWatch(self.recipe.reward)
 
     def train_step(self) -> dict[str, Any] | None:
@@ -101,13 +97,6 @@ class Trainer:
         tokens. Raises LogprobGapError if it is too large although the present policy sampled all.
         """
         gap = measure_gap(measured, [logprobs[rollout.rollout_id] for rollout in measured])
-        self._unmeasured = 0 if gap or not self.comm.is_main else self._unmeasured + 1
-        if self._unmeasured == UNMEASURED_STEPS:
-            self.notices.append(
-                f"no rollout of the last {UNMEASURED_STEPS} steps was sampled by the weights of "
-                "its step alone, so that nothing compared the sampler with the trainer: lower "
-                "sampling.collection.max_ahead_steps"
-            )
         if gap is None:
             return None
         version = self.state.policy_version

@@ -15,8 +15,9 @@ from small_runs.asynchronous import (
 
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.messages import Group
-from grpo_replay.errors import RewardError, ServersLost
+from grpo_replay.errors import LogprobGapError, RewardError, ServersLost
 from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.training import asynchronous
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -139,5 +140,23 @@ def test_a_run_whose_judge_was_down_goes_on_when_it_is_up(
     run = train_async_run(recipe, tmp_path / "run", resume=True)
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert any(row["reward"] is None for row in run.all_rollouts.values())
+    assert verify_run(run.path).passed
+    assert same_weights_as_journal(run, tmp_path / "again")
+
+
+def test_servers_that_run_ahead_are_probed(fake_server, tmp_path, processes, monkeypatch):
+    """As if no group were of the newest weights alone. The server is no policy: its log-probs are
+    random."""
+    monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
+    recipe = async_recipe([fake_server.url], {"sampling": {"logprob_gap_limit": 1e-3}})
+    with pytest.raises(LogprobGapError, match=rf"^step {asynchronous.UNMEASURED_STEPS}, "):
+        train_async_run(recipe, tmp_path / "run")
+
+
+def test_a_probe_is_only_measured(fake_server, tmp_path, processes, monkeypatch):
+    monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
+    run = train_async_run(async_recipe([fake_server.url]), tmp_path / "run")
+    measured = [line["step"] for line in run.metrics if line["sampler/logprob_gap_mean"]]
+    assert measured == [asynchronous.UNMEASURED_STEPS]
     assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")

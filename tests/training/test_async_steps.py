@@ -30,7 +30,7 @@ from grpo_replay.training.asynchronous import (
 )
 from grpo_replay.training.rollout_source import Parts, StepRecord, StepRollouts
 from grpo_replay.training.run import Run
-from grpo_replay.training.trainer import UNMEASURED_STEPS, Trainer, count_step
+from grpo_replay.training.trainer import count_step
 from grpo_replay.types import ComposedBatch, Draw
 
 
@@ -122,7 +122,7 @@ def test_the_first_error_of_a_collectors_verifiers_is_kept():
     source, intake = main_source(async_recipe(URLS))
     source._times = SimpleNamespace(step=lambda *_: None)
     source._server_sampler = lambda: SimpleNamespace(paused_seconds=0.0)
-    source._step_rollouts = lambda *_: None
+    source._step_rollouts = lambda *_: SimpleNamespace(measured=())
     for error in ("the first", "another"):
         intake.newest_report = Report(first_error=error)
         source._take_arrived(3, 0.0)
@@ -281,15 +281,6 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     assert (found["sampler/policy_version"], found["async/undrawn_evicted"]) == (2, 2)
     assert found["ledger/generated_rollouts"] == 0
     assert (found["async/age_mean"], found["async/age_max"]) == (0.5, 1)
-
-
-def test_steps_in_which_nothing_shows_that_the_sampler_is_the_policy_are_named_once():
-    trainer = Trainer.__new__(Trainer)
-    trainer.comm, trainer.notices, trainer._unmeasured = Comm(), [], 0
-    for step in range(1, 3 * UNMEASURED_STEPS):
-        assert trainer.check_sampler([], {}, step) is None
-        assert len(trainer.notices) == (step >= UNMEASURED_STEPS)
-    assert "max_ahead_steps" in trainer.notices[0]
 
 
 def test_a_recorded_step_is_repeated_without_waiting():
