@@ -177,7 +177,8 @@ class MainSource(FollowerSource):
         """Short completions of a few prompts of the step, sampled now and only measured: servers
         that run ahead may finish no group with the newest weights alone."""
         sampler, sampling = self._server_sampler(), self.recipe.sampling
-        if sampler.policy_version != self.state.policy_version:  # run.sync_every_steps
+        lags = sampler.policy_version != self.state.policy_version  # run.sync_every_steps
+        if lags or not taken:
             return []
         chosen = taken[:: max(1, len(taken) // PROBED_PROMPTS)][:PROBED_PROMPTS]
         of_key = {RequestKey(step, index, 0): rollout for index, rollout in enumerate(chosen)}
