@@ -152,9 +152,9 @@ class SlowLogprobs(ReplayGRPOTrainer):
 def test_the_time_of_log_probs_of_birth_is_none_of_generation(tmp_path, passes):
     """With a reference TRL makes two passes."""
     make(tmp_path, preset("ours"), SlowLogprobs, max_steps=6, beta=0.1 * (passes - 1)).train()
-    for line in metrics(tmp_path):
-        assert line["cost/logprob_seconds"] > 0.2 * passes
-        assert 0 < line["cost/generation_seconds"] < 0.2 * passes
+    lines = metrics(tmp_path)
+    assert all(line["cost/logprob_seconds"] > 0.2 * passes for line in lines)
+    assert 0 < min(line["cost/generation_seconds"] for line in lines) < 0.2 * passes
     if passes == 2:
         screen = io.StringIO()
         print_inspection(inspect(tmp_path), Console(file=screen))
