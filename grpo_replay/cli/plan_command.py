@@ -168,12 +168,13 @@ def verdict(inputs: PlanInputs, designs: dict[str, Design]) -> str:
         "dearer": "replay is predicted not to pay",
         "undecided": f"the prediction is undecided{why}",
     }
-    ratio = f"{design.verdict.ratio:.2f}".replace("inf", "∞")
+    ratio, low, high = (
+        f"{each:.2f}".replace("inf", "∞")
+        for each in (design.verdict.ratio, design.verdict.low, design.verdict.high)
+    )
     said = f"{words[design.verdict.answer]}: {whose} needs {ratio} times the compute of no replay "
     said += f"at μ = {inputs.mu:.3g}"
     if design.verdict.answer == "undecided":
-        low, high = (f"{each:.2f}".replace("inf", "∞")
-                     for each in (design.verdict.low, design.verdict.high))  # fmt: skip
         return said + f", {low} to {high} if one assumption changes"
     if design.pays_above is None:
         return said

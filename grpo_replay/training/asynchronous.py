@@ -35,7 +35,7 @@ from grpo_replay.training.rollout_source import (
     StepRecord,
     StepRollouts,
 )
-from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, sync_weights
+from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, spread, sync_weights
 from grpo_replay.types import GenerationRequest, RequestKey, Rollout, completion_seed
 
 UNMEASURED_STEPS, PROBED_PROMPTS, PROBED_TOKENS = 5, 8, 16
@@ -180,8 +180,8 @@ class MainSource(FollowerSource):
         lags = sampler.policy_version != self.state.policy_version  # run.sync_every_steps
         if lags or not taken:
             return []
-        chosen = taken[:: max(1, len(taken) // PROBED_PROMPTS)][:PROBED_PROMPTS]
-        of_key = {RequestKey(step, index, 0): rollout for index, rollout in enumerate(chosen)}
+        chosen = enumerate(spread(taken, PROBED_PROMPTS))
+        of_key = {RequestKey(step, index, 0): rollout for index, rollout in chosen}
         requests = [
             GenerationRequest(
                 key,
@@ -355,8 +355,7 @@ def sampled_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
         for rollout in rollouts
         if (rollout.policy_version, rollout.policy_version_end) == (version, version)
     ]
-    count = min(len(own), GAP_SAMPLE_ROLLOUTS)
-    return [own[i * len(own) // count] for i in range(count)]
+    return spread(own, GAP_SAMPLE_ROLLOUTS)
 
 
 def trained_ages(record: StepRecord) -> Metrics:

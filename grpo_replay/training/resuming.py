@@ -10,7 +10,7 @@ that the journal has after the checkpoint; `sampling.collection.replay_journal` 
 """
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,8 +187,7 @@ def refuse_other_advantages(recipe: Recipe, run_dir: Path) -> None:
     if not (recorded.exists() and recipe.replays and recipe.checkpoint.restore_buffer):
         return
     before = read_recipe_file(recorded)
-    changes = [f"{key} {new!r}, was {old!r}" for key, old, new in differences(before, recipe)
-               if key.startswith("advantage.")]  # fmt: skip
+    changes = _changes(before, recipe, lambda key: key.startswith("advantage."))
     if changes and before.replays:
         raise RecipeError(
             f"the rollouts in the buffer of {run_dir} have advantages by other rules, which the "
@@ -270,11 +269,7 @@ def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
     recorded = recipe_file(run_dir)
     if not (run_dir / JOURNAL_FOLDER).is_dir() or not recorded.exists():
         return
-    changes = [
-        f"{key} {new!r}, was {old!r}"
-        for key, old, new in differences(read_recipe_file(recorded), recipe)
-        if key in JOURNAL_RULES
-    ]
+    changes = _changes(read_recipe_file(recorded), recipe, JOURNAL_RULES.__contains__)
     if changes:
         raise RecipeError(
             f"the steps in {run_dir / JOURNAL_FOLDER} are repeated by the rules that they were "
@@ -322,11 +317,19 @@ def _refuse_other_rewards(recorded: Iterable[Recipe], recipe: Recipe, run_dir: P
 def _update_changes(before: Recipe, now: Recipe) -> list[str]:
     """The keys of `now` that make updates other than those of `before`."""
     is_constant = now.optimizer.schedule == "constant"  # others fall to 0 at run.steps
-    return [
-        f"{key} {new!r}, was {old!r}"
-        for key, old, new in differences(before, now)
-        if not key.startswith(CHANGE_NO_UPDATE) and not (key == "run.steps" and is_constant)
-    ]
+    return _changes(
+        before,
+        now,
+        lambda key: (
+            not key.startswith(CHANGE_NO_UPDATE) and not (key == "run.steps" and is_constant)
+        ),
+    )
+
+
+def _changes(before: Recipe, now: Recipe, concerns: Callable[[str], bool]) -> list[str]:
+    """The keys that differ and `concerns`, with both values."""
+    return [f"{key} {new!r}, was {old!r}" for key, old, new in differences(before, now)
+            if concerns(key)]  # fmt: skip
 
 
 def _reward_changes(before: Recipe, now: Recipe) -> list[str]:

@@ -99,9 +99,14 @@ def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list
     """
     kept = [rollout for rollout in rollouts if rollout.kept] if every_survivor else []
     others = [rollout for rollout in rollouts if not (every_survivor and rollout.kept)]
-    missing = min(max(GAP_SAMPLE_ROLLOUTS - len(kept), 0), len(others))
-    chosen = [others[i * len(others) // missing] for i in range(missing)]
+    chosen = spread(others, max(GAP_SAMPLE_ROLLOUTS - len(kept), 0))
     return sorted([*kept, *chosen], key=lambda rollout: rollout.rollout_id)
+
+
+def spread(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
+    """At most so many, at equal distances."""
+    count = min(most, len(rollouts))
+    return [rollouts[i * len(rollouts) // count] for i in range(count)]
 
 
 def measure_gap(

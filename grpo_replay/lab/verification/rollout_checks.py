@@ -14,6 +14,7 @@ from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, cho
 from grpo_replay.recipe import AdvantageSection, Recipe, ReplaySection
 from grpo_replay.recipe.open_lists import ADVANTAGES
 from grpo_replay.storage.rollout_log import read_rollout_table, step_path
+from grpo_replay.storage.run_directory import is_of_another_trainer
 
 ROWS_PER_CHECKPOINT = 32  # whose log-probs are recomputed, spread evenly
 _EXACT_NATS = 1e-3  # fp32 in another order
@@ -74,16 +75,23 @@ def check_advantages(run: RunFiles) -> list[Check]:
         Check("group statistics", "mean, standard deviation, correct count recomputed"),
         Check("advantages", "(r - mean) / (std + epsilon) recomputed from the rewards"),
     )
+    in_float32 = is_of_another_trainer(run.folder)
     for step in run.rows_of_step:
         found = run.rollouts_of(step)
         for _, members in groups_of(found):
-            _check_group(step, run.recipes.at(step), chosen(found, members), checks)
+            _check_group(step, run.recipes.at(step), chosen(found, members), checks, in_float32)
     return list(checks)
 
 
 def _check_group(
-    step: int, recipe: Recipe, group: dict[str, np.ndarray], checks: tuple[Check, Check, Check]
+    step: int,
+    recipe: Recipe,
+    group: dict[str, np.ndarray],
+    checks: tuple[Check, Check, Check],
+    in_float32: bool,
 ) -> None:
+    """`in_float32`: the trainer computes mean and deviation so, as TRL's. A rounded mean is off by
+    as much as its rewards are large."""
     kept, statistics, advantages = checks
     reward_G = group["reward"]
     came_G = ~np.isnan(reward_G)
@@ -111,10 +119,9 @@ def _check_group(
         ),
     )
     group = chosen(group, keeps_G)
-    # A mean that is rounded to float32, as TRL's, is off by as much as its rewards are large.
-    rounding = np.abs(group["reward"]).max(initial=0.0) / std if std > 0 else 0.0
+    size = np.abs(group["reward"]).max(initial=0.0) / std if in_float32 and std > 0 else 0.0
     advantages.expect_all(
-        _close(group["advantage"], group["recomputed"], 2e-6 * (1 + rounding)),
+        _close(group["advantage"], group["recomputed"], 2e-6 + 3e-7 * size),
         naming(f"step {step}", group, "advantage", "recomputed"),
     )
 
