@@ -48,13 +48,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def launch(
-    folder: Path, logs: Path, count: int, lora: LoraSection | None = None
+    folder: Path, logs: Path, count: int, lora: LoraSection | None = None, **sampling: Any
 ) -> list[LaunchedServer]:
-    """Servers of the model in `folder`, ready, with `lora` for adapters."""
+    """Servers of the model in `folder`, ready, with `lora` for adapters and the recipe's `sampling`
+    settings."""
     recipe = tiny_recipe(
         folder,
         backend="vllm_server",
         servers={"launch": count, "address": f"127.0.0.1:{free_ports(count)[0]}"},
+        **sampling,
     )
     model = recipe.model.model_copy(update={"lora": lora or LoraSection()})
     arguments = engine_arguments(

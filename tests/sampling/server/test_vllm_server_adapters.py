@@ -26,13 +26,17 @@ from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.types import Completion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+LONGEST = 1500  # tokens; far more than are sampled while a request or a pause takes effect
 
 
 @pytest.fixture(scope="module")
 def sampler(tied: Policy, tmp_path_factory) -> Iterator[VllmServerSampler]:
     """Of an asynchronous run, on a server that was started from other weights than the base."""
-    foreign = save_policy(tmp_path_factory.mktemp("foreign"), tie=True, seed=99)
-    (server,) = launch(foreign.folder, tmp_path_factory.mktemp("logs"), count=1, lora=LORA)
+    foreign = save_policy(
+        tmp_path_factory.mktemp("foreign"), tie=True, seed=99, max_position_embeddings=2048
+    )
+    logs = tmp_path_factory.mktemp("logs")
+    (server,) = launch(foreign.folder, logs, 1, LORA, max_completion_length=LONGEST)
     recipe = lora_recipe(tied, backend="vllm_server", servers={"urls": [server.url]})
     opening = SamplerOpening.of(recipe, str(tied.folder), Comm())
     sampler = VllmServerSampler.open(replace(opening, pushed_while_sampling=True))
@@ -54,22 +58,27 @@ def test_every_version_is_sampled_from_its_own_adapter(sampler, tied):
 
 
 def test_requests_in_flight_keep_their_adapters_while_five_newer_ones_come(sampler, tied):
-    """One more version than vLLM runs at once."""
+    """The first has begun when the newer ones come; then all run beside each other, which is one
+    version more than vLLM runs at once."""
     client, first = sampler.servers.all[0], sampler.policy_version + 1
-    request = replace(make_requests(count=1)[0], max_tokens=200)
+    request = make_requests(count=1)[0]
+    lengths = [LONGEST, *[200] * 5]
     models, answers = [], []
-    for version in range(first, first + 6):
+    begun = block_on(client.generated_tokens(30))
+    for version, length in enumerate(lengths, first):
         models.append(adapted(tied, 40 + version))
         sampler.load_weights(pushed_weights(models[-1]).items(), version)
-        before = block_on(client.generated_tokens(30))
-        asked = client.generate(request, (), version)
+        asked = client.generate(replace(request, max_tokens=length), (), version)
         answers.append(asyncio.run_coroutine_threadsafe(asked, background_loop()))
-        assert wait_for(lambda b=before: block_on(client.generated_tokens(30)) > b, 30)
-    assert sum(not answer.done() for answer in answers) > 1, "they ran beside each other"
-    for index, (model, answer) in enumerate(zip(models, answers, strict=True)):
+        if version == first:
+            assert wait_for(lambda: block_on(client.generated_tokens(30)) > begun, 30)
+            client.pause(30)
+    assert not any(answer.done() for answer in answers)
+    client.resume()
+    for index, (model, answer, length) in enumerate(zip(models, answers, lengths, strict=True)):
         choice = answer.result(120)
         (span,) = choice.weight_versions
-        assert client.version_of(span.version) == first + index and span.end == 200
+        assert client.version_of(span.version) == first + index and span.end == length
         tokens = np.array(choice.token_ids, np.int32)
         found = np.array([each.logprob for each in choice.logprobs.content], np.float32)
         completion = Completion(request.key, tokens, found, "length", 0, 0)
