@@ -150,7 +150,8 @@ class MainSource(FollowerSource):
         self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
         self._insertable: dict[int, int] = {}  # rollouts of each waiting group that can be stored
         self._waited_seconds = 0.0
-        self._unmeasured = 0  # steps until now that no log-prob checked
+        # Steps until now that no log-prob checked; the first one, or the first after a resume, is.
+        self._unmeasured = UNMEASURED_STEPS - 1
         self._metrics: Metrics = {}  # of the step, as far as they are known when it begins
 
     def _is_recorded(self) -> bool:

@@ -149,14 +149,16 @@ def test_servers_that_run_ahead_are_probed(fake_server, tmp_path, processes, mon
     random."""
     monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
     recipe = async_recipe([fake_server.url], {"sampling": {"logprob_gap_limit": 1e-3}})
-    with pytest.raises(LogprobGapError, match=rf"^step {asynchronous.UNMEASURED_STEPS}, "):
+    with pytest.raises(LogprobGapError, match="^step 1, "):
         train_async_run(recipe, tmp_path / "run")
+    with pytest.raises(LogprobGapError, match="^step 2, "):  # the journal has the first
+        train_async_run(recipe, tmp_path / "run", resume=True)
 
 
 def test_a_probe_is_only_measured(fake_server, tmp_path, processes, monkeypatch):
     monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
     run = train_async_run(async_recipe([fake_server.url]), tmp_path / "run")
     measured = [line["step"] for line in run.metrics if line["sampler/logprob_gap_mean"]]
-    assert measured == [asynchronous.UNMEASURED_STEPS]
+    assert measured == [1, 1 + asynchronous.UNMEASURED_STEPS]
     assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")
