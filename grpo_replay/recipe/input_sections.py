@@ -295,7 +295,8 @@ def _is_url(text: str) -> bool:
         parts.port  # noqa: B018 - raises ValueError for what is no port
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+    is_base = not parts.query and not parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_base
 
 
 class CollectionSection(Section):

@@ -175,6 +175,10 @@ REFUSED = {
         ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1, localhost:8000]"],
         "servers.urls: 'localhost:8000'",
     ),
+    "a server's URL with a query": (
+        ["sampling.backend=vllm_server", "sampling.servers.urls=['http://a:1/?key=x']"],
+        "servers.urls: 'http://a:1",
+    ),
     "a temperature that is too low": (["sampling.temperature=0.005"], "temperature: .*0.01.*0.005"),
     "an evaluation of a temperature that is too low": (
         ["eval.temperature=0.001"],

@@ -30,10 +30,16 @@ def _folder_name(text: str) -> str:
     return text
 
 
+def _distinct(seeds: list[int]) -> list[int]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"one of {seeds} is named more than once")
+    return seeds
+
+
 T = TypeVar("T")
 Some = Annotated[T, Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_folder_name)]
-Seeds = Some[list[Annotated[StrictInt, Field(ge=0)]]]
+Seeds = Annotated[Some[list[Annotated[StrictInt, Field(ge=0)]]], AfterValidator(_distinct)]
 Scalar = str | bool | int | float
 Grid = dict[str, Some[list[Scalar]]]
 

@@ -49,7 +49,8 @@ class Refused(Exception):
     """An answer with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"HTTP {status}: {message}")
+        key = f" (its key is read from {API_KEY_VARIABLE})" if status == 401 else ""
+        super().__init__(f"HTTP {status}: {message}{key}")
         self.status = status
 
 

@@ -47,6 +47,7 @@ BAD = {
     "an arm called tune": (("  ours:", "  tune:"), "'tune'"),
     "an arm with a path": (("  ours:", "  ../ours:"), "'../ours'"),
     "no seeds": (("seeds: [3, 4]", "seeds: []"), "seeds: List should have"),
+    "a seed twice": (("seeds: [3, 4]", "seeds: [3, 3]"), "seeds: .*3, 3. is named more than once"),
     "a seed in both stages": (("seeds: [3, 4]", "seeds: [2, 4]"), "tune.seeds and seeds share 2"),
     "a grid without values": (("[5.0e-5, 1.0e-4]", "[]"), "learning_rate: List should have"),
     "a tuned key that an arm sets": (

@@ -87,10 +87,13 @@ def test_a_request_that_keeps_failing_stops_the_run(fakes):
     assert len(server.seeds) == 3
 
 
-def test_a_refused_request_is_not_tried_again(fakes):
+@pytest.mark.parametrize(
+    ("status", "named"), [(400, "HTTP 400: as told"), (401, "HTTP 401: as told .*VLLM_API_KEY")]
+)
+def test_a_refused_request_is_not_tried_again(fakes, status, named):
     servers = fakes(2)
-    servers[0].statuses = servers[1].statuses = [400]
-    with pytest.raises(SamplerError, match="HTTP 400: as told"):
+    servers[0].statuses = servers[1].statuses = [status]
+    with pytest.raises(SamplerError, match=named):
         run(make_pool(servers), 1)
     assert len(servers[0].seeds) + len(servers[1].seeds) == 1
 
