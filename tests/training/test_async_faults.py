@@ -149,9 +149,9 @@ def test_servers_that_run_ahead_are_probed(fake_server, tmp_path, processes, mon
     random."""
     monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
     recipe = async_recipe([fake_server.url], {"sampling": {"logprob_gap_limit": 1e-3}})
-    with pytest.raises(LogprobGapError, match="^step 1, "):
+    with pytest.raises(LogprobGapError, match=r"^step 1, "):
         train_async_run(recipe, tmp_path / "run")
-    with pytest.raises(LogprobGapError, match="^step 2, "):  # the journal has the first
+    with pytest.raises(LogprobGapError, match=r"^step 2, "):  # the journal has the first
         train_async_run(recipe, tmp_path / "run", resume=True)
 
 
