@@ -35,7 +35,7 @@ def step_metrics(
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
     generated, trained = record.generated, record.batch.rollouts
-    loss, machines = recipe.loss, recipe.replay.machines
+    loss, machines = recipe.loss, recipe.replay.machines if recipe.replays else None
     return json_values(
         {
             "step": record.step,

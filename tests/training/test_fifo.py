@@ -124,7 +124,8 @@ def test_a_run_that_keeps_its_zero_variance_groups_passes_the_recomputation(labo
 def test_without_a_buffer_updates_are_as_large_and_each_rollout_is_used_once(lab, tmp_path):
     header = (shipped_recipes_folder() / "fifo-tiny.yaml").read_text()
     arm = re.search(r"No buffer.*\n#\s+(.*)", header).group(1)
-    overrides = arm.replace("--set ", "").split()
+    machines = "replay.machines={workers: 5, trainers: 3, mu: 5.28}"  # a recipe's, left by the arm
+    overrides = [*arm.replace("--set ", "").split(), machines]
     assert "replay.preset=grpo" in overrides
     with spied_updates() as updates:
         plain = train(tmp_path / "plain", *overrides, steps=2)
