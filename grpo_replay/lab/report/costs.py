@@ -81,14 +81,13 @@ def compute(run: FinishedRun, mu: float) -> np.ndarray:
 
 
 def _charged(run: FinishedRun, mu: float) -> np.ndarray:
-    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T); NaN with a buffer and
-    no (W, T). Without a buffer Σ (B + μR)/(1 + μ): 1 for a rollout that is generated and trained
-    on, μ/(1 + μ) for one that is dropped."""
+    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T). Without a buffer, or
+    without (W, T), Σ (B + μR)/(1 + μ): 1 for a rollout that is generated and trained on, μ/(1 + μ)
+    for one that is dropped."""
     replay = run.recipe.replay
-    if not replay.replays:
+    if replay.machines is None or not replay.replays:
         return compute(run, mu) / (1 + mu)
-    gamma = math.nan if replay.machines is None else replay.machines.gamma
-    return gamma * TRAINED.total(run)
+    return replay.machines.gamma * TRAINED.total(run)
 
 
 def cost_to_reach(run: FinishedRun, accuracy: float, axis: Axis, outcome: Outcome) -> float:

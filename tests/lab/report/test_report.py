@@ -327,6 +327,7 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
     arms = {
         "none": (["replay.preset=grpo"], 0.2),
         "fifo": (["replay.preset=fifo", f"replay.machines={machines}"], 0.3),
+        "no-machines": (["replay.preset=fifo"], 0.3),
     }
     folder = write_sweep(tmp_path / "paper", arms, SEEDS)
     document = report(capsys, folder, baseline="none")
@@ -344,7 +345,7 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
             )
             assert trained[-1] < generated[-1]  # groups were dropped: their generation counts
             without = (trained + 6.84 * generated) / (1 + 6.84)
-            costs.append((without if name == "none" else gamma * trained)[[0, 4, 8, 12]])
+            costs.append((gamma * trained if name == "fifo" else without)[[0, 4, 8, 12]])
             target = 0.98 * max(curve)
             after = next(i for i, value in enumerate(curve) if value >= target)
             spent = costs[-1][after]
