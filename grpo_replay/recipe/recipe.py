@@ -360,6 +360,12 @@ def _schedule_contradictions(recipe: Recipe) -> Iterable[str]:
             f"sampling.max_refills {recipe.sampling.max_refills} with replay.drop_zero_variance "
             "false: no group is dropped, so nothing is refilled; set sampling.max_refills 0"
         )
+    elif recipe.sampling.max_refills > 0 and recipe.replays and recipe.replay.stores_first:
+        yield (
+            f"sampling.max_refills {recipe.sampling.max_refills} with replay.composition "
+            "'buffer_only': its batch is drawn from the buffer, and fresh groups that are missing "
+            "leave no gap in it; set sampling.max_refills 0"
+        )
 
 
 def _lora_contradictions(recipe: Recipe) -> Iterable[str]:

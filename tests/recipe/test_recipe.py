@@ -207,6 +207,15 @@ REFUSED = {
         ["replay.preset=fifo", "replay.warmup_steps=0", "sampling.max_refills=2"],
         "max_refills",
     ),
+    "refills of a batch that is drawn from the buffer": (
+        [
+            "replay.preset=fifo",
+            "replay.warmup_steps=0",
+            "replay.drop_zero_variance=true",
+            "sampling.max_refills=2",
+        ],
+        "max_refills 2 .*buffer_only",
+    ),
     "asynchronous, log-probs recomputed": (["run.mode=async"], "behavior_logprobs"),
     "asynchronous, no server": (ASYNCHRONOUS[:2], "sampling.backend vllm_server"),
     "a server twice": (
