@@ -26,7 +26,7 @@ from grpo_replay.lab.planning.theory import (
     design_of,
     replay_settings,
 )
-from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.recipe import BatchSection, Recipe, load_recipe
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.run_directory import is_of_another_trainer
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
@@ -35,7 +35,7 @@ DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
 
 ROWS = {
-    "x, steps that a rollout is kept": "{0.x:.3g}",
+    "x, draws while a rollout is kept": "{0.x:.3g}",
     "y, uses of a rollout": "{0.y:.3g}",
     "rollouts stored": "{0.stored_rollouts:,.0f}",
     "rollouts trained on in a step": "{0.trained_rollouts_per_step:,.0f}",
@@ -70,12 +70,23 @@ def run(options: PlanOptions) -> int:
     designs = {"best FIFO": best_fifo(inputs)}
     if recipe is not None and recipe.replay.replays:
         designs["this recipe"] = design_of(inputs, recipe.replay)
+    batch = {} if recipe is None else batch_settings(recipe.batch, inputs.updates_per_step)
     if options.as_json:
-        print_json(plan_document(inputs, designs))
+        print_json(plan_document(inputs, designs, batch))
     else:
         in_trl = options.from_run is not None and is_of_another_trainer(Path(options.from_run))
-        print_plan(inputs, designs, open_console(), in_trl)
+        print_plan(inputs, designs, batch, open_console(), in_trl)
     return 0
+
+
+def batch_settings(batch: BatchSection, updates: int) -> dict[str, Any]:
+    """Batch settings of a recipe that makes so many updates a step, as far as they are other."""
+    found: dict[str, Any] = {}
+    if batch.mini_batch_rollouts is not None:
+        found["mini_batch_rollouts"] = None
+    if batch.updates_per_step != updates:
+        found["updates_per_step"] = updates
+    return found
 
 
 def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions) -> PlanInputs:
@@ -116,7 +127,9 @@ def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions)
     )
 
 
-def plan_document(inputs: PlanInputs, designs: dict[str, Design]) -> dict[str, Any]:
+def plan_document(
+    inputs: PlanInputs, designs: dict[str, Design], batch: dict[str, Any]
+) -> dict[str, Any]:
     """The plan as JSON values, null for what is not finite."""
     best, assumptions = designs["best FIFO"], asdict(inputs)
     assumptions["growth"] = inputs.growth.describe()
@@ -125,14 +138,18 @@ def plan_document(inputs: PlanInputs, designs: dict[str, Design]) -> dict[str, A
         {
             "verdict": verdict(inputs, designs),
             "designs": {name.replace(" ", "_"): asdict(each) for name, each in designs.items()},
-            "replay_settings": replay_settings(inputs, best.x, best.y),
+            "settings": {"replay": replay_settings(inputs, best.x, best.y), "batch": batch},
             "assumptions": assumptions,
         }
     )
 
 
 def print_plan(
-    inputs: PlanInputs, designs: dict[str, Design], console: Console, in_trl: bool = False
+    inputs: PlanInputs,
+    designs: dict[str, Design],
+    batch: dict[str, Any],
+    console: Console,
+    in_trl: bool = False,
 ) -> None:
     """Print the verdict, the table of designs, the assumptions and the settings."""
     console.print(verdict(inputs, designs), style="bold", soft_wrap=True)
@@ -148,7 +165,12 @@ def print_plan(
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"
         console.print(f"{'μ' if name == 'mu' else name} {shown}: {source}", style="dim")
     settings = replay_settings(inputs, designs["best FIFO"].x, designs["best FIFO"].y)
-    words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
+    of_sections = {"replay": settings, "batch": batch}
+    words = " ".join(
+        f"--set {section}.{key}={_setting(value)}"
+        for section, values in of_sections.items()
+        for key, value in values.items()
+    )
     if in_trl:
         given = {key: round(value, 2) if isinstance(value, float) else value
                  for key, value in settings.items() if key != "preset"}  # fmt: skip

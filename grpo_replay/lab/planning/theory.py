@@ -191,10 +191,12 @@ def optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
     return numeric_optimum(mu, rho, growth)
 
 
-def recommended_design(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
+def recommended_design(
+    mu: float, rho: float, growth: Growth, least: float = 1.0
+) -> tuple[float, float]:
     """A finite (x, y) to run with: the optimum, limited to what a buffer can do.
 
-    x is at least 1, because all rollouts of a step are present when it trains. Where J decreases
+    x is at least `least`: a buffer has room for all rollouts of a step. Where J decreases
     for all x, x is the smallest horizon whose J, (√(1/μ) + √(ρ + 1/x))² for variance that does not
     grow, is within 5 % of the limit.
     """
@@ -202,7 +204,8 @@ def recommended_design(mu: float, rho: float, growth: Growth) -> tuple[float, fl
     if math.isinf(x):
         limit = math.sqrt(1 + FLAT_TOLERANCE) * (math.sqrt(1 / mu) + math.sqrt(rho))
         x = 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
-    return max(x, 1.0), best_replay_ratio(max(x, 1.0), mu, rho)
+    x = max(x, least)
+    return x, best_replay_ratio(x, mu, rho)
 
 
 Cost = Callable[[float, float, Growth], float]
@@ -306,8 +309,9 @@ class Design:
 def best_fifo(inputs: PlanInputs) -> Design:
     """The best FIFO buffer, drawn with replacement, even if no replay is cheaper."""
     mu, rho = inputs.effective_mu, inputs.rho
-    x, y = recommended_design(mu, rho, inputs.growth)
-    unaged = partial(objective, *recommended_design(mu, rho, NO_GROWTH))
+    least = inputs.updates_per_step / inputs.survival  # capacity_rollouts is at least R
+    x, y = recommended_design(mu, rho, inputs.growth, least)
+    unaged = partial(objective, *recommended_design(mu, rho, NO_GROWTH, least))
     return _design(inputs, x, y, partial(objective, x, y), _stored_at(inputs, x), unaged)
 
 
@@ -351,10 +355,10 @@ def _stored_at(inputs: PlanInputs, x: float) -> float:
 
 def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, Any]:
     """Replay settings of the FIFO buffer with (x, y), which stores the rollouts of a step before it
-    draws: N = x·B'/k and B/R = y·s. The capacity is at least the rollouts of one step."""
+    draws: N = x·B'/k and B/R = y·s."""
     return {
         "preset": "fifo",
-        "capacity_rollouts": max(math.ceil(_stored_at(inputs, x)), inputs.rollouts_per_step),
+        "capacity_rollouts": math.ceil(_stored_at(inputs, x) - 1e-6),
         "ratio": y * inputs.survival,
         "max_age_steps": None,
         "drop_zero_variance": inputs.survival < 1,

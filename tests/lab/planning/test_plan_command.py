@@ -61,7 +61,7 @@ def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
     replay = load_recipe("fifo-tiny", ["replay.capacity_rollouts=4608"]).replay
     assumed = inputs(growth=growth, rollouts_per_step=80)
     designs = {"best FIFO": best_fifo(assumed), "this recipe": design_of(assumed, replay)}
-    document = json.loads(json.dumps(plan_document(assumed, designs), allow_nan=False))
+    document = json.loads(json.dumps(plan_document(assumed, designs, {}), allow_nan=False))
     assert document["designs"]["this_recipe"]["x"] == 57.6
     assert document["designs"]["this_recipe"]["verdict"]["ratio"] is None
     assert document["designs"]["best_FIFO"]["verdict"]["ratio"] < 2
@@ -90,6 +90,34 @@ def test_recommended_settings_give_back_x_and_y():
     survivors = 0.4 * 256
     assert fifo["capacity_rollouts"] == pytest.approx(best.x * survivors, abs=1)
     assert fifo["ratio"] * 256 == pytest.approx(best.y * survivors)  # B, trained on per step
+
+
+SMALL_BUFFER = ["sampling.prompts_per_step=5", "batch.updates_per_step=3", "replay.ratio=2.25"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "growth"),
+    [
+        ("tiny", [], 0.2),  # two updates of one draw, a warm-up, groups dropped
+        ("tiny", ["batch.mini_batch_rollouts=32"], 0.45),  # the least buffer
+        ("qwen3-1.7b", [], 0.2),
+        ("fifo-tiny", SMALL_BUFFER, 0.45),  # three updates, each with a draw
+    ],
+)
+def test_a_recipe_with_the_recommended_settings_is_the_design(capsys, recipe, words, growth):
+    document = plan_json(capsys, recipe=recipe, overrides=tuple(words), growth=growth)
+    best = document["designs"]["best_FIFO"]
+    given = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section, settings in document["settings"].items()
+        for key, value in settings.items()
+    ]
+    again = plan_json(capsys, recipe=recipe, overrides=(*words, *given), growth=growth)
+    found = again["designs"]["this_recipe"]
+    for key in ("x", "y", "stored_rollouts", "trained_rollouts_per_step"):
+        assert found[key] == pytest.approx(best[key], rel=0.02), key
+    assert found["verdict"]["ratio"] == pytest.approx(best["verdict"]["ratio"], rel=0.01)
+    assert load_recipe(recipe, [*words, *given]).replay.warmup_steps == 0
 
 
 def test_a_fresh_anchored_batch_has_its_own_ages(capsys):
