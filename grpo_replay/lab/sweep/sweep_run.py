@@ -98,7 +98,8 @@ class SweepRun:
 
     def prepare(self) -> None:
         """Look at every cell, before anything is started, and make the choices of tuning that is
-        complete. Raises OutputDirectoryError for a folder with a run of another recipe."""
+        complete. Raises OutputDirectoryError for a folder with a run of another recipe, but
+        an arm whose comparison has runs with another choice than that of now has failed."""
         self.entries = [Entry(cell, state_of(cell)) for cell in self.cells]
         for entry in self.entries:
             if entry.state is CellState.DONE and not entry.cell.awaits_choice:
@@ -176,8 +177,16 @@ class SweepRun:
         chosen = choose(scores)
         for entry in waiting:
             entry.cell = entry.cell.with_choice(chosen)
-            entry.state = state_of(entry.cell)
-            if entry.state is CellState.DONE:
+        try:
+            states = [state_of(entry.cell) for entry in waiting]
+        except OutputDirectoryError as error:  # runs with the choice from an earlier grid
+            for entry in waiting:
+                entry.exit_code = error.exit_code
+                self._set(entry, Status.FAILED, f"tuning chose {value_name(chosen)}, but {error}")
+            return
+        for entry, state in zip(waiting, states, strict=True):
+            entry.state = state
+            if state is CellState.DONE:
                 entry.status = Status.DONE
         record_choice(tuning[0].root, arm, chosen, scores)
         listed = ", ".join(f"{value_name(x)} {fmean(scores[x].values()):.4f}" for x in scores)

@@ -30,6 +30,7 @@ class Trainer:
     """The process of a cell. It writes a run's recipe and, unless it is to fail, its summary. Those
     that run on get SIGTERM sent to this process once, and end two polls after their own signal."""
 
+    better: str | None = None  # what the names of better cells hold
     fails: tuple[str, ...] = ()
     runs_on: tuple[str, ...] = ()
     started: "list[Trainer]" = []  # noqa: RUF012
@@ -50,7 +51,8 @@ class Trainer:
         elif self.name in self.runs_on:
             self.code = None
         else:
-            summary = {"steps": 25, "wall_seconds": 1, "final": {"mean": 0.5}}
+            mean = 0.9 if self.better and self.better in self.name else 0.5
+            summary = {"steps": 25, "wall_seconds": 1, "final": {"mean": mean}}
             run.summary_path.write_text(json.dumps(summary))
 
     def poll(self) -> int | None:
@@ -76,6 +78,7 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(processes.subprocess, "Popen", Trainer)
     monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.0)
     Trainer.fails, Trainer.runs_on, Trainer.started, Trainer.is_asked = (), (), [], False
+    Trainer.better = None
     words = ["sweep", str(tmp_path / "s.yaml"), "--output-dir", str(tmp_path / "out")]
     return lambda *options: CliRunner().invoke(app, [*words, "--jobs", "2", *options])
 
@@ -107,6 +110,36 @@ def test_sigterm_stops_the_cells_once_and_the_same_command_continues(sweep):
     assert sweep().exit_code == 0
     resumed = [trainer.name for trainer in Trainer.started if "--resume" in trainer.words]
     assert resumed == ["grpo/seed-5", "ours/seed-5"] and len(Trainer.started) == 6
+
+
+TUNED = """
+name: s
+recipe: tiny
+set: [run.steps=25]
+arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
+tune: {seeds: [1], grid: {optimizer.learning_rate: [2.0e-4]}}
+seeds: [5]
+"""
+
+
+def test_a_wider_grid_that_chooses_anew_fails_its_arm_alone_and_keeps_the_choice_of_its_runs(
+    sweep, tmp_path, monkeypatch
+):
+    file, out = tmp_path / "s.yaml", tmp_path / "out"
+    file.write_text(TUNED.replace("ours: [replay.preset=ours]", "").replace(", }", "}"))
+    assert sweep().exit_code == 0
+    chosen = json.loads((out / "chosen.json").read_text())["arms"]["grpo"]
+    file.write_text(TUNED.replace("2.0e-4", "2.0e-4, 1.0e-4"))
+    Trainer.better = "learning_rate=0.0001"
+    wider = sweep()
+    assert wider.exit_code == 3
+    assert "failed: grpo/seed-5: tuning chose learning_rate=0.0001, but " in wider.stderr
+    assert "out/grpo/seed-5 is a run of another recipe: optimizer.learning_rate" in wider.stderr
+    assert "5 done, 1 failed" in wider.stdout or "1 failed, 5 done" in wider.stdout
+    arms = json.loads((out / "chosen.json").read_text())["arms"]
+    assert arms["grpo"] == chosen and arms["ours"]["set"] == ["optimizer.learning_rate=0.0001"]
+    printed = sweep("--print")
+    assert printed.exit_code == 0 and "failed: grpo/seed-5" in printed.stderr
 
 
 def test_a_sweep_that_is_refused_leaves_its_folder_as_it_was(sweep, tmp_path):
