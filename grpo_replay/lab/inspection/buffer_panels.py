@@ -35,7 +35,8 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
         found.insert(0, _occupancy(inspection))
     if inspection.staleness:
         by_age, unit = inspection.by_age, inspection.age_unit
-        found.append(ages_panel(inspection.staleness, by_age, limit, unit))
+        of_run = any(each.name == "generated" for each in inspection.populations)
+        found.append(ages_panel(inspection.staleness, by_age, limit, unit, of_run))
     per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
     for start in range(0, len(found), per_row):
         console.print(Columns(found[start : start + per_row], padding=(0, 1)))
@@ -141,20 +142,22 @@ def ages_panel(
     by_age: Mapping[int, AgeOutcome],
     limit: int | None = None,
     unit: str = "steps",
+    of_run: bool = True,
 ) -> Panel:
-    """For each age: what is stored now, all replays so far, and their outcomes, those of fresh
-    rollouts at age 0. `limit` is the age in steps at which rollouts are evicted."""
+    """For each age: what is stored now, all replays so far (unless the snapshot is not seen as one
+    `of_run`), and their outcomes, those of fresh rollouts at age 0. `limit` is the age in steps at
+    which rollouts are evicted."""
     headings = ("age", "stored now", "replays", "clipped", "ratio", "ESS", "KL")
-    table = _table(*(headings if by_age else headings[:3]))
+    table = _table(*(headings if by_age else headings[: 2 + of_run]))
     places = np.linspace(0, len(staleness) - 1, min(len(staleness), _ROWS)).round().astype(int)
     for row in (staleness[place] for place in places):
-        cells = [str(row.age), f"{row.stored:,}", f"{row.replayed:,}"]
+        cells = [str(row.age), f"{row.stored:,}", f"{row.replayed:,}"][: 2 + of_run]
         if (outcome := by_age.get(row.age)) is not None:
             clipped = outcome.clip_fraction
             cells += ["–" if math.isnan(clipped) else f"{clipped:.2%}", f"{outcome.ratio:.4f}"]
             cells += [f"{outcome.ratio_ess:.3f}", f"{outcome.approx_kl:.4f}"]
         table.add_row(*cells)
-    notes = ["replays: of the whole run"]
+    notes = ["replays: of the whole run"] if of_run else []
     if by_age:
         notes = ["replays: of the whole run; KL in nats"]
         notes.append("ESS: effective share of tokens weighed by ratio")

@@ -20,7 +20,6 @@ from grpo_replay.lab.inspection.rollout_columns import (
     OUTCOMES,
     Draws,
     Rollouts,
-    is_positive,
     of_stored,
     read_log_and_draws,
 )
@@ -103,7 +102,7 @@ def population(name: str, rows: Rollouts) -> Population:
         rollouts=len(rows),
         prompts=len(uses),
         largest_prompt_share=max(uses.values()) / len(rows),
-        positive_share=float(is_positive(rows).mean()) if signal else None,
+        positive_share=float((rows.advantage > 0).mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.length.mean()),
         truncated_share=float(rows.truncated.mean()),

@@ -104,12 +104,6 @@ def _rollouts(table: pa.Table) -> Rollouts:
     return _records(ROLLOUT, columns)
 
 
-def is_positive(rows: Rollouts) -> np.ndarray:
-    """bool [N]: better than its group, or of a group that is all correct; False for the rest of
-    what was dropped."""
-    return (rows.advantage > 0) | ((rows.group_reward_std == 0) & (rows.group_correct > 0))
-
-
 def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
     """Every draw of the draw log. Raises SnapshotError."""
     parts = []

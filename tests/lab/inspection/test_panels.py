@@ -51,6 +51,12 @@ def test_the_screen_shows_occupancy_and_ages(runs):
         assert number in text
 
 
+def test_a_snapshot_alone_does_not_know_the_replays_by_age(runs):
+    assert "replays" in screen(runs["ours"])
+    alone = screen(runs["ours"] / "checkpoints/step_000024/buffer.parquet")
+    assert "stored now" in alone and "replays" not in alone
+
+
 def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):
     assert "kept in 3 steps" in screen(runs["ours"], step=3)
     assert "kept in 5 steps" in screen(runs["ours"], step=5)
