@@ -328,6 +328,8 @@ def break_even(target: float, pairs: list) -> dict | None:
         return None
     ours, theirs = np.array(known).transpose(1, 0, 2)
     dearer = ours - theirs  # by seed, at μ = 0, 1, 2
+    if (abs(dearer) < 1e-9 * theirs.max()).all():
+        return None
     mean, seeds = dearer.mean(axis=0), len(dearer)
     slope = mean[1] - mean[0] if abs(mean[1] - mean[0]) > 1e-9 * theirs.max() else 0.0
     zero = -mean[0] / slope if slope else math.inf

@@ -15,6 +15,7 @@ from grpo_replay.lab.report.finished_run import (
     UnfinishedRun,
     read_finished_run,
 )
+from grpo_replay.lab.sweep.cells import Cell, error_line
 from grpo_replay.lab.sweep.sweep_file import SWEEP, read_choices, read_sweep_file
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import flatten, shareable
@@ -132,7 +133,8 @@ def _arms_of_sweep(folder: Path) -> list[Arm]:
             try:
                 arm.runs[seed] = read_finished_run(folder / name / f"seed-{seed}")
             except UnfinishedRun as error:
-                arm.missing[seed] = error.reason
+                why = error_line(Cell(folder, name, seed, sweep.recipe, ()).log)
+                arm.missing[seed] = error.reason if why is None else f"{error.reason}: {why}"
         arms.append(arm)
     return arms
 

@@ -127,7 +127,8 @@ def rollouts_to_reach(pairs: Pairs, accuracy: float, outcome: Outcome) -> np.nda
 
 def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     """The μ at which an arm's T + μG equals the baseline's, both means over the seeds of
-    `rollouts_to_reach`: μ* = (T_arm - T_base)/(G_base - G_arm). None without a seed.
+    `rollouts_to_reach`: μ* = (T_arm - T_base)/(G_base - G_arm). None without a seed, or if the costs
+    of every seed are equal.
 
     `pays` says where the arm costs less: `above` or `below` μ*, `always` or `never`. The interval
     has every μ ≥ 0 at which the 95 % t interval of the paired difference in cost holds 0 (Fieller
@@ -139,6 +140,8 @@ def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     apart_S2 = spent_S22[:, 0] - spent_S22[:, 1]
     equal_S2 = abs(apart_S2) < EQUAL * spent_S22.max()  # lines between evaluations round
     apart_S2[equal_S2] = 0.0
+    if not apart_S2.any():
+        return None
     extra_S, saved_S = apart_S2.T * [[1], [-1]]
     extra, saved = float(extra_S.mean()), float(saved_S.mean())
     if extra * saved > 0:

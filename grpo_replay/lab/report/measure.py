@@ -55,6 +55,11 @@ FEWEST_EVALUATIONS = 4
 """Of a run, the base's included, to interpolate its accuracy at a cost: between fewer, a straight
 line lies far below a curve that rises early."""
 
+FEW_EVALUATIONS = (
+    f"no cost to an accuracy: a run has fewer than {FEWEST_EVALUATIONS} evaluations, the base's "
+    "included (eval.every_steps)"
+)
+
 
 def default_outcome(experiment: Experiment, metric: str = "avg_at_k") -> Outcome:
     """The mean over benchmarks; the first of them if they differ in their samples or temperature,
@@ -81,7 +86,8 @@ def measure(
         )
     costs = usable_axes(experiment.runs, given_mu)
     main = main_axis(costs)
-    targets = targets or default_targets(experiment.baseline, outcome)
+    is_coarse = any(len(run.evaluations) < FEWEST_EVALUATIONS for run in experiment.runs)
+    targets = [] if is_coarse else targets or default_targets(experiment.baseline, outcome)
     runs = {arm.name: list(arm.runs.values()) for arm in experiment.arms}
     return {
         "name": experiment.name,
@@ -93,7 +99,7 @@ def measure(
         "axes": {axis.key: axis.label for axis in costs},
         "main_axis": main.key,
         "equal_rollouts": len({GENERATED.total(run)[-1] for run in experiment.runs}) == 1,
-        "notes": list(experiment.notes),
+        "notes": [*experiment.notes, *([FEW_EVALUATIONS] if is_coarse else [])],
         "arms": [
             _arm(arm, experiment.baseline, costs, targets, outcome) for arm in experiment.arms
         ],

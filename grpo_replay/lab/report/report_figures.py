@@ -33,6 +33,9 @@ FEWEST_FOR_BANDS = 5
 
 OVER_SEEDS = f"Median and quartiles over seeds; of fewer than {FEWEST_FOR_BANDS}, every seed."
 
+BEYOND = 1e9
+"""A cost relative to the baseline's that stands for an interval without an upper end."""
+
 LEGEND_LETTERS = 60
 """Letters that fit into one line of a legend."""
 
@@ -167,7 +170,8 @@ def draw_cost_ratios(
         ratio_M, bounds = zip(*(cost_ratio(spent_S22, mu) for mu in mu_M))
         axes.plot(mu_M, ratio_M, line, color=colour, label=name)
         if bounds[0] is not None:
-            axes.fill_between(mu_M, *zip(*bounds), color=colour, alpha=0.18, linewidth=0)
+            low_M, high_M = np.nan_to_num(np.array(bounds).T, posinf=BEYOND)
+            axes.fill_between(mu_M, low_M, high_M, color=colour, alpha=0.18, linewidth=0)
         even = break_even(spent_S22)
         if even is not None and even["mu"] is not None and mu_M[0] <= even["mu"] <= mu_M[-1]:
             axes.plot(even["mu"], 1.0, "o", color=colour, markersize=4)

@@ -230,14 +230,17 @@ def warnings_of(found: Document) -> list[str]:
         for each in arm["missing"]:
             missing.setdefault((arm["name"], each["reason"]), []).append(str(each["seed"]))
     warnings = [
-        f"missing: {name}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}: {reason}"
-        for (name, reason), seeds in missing.items()
+        f"missing: {name}, {_seeds(seeds)}: {reason}" for (name, reason), seeds in missing.items()
     ]
     for arm in found["arms"]:
         paired = arm["difference"]["mean"]["seeds"] if arm["difference"] else arm["seeds"]
         if lone := [str(seed) for seed in arm["seeds"] if seed not in paired]:
-            warnings.append(f"{arm['name']}: {found['baseline']} lacks seeds {', '.join(lone)}")
+            warnings.append(f"{arm['name']}: {found['baseline']} lacks {_seeds(lone)}")
     return [*warnings, *found["notes"]]
+
+
+def _seeds(seeds: Sequence[str]) -> str:
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"
 
 
 def as_json(found: Document) -> Document:

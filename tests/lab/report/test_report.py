@@ -151,10 +151,16 @@ def test_a_missing_seed_is_listed_and_not_paired(copy, capsys):
     run([str(copy)])
     printed = capsys.readouterr().out
     assert "ours, seed 2: not started" in printed and "2 of 3" in printed
-    assert "ours: grpo lacks seeds" not in printed
+    assert "ours: grpo lacks" not in printed
+    log = copy / "log/ours/seed-2.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("# process 1\nerror: the disk is full\n")
+    assert arms_of(report(capsys, copy))["ours"]["missing"] == [
+        {"seed": 2, "reason": "not started: the disk is full"}
+    ]
     shutil.rmtree(copy / "grpo/seed-1")
     run([str(copy)])
-    assert "ours: grpo lacks seeds 1" in capsys.readouterr().out
+    assert "ours: grpo lacks seed 1" in capsys.readouterr().out
 
 
 def test_another_base_model_or_another_evaluation_is_refused(tmp_path):
@@ -364,6 +370,17 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
     frontier = {(round(p["cost"], 6), p["arm"], p["step"]) for p in document["frontier"]}
     assert len(frontier) > 2
     assert frontier <= {(round(c, 6), name, step) for c, _, name, step in best}
+
+
+def test_no_cost_is_read_off_a_line_between_the_base_and_the_end(tmp_path, capsys):
+    arms = {"none": (["replay.preset=grpo"], 0.2), "ours": (["replay.preset=ours"], 0.3)}
+    folder = write_sweep(tmp_path / "coarse", arms, SEEDS, Size(every=6))
+    document = report(capsys, folder, baseline="none", reach=(40.0,))
+    assert "fewer than 4 evaluations" in document["notes"][0]
+    for arm in document["arms"]:
+        assert arm["reach"] == [] and arm["equal_cost"] == {}
+    run([str(folder)])
+    assert "no cost to an accuracy" in capsys.readouterr().out
 
 
 def test_at_equal_cost_both_runs_have_spent_what_the_cheaper_one_did(copy, capsys):

@@ -21,6 +21,7 @@ from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.costs import usable_axes
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import measure
+from grpo_replay.lab.report.costs import cost_ratio
 from grpo_replay.lab.report.report_figures import draw_cost_ratios, drawn, report_figures
 from grpo_replay.lab.report.report_files import report_table, verdict
 
@@ -115,6 +116,18 @@ def test_a_dot_is_where_an_arm_begins_to_pay():
     )
     dots = [line.get_data() for line in axes.lines if line.get_marker() == "o"]
     assert [(x[0], y[0]) for x, y in dots] == [(pytest.approx(2), 1)]
+
+
+def test_the_band_of_an_interval_without_an_upper_end_reaches_the_end_of_the_axes():
+    """The baseline's cost is 0 in one seed of three: from some μ on nobody knows the ratio."""
+    axes = Figure().add_subplot()
+    rows = [[[30, 10], [20, 30]], [[31, 15], [20, 2]], [[32, 10], [20, 2]]]
+    draw_cost_ratios(axes, {"ours": np.array(rows, float)}, {"ours": ("C0", "-")}, [])
+    assert cost_ratio(np.array(rows, float), 100.0)[1][1] == np.inf
+    (band,) = axes.collections
+    (path,) = band.get_paths()
+    assert path.vertices[:, 0].max() == pytest.approx(100.0)
+    assert axes.get_ylim()[1] < 10 < path.vertices[:, 1].max()
 
 
 def test_the_page_is_complete_and_loads_nothing(written, findings):

@@ -175,6 +175,7 @@ def test_the_interval_of_the_break_even_has_every_mu_whose_difference_in_cost_ma
     rows[0] = ((10, 10), (30, 15))  # nor is it sure that it trains on more
     assert break_even(spent(*rows))["interval"] == (0.0, math.inf) and holds_zero(0)
     assert break_even(spent()[:0].reshape(0, 2, 2)) is None
+    assert break_even(spent(*[((20, 10), (20, 10))] * 3)) is None, "neither is dearer"
     equal = [((extra, 10), (20, 10)) for extra in (29, 30, 31)]  # that save nothing at all
     assert break_even(spent(*equal))["interval"] is None
 
