@@ -127,8 +127,8 @@ def rollouts_to_reach(pairs: Pairs, accuracy: float, outcome: Outcome) -> np.nda
 
 def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     """The μ at which an arm's T + μG equals the baseline's, both means over the seeds of
-    `rollouts_to_reach`: μ* = (T_arm - T_base)/(G_base - G_arm). None without a seed, or if the costs
-    of every seed are equal.
+    `rollouts_to_reach`: μ* = (T_arm - T_base)/(G_base - G_arm). None without a seed, or if the
+    costs are equal at every seed.
 
     `pays` says where the arm costs less: `above` or `below` μ*, `always` or `never`. The interval
     has every μ ≥ 0 at which the 95 % t interval of the paired difference in cost holds 0 (Fieller

@@ -18,10 +18,9 @@ from small_runs.experiments import BENCHMARKS, Size, write_run, write_sweep
 from grpo_replay.cli.report_command import print_report
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.lab.report.collect import collect
-from grpo_replay.lab.report.costs import usable_axes
+from grpo_replay.lab.report.costs import cost_ratio, usable_axes
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import measure
-from grpo_replay.lab.report.costs import cost_ratio
 from grpo_replay.lab.report.report_figures import draw_cost_ratios, drawn, report_figures
 from grpo_replay.lab.report.report_files import report_table, verdict
 
