@@ -14,6 +14,7 @@ Example: one group of two completions, one right and one wrong, has rewards_G = 
 population standard deviation 1, advantages [1, -1] and `group_correct` 1.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -157,7 +158,7 @@ class Rollout:
     finish_reason: str
     verdict: str
     kept: bool
-    reward_scores: tuple[float, ...] = ()  # before weights, if the reward combines several
+    reward_scores: tuple[float, ...] = ()  # before weights, of several; NaN of one that gave none
     completion_mask: np.ndarray | None = None  # bool [T]
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
@@ -269,6 +270,11 @@ class RolloutOutcome:
     ratio_squared_mean: float
     ratio_max: float
     entropy: float
+
+
+def first_score(scores: Sequence[float], reward: float | None) -> float | None:
+    """The score of the first of several functions that gave one; the reward of a single one."""
+    return next((score for score in scores if not math.isnan(score)), reward)
 
 
 def completion_seed(run_seed: int, key: RequestKey) -> int:

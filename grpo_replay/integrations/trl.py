@@ -111,6 +111,16 @@ class ReplayMixin(_Host):
         sections = sections_of(args, self.model.config._name_or_path, is_rounded, max_steps)
         return OutputFolder(Path(self.args.output_dir), self.replay, sections)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().train(*args, **kwargs)
+        if self._micro_batches_left:
+            warnings.warn(
+                f"training ended inside generation batch {self.replay_buffer.last_step}, which is "
+                f"not in {self.args.output_dir}: let max_steps be of whole generation batches",
+                stacklevel=2,
+            )
+        return output
+
     # The generation batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Tensors:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_replay.errors import UsageError
 from grpo_replay.replay.advantages import GroupAdvantage, group_advantages
-from grpo_replay.types import Rollout, RolloutOutcome
+from grpo_replay.types import Rollout, RolloutOutcome, first_score
 
 Tensors = dict[str, torch.Tensor]
 
@@ -119,7 +118,7 @@ def _row(
         mask_T = tensors["tool_mask"][: len(tokens_T)].bool().numpy()
     prompt_P = tensors["prompt_ids"][tensors["prompt_mask"].bool()].numpy().astype(np.int32)
     rewarded = not np.isnan(reward)
-    scores = takewhile(np.isfinite, scores_F if rewarded and len(scores_F) > 1 else ())
+    scores = scores_F.tolist() if rewarded and len(scores_F) > 1 else ()
     return {
         "prompt_id": hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()[:16],
         "prompt_token_ids": prompt_P,
@@ -128,7 +127,7 @@ def _row(
         "behavior_logprobs": behavior_T,
         "sampler_logprobs": sampler_T,
         "reward": float(reward) if rewarded else None,
-        "reward_scores": tuple(map(float, scores)),
+        "reward_scores": tuple(scores),
         "advantage": float(tensors["advantages"]),
         "finish_reason": "stop" if token_ids and token_ids[-1] in eos_ids else "length",
         "verdict": "scored" if rewarded else "none",
@@ -213,8 +212,8 @@ def _refuse_group(number: int, group: Sequence[Mapping[str, Any]], facts: GroupA
 
 
 def _is_correct(row: Mapping[str, Any]) -> bool:
-    """By the score of the first of several functions; by the reward if that did not come."""
-    score = next(iter(row["reward_scores"]), row["reward"])
+    """By the score of the first of several functions that gave one."""
+    score = first_score(row["reward_scores"], row["reward"])
     return score is not None and score >= 1.0
 
 

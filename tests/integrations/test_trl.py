@@ -601,7 +601,10 @@ def test_a_run_saved_inside_a_generation_batch_repeats_that_batch(tmp_path, chan
     three in a generation batch."""
     changes = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, **changes}
     stopped = make(tmp_path, preset("ours"), **changes)
-    with pytest.warns(UserWarning, match="checkpoint-5 is saved inside a generation batch"):
+    with (
+        pytest.warns(UserWarning, match="checkpoint-5 is saved inside a generation batch"),
+        pytest.warns(UserWarning, match="training ended inside generation batch"),
+    ):
         stopped.train()
     before, lines = logged(tmp_path), metrics(tmp_path)
     assert stopped.replay_buffer.last_step == len(lines) + 1

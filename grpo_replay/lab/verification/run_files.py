@@ -22,6 +22,7 @@ from grpo_replay.storage.rollout_log import (
     read_draw_table,
     read_rollout_table,
 )
+from grpo_replay.types import first_score
 
 _LISTS = ("reward_scores", "completion_mask")  # read for what they say, not for their lengths
 _COLUMNS = (*(n for n in ROLLOUT_FILE_SCHEMA.names if n != "completion_text"), "completion_mask")
@@ -48,7 +49,7 @@ def naming(where: str, columns: Columns, *names: str) -> Callable[[int], str]:
 class RunFiles:
     """One run. `rollouts` has the columns of all steps, in file order, and `rows_of_step[t]` is the
     slice of step t. A list column contains the lengths of the lists; null lengths and counts are
-    -1, other null numbers NaN. `first_score` is the score of the first reward function,
+    -1, other null numbers NaN. `first_score` is that of the first reward function that gave one,
     `trainable` the number of tokens that are not masked.
     What was written after the last line of metrics.jsonl is left out."""
 
@@ -161,7 +162,7 @@ def _rollout_columns(table: pa.Table) -> dict[str, np.ndarray]:
     scores, masks = (table[name].to_pylist() for name in _LISTS)
     columns = _arrays(table.drop_columns(list(_LISTS)))
     rewards, lengths = columns["reward"], columns["completion_token_ids"]
-    first = [each[0] if each else reward for each, reward in zip(scores, rewards, strict=True)]
+    first = list(map(first_score, scores, rewards))
     trainable = [n if mask is None else sum(mask) for n, mask in zip(lengths, masks, strict=True)]
     columns["first_score"] = np.array(first, np.float32)
     columns["trainable"] = np.array(trainable, np.int64)
