@@ -20,6 +20,8 @@ class OfCompletions(TypedDict):
     """[T_i] as the sampler reported them, if they differ."""
     completion_mask: NotRequired[Sequence[Sequence[bool] | np.ndarray] | None]
     """[T_i], True for the tokens that train; without it all do."""
+    truncated: NotRequired[Sequence[bool] | None]
+    """Whether it was cut off at its maximum length."""
     extras: NotRequired[Sequence[Mapping[str, np.ndarray]] | None]
     """Further arrays by name, as in `Rollout`."""
 
@@ -77,6 +79,7 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     tokens, logprobs = given["completion_token_ids"], given["behavior_logprobs"]
     sampler, masks = given.get("sampler_logprobs"), given.get("completion_mask")
     extras = given.get("extras") or [{}] * size
+    truncated = given.get("truncated") or [False] * size
     sampler = logprobs if sampler is None else sampler
     if not len(tokens) == len(logprobs) == size:
         raise ValueError(
@@ -93,8 +96,9 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     for name, arrays in (("sampler_logprobs", sampler), ("completion_mask", masks)):
         if arrays is not None and [len(each) for each in arrays] != lengths:
             raise ValueError(f"{name} and completion_token_ids have other lengths")
-    if len(extras) != size:
-        raise ValueError(f"{len(extras)} mappings of extras for {size} completions")
+    for name, values in (("extras", extras), ("truncated", truncated)):
+        if len(values) != size:
+            raise ValueError(f"{len(values)} {name} for {size} completions")
     return [
         {
             "completion_index": i,
@@ -102,7 +106,7 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
             "completion_text": "",
             "behavior_logprobs": _array(logprobs[i], np.float32),
             "sampler_logprobs": _array(sampler[i], np.float32),
-            "finish_reason": "stop",
+            "finish_reason": "length" if truncated[i] else "stop",
             "completion_mask": None if masks is None else _array(masks[i], np.bool_),
             "extras": {name: np.array(array) for name, array in extras[i].items()},
         }

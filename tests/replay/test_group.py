@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from grpo_replay.replay.group import rollouts_of_group
+from grpo_replay.replay.insertion import entries_of
+from grpo_replay.replay.priorities import column_of
 from grpo_replay.types import Rollout
 
 
@@ -45,6 +47,12 @@ def test_what_counts_as_correct_is_said():
     assert {r.group_correct for r in found} == {2}
 
 
+def test_completions_that_were_cut_off_are_columns_of_a_priority():
+    found = rollouts(truncated=[False, True, False])
+    assert [r.finish_reason for r in found] == ["stop", "length", "stop"]
+    assert column_of(entries_of(found), "truncated", "it").tolist() == [False, True, False]
+
+
 def test_equal_rewards_are_no_rollouts():
     assert rollouts(rewards=[1.0, 1.0, 1.0]) == []
 
@@ -53,6 +61,7 @@ def test_equal_rewards_are_no_rollouts():
     ("changes", "message"),
     [
         ({"completion_token_ids": [[1], [2]]}, "completions"),
+        ({"truncated": [True]}, "1 truncated for 3 completions"),
         ({"completion_token_ids": [[1], [2, 3], [4]]}, "completion 2 has 1 tokens and 3 log-probs"),
         (
             {"completion_token_ids": [[1], [], [4]], "behavior_logprobs": [[-1], [], [0]]},
