@@ -19,6 +19,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.storage.checkpoint import (
     RunState,
     checkpoint_name,
@@ -116,8 +117,8 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     run_dir.refuse_in_use()
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
-    refuse_other_advantages(recipe, run_dir.path)
     checkpoint = find_checkpoint(run_dir.checkpoints)
+    refuse_other_advantages(recipe, run_dir.path, checkpoint)
     step = read_state(checkpoint).step if checkpoint else 0
     made = run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
@@ -180,15 +181,15 @@ def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
         )
 
 
-def refuse_other_advantages(recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError if the buffer is kept, and the advantages of its rollouts are other ones
-    than those that `recipe` gives."""
-    recorded = recipe_file(run_dir)
-    if not (recorded.exists() and recipe.replays and recipe.checkpoint.restore_buffer):
+def refuse_other_advantages(recipe: Recipe, run_dir: Path, checkpoint: Path | None) -> None:
+    """Raises RecipeError if the buffer of the checkpoint is kept, also through steps without
+    replay, and the advantages of its rollouts are other ones than those that `recipe` gives."""
+    if checkpoint is None or not recipe.checkpoint.restore_buffer:
         return
-    before = read_recipe_file(recorded)
-    changes = _changes(before, recipe, lambda key: key.startswith("advantage."))
-    if changes and before.replays:
+    if not count_stored(checkpoint / "buffer.parquet"):
+        return
+    before = read_recipe_file(recipe_file(run_dir))
+    if changes := _changes(before, recipe, lambda key: key.startswith("advantage.")):
         raise RecipeError(
             f"the rollouts in the buffer of {run_dir} have advantages by other rules, which the "
             f"recipe changes: {'; '.join(changes)}. Leave these keys as they were, empty the "

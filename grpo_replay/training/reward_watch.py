@@ -70,13 +70,14 @@ def notices_of_change(
     recipe: Recipe, checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[str]:
     """Notices if the reward of a run that is resumed from `checkpoint` is `now` another. Raises
-    RecipeError if the buffer is kept, and has rollouts with advantages of the one `before`."""
+    RecipeError if the buffer is kept, also through steps without replay, and has rollouts with
+    advantages of the one `before`."""
     changes = changes_of_reward(before, now)
     if not changes:
         return []
     first = int(checkpoint.name.removeprefix("step_")) + 1
     described = f"the reward is another than before step {first}: {'; '.join(changes)}"
-    kept = recipe.replays and recipe.checkpoint.restore_buffer
+    kept = recipe.checkpoint.restore_buffer
     stored = count_stored(checkpoint / "buffer.parquet") if kept else 0
     if stored == 0:
         arrived = ["groups that arrived before keep the rewards that they were given"]

@@ -26,6 +26,7 @@ from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import resuming
 from grpo_replay.training.run import run_training
 
+NO_STD = {"advantage": {"std": "none"}}
 OURS = {"run": {"steps": 12}, "checkpoint": {"every_steps": 3, "keep": 100}}
 
 
@@ -88,14 +89,17 @@ def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_ru
 
 
 def test_advantages_of_two_rules_do_not_meet_in_a_buffer(run):
-    other = resolve_recipe([SMALL, OURS, {"advantage": {"std": "none"}}])
+    other = resolve_recipe([SMALL, OURS, NO_STD])
     with pytest.raises(RecipeError, match=r"advantage\.std 'none', was .*restore_buffer=false"):
-        resuming.refuse_other_advantages(other, run)
-    emptied = {"checkpoint": {"restore_buffer": False}}
-    for change in (emptied, {"replay": {"preset": "grpo"}}):
-        recipe = resolve_recipe([SMALL, OURS, {"advantage": {"std": "none"}}, change])
-        resuming.refuse_other_advantages(recipe, run)
-    resuming.refuse_other_advantages(resolve_recipe([SMALL, OURS]), run)
+        run_training(other, run, True, Listener())
+    without = resolve_recipe([SMALL, OURS, NO_STD, {"replay": {"preset": "grpo"}}])
+    with pytest.raises(RecipeError, match=r"advantage\.std 'none', was "):
+        run_training(without, run, True, Listener())  # it would carry the buffer on
+    checkpoint = max((run / "checkpoints").glob("step_*"))
+    emptied = resolve_recipe([SMALL, OURS, NO_STD, {"checkpoint": {"restore_buffer": False}}])
+    for recipe in (emptied, resolve_recipe([SMALL, OURS])):
+        resuming.refuse_other_advantages(recipe, run, checkpoint)
+    resuming.refuse_other_advantages(other, run, None)
 
 
 def test_a_buffer_that_is_not_restored_starts_empty(run, processes):

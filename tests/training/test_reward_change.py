@@ -12,6 +12,7 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training import reward_watch
 from grpo_replay.training.opening import Place, RunOpener
 from grpo_replay.training.reward_watch import changes_of_reward, notices_of_change, reward_facts
 
@@ -64,7 +65,11 @@ def test_a_plan_that_leaves_the_prompts_to_the_hub_refuses_another_reward_too(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_run_that_stores_nothing_goes_on_with_a_notice(is_async):
+def test_a_run_without_replay_goes_on_with_a_notice_if_it_carries_no_rollouts_on(
+    is_async, monkeypatch
+):
+    stored = 0
+    monkeypatch.setattr(reward_watch, "count_stored", lambda path: stored)
     recipe = small_recipe(replay={"preset": "grpo"})
     if is_async:
         recipe.run.__dict__["mode"] = "async"
@@ -76,6 +81,9 @@ def test_a_run_that_stores_nothing_goes_on_with_a_notice(is_async):
     assert "before step 4" in notices[0] and "reward.correct 2.0, was 1.0" in notices[0]
     assert len(notices) == (2 if is_async else 1)  # groups that wait keep their rewards
     assert notices_of_change(recipe, checkpoint, now, now) == []
+    stored = 7  # of steps with replay before
+    with pytest.raises(RecipeError, match="The buffer has 7 rollouts"):
+        notices_of_change(recipe, checkpoint, before, now)
 
 
 def test_a_registered_function_is_known_by_its_file(monkeypatch):
