@@ -175,7 +175,7 @@ def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
     before = read_recipe_file(recorded).draws_per_step
     if before != draws_per_step:
         raise RecipeError(
-            f"a step of {run_dir} made {before} draws, and would make {draws_per_step} by this "
+            f"draws in a step of {run_dir}: {before} until now, {draws_per_step} by this "
             "recipe (batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave "
             f"these keys as they were, or {NEW_RUN}"
         )

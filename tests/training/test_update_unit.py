@@ -106,6 +106,6 @@ def test_a_resume_with_another_number_of_draws_is_refused(arm):
     folder, _ = arm
     other = [*QUICK, f"run.steps={STEPS + 1}", *ARM, f"batch.updates_per_step={UPDATES + 1}"]
     before = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(RecipeError, match="made 3 draws, and would make 4"):
+    with pytest.raises(RecipeError, match=": 3 until now, 4 by this"):
         run_training(load_recipe("fifo-tiny", other), folder, True, Observer())
     assert (folder / "metrics.jsonl").read_bytes() == before
