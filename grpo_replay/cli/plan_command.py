@@ -26,7 +26,7 @@ from grpo_replay.lab.planning.theory import (
     design_of,
     replay_settings,
 )
-from grpo_replay.recipe import BatchSection, Recipe, load_recipe
+from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.run_directory import is_of_another_trainer
 from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
@@ -70,23 +70,25 @@ def run(options: PlanOptions) -> int:
     designs = {"best FIFO": best_fifo(inputs)}
     if recipe is not None and recipe.replay.replays:
         designs["this recipe"] = design_of(inputs, recipe.replay)
-    batch = {} if recipe is None else batch_settings(recipe.batch, inputs.updates_per_step)
+    beside = {} if recipe is None else settings_beside(recipe, inputs.updates_per_step)
     if options.as_json:
-        print_json(plan_document(inputs, designs, batch))
+        print_json(plan_document(inputs, designs, beside))
     else:
         in_trl = options.from_run is not None and is_of_another_trainer(Path(options.from_run))
-        print_plan(inputs, designs, batch, open_console(), in_trl)
+        print_plan(inputs, designs, beside, open_console(), in_trl)
     return 0
 
 
-def batch_settings(batch: BatchSection, updates: int) -> dict[str, Any]:
-    """Batch settings of a recipe that makes so many updates a step, as far as they are other."""
-    found: dict[str, Any] = {}
-    if batch.mini_batch_rollouts is not None:
-        found["mini_batch_rollouts"] = None
-    if batch.updates_per_step != updates:
-        found["updates_per_step"] = updates
-    return found
+def settings_beside(recipe: Recipe, updates: int) -> dict[str, dict[str, Any]]:
+    """By section, what a recipe with a FIFO buffer and so many updates a step has that this recipe
+    has not."""
+    batch: dict[str, Any] = {}
+    if recipe.batch.mini_batch_rollouts is not None:
+        batch["mini_batch_rollouts"] = None
+    if recipe.batch.updates_per_step != updates:
+        batch["updates_per_step"] = updates
+    refills = {"max_refills": 0} if recipe.sampling.max_refills else {}
+    return {"batch": batch, "sampling": refills}
 
 
 def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions) -> PlanInputs:
@@ -128,7 +130,7 @@ def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions)
 
 
 def plan_document(
-    inputs: PlanInputs, designs: dict[str, Design], batch: dict[str, Any]
+    inputs: PlanInputs, designs: dict[str, Design], beside: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The plan as JSON values, null for what is not finite."""
     best, assumptions = designs["best FIFO"], asdict(inputs)
@@ -138,7 +140,7 @@ def plan_document(
         {
             "verdict": verdict(inputs, designs),
             "designs": {name.replace(" ", "_"): asdict(each) for name, each in designs.items()},
-            "settings": {"replay": replay_settings(inputs, best.x, best.y), "batch": batch},
+            "settings": {"replay": replay_settings(inputs, best.x, best.y), **beside},
             "assumptions": assumptions,
         }
     )
@@ -147,7 +149,7 @@ def plan_document(
 def print_plan(
     inputs: PlanInputs,
     designs: dict[str, Design],
-    batch: dict[str, Any],
+    beside: dict[str, dict[str, Any]],
     console: Console,
     in_trl: bool = False,
 ) -> None:
@@ -165,10 +167,9 @@ def print_plan(
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"
         console.print(f"{'μ' if name == 'mu' else name} {shown}: {source}", style="dim")
     settings = replay_settings(inputs, designs["best FIFO"].x, designs["best FIFO"].y)
-    of_sections = {"replay": settings, "batch": batch}
     words = " ".join(
         f"--set {section}.{key}={_setting(value)}"
-        for section, values in of_sections.items()
+        for section, values in {"replay": settings, **beside}.items()
         for key, value in values.items()
     )
     if in_trl:

@@ -54,7 +54,7 @@ def _on_change(entry: Entry) -> None:
     words = [entry.message] if entry.message else []
     if entry.status is Status.DONE and (accuracy := entry.cell.accuracy) is not None:
         words.append(f"{100 * accuracy:.1f} %")
-    if entry.status is Status.FAILED and entry.cell.log.exists():
+    if entry.status is Status.FAILED and entry.process is not None:
         words[-1] += f" (see {entry.cell.log})"
     _say(": ".join([f"{entry.status.value}: {entry.cell.name}", *words]))
 
@@ -81,9 +81,9 @@ def _conclude(entries: Sequence[Entry], folder: Path, code: int) -> None:
     open_console(soft_wrap=True).print(f"{len(entries)} cells: {listed}")
     if code == INTERRUPTED:
         _say("interrupted; the same command continues the sweep")
-    elif code:
+    elif any(entry.status is Status.FAILED and entry.process for entry in entries):
         _say("the same command resumes the cells that failed")
-    else:
+    elif not code:
         next_step = f"\nnext:\n  grpo-replay report {shlex.quote(str(folder))}"
         open_console(soft_wrap=True).print(next_step)
 

@@ -113,7 +113,7 @@ class ReplayMixin(_Host):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         output = super().train(*args, **kwargs)
-        if self._micro_batches_left:
+        if self._micro_batches_left and self.accelerator.is_main_process:
             warnings.warn(
                 f"training ended inside generation batch {self.replay_buffer.last_step}, which is "
                 f"not in {self.args.output_dir}: let max_steps be of whole generation batches",

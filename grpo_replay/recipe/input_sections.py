@@ -281,6 +281,8 @@ class ServersSection(Section):
                     "no user name and password in a URL: it would be written to disk; for servers "
                     "with a key set VLLM_API_KEY in the environment"
                 )
+            if "?" in url or "#" in url:
+                raise ValueError(f"{url!r}: the address of a server ends before ? and #")
             if not _is_url(url):
                 raise ValueError(f"{url!r} is not a URL such as http://10.0.0.5:8000")
         plain = [url.rstrip("/") for url in urls]
@@ -295,8 +297,7 @@ def _is_url(text: str) -> bool:
         parts.port  # noqa: B018 - raises ValueError for what is no port
     except ValueError:
         return False
-    is_base = not parts.query and not parts.fragment
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_base
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 class CollectionSection(Section):

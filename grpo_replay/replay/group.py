@@ -79,7 +79,8 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     tokens, logprobs = given["completion_token_ids"], given["behavior_logprobs"]
     sampler, masks = given.get("sampler_logprobs"), given.get("completion_mask")
     extras = given.get("extras") or [{}] * size
-    truncated = given.get("truncated") or [False] * size
+    truncated = given.get("truncated")
+    truncated = [False] * size if truncated is None else truncated
     sampler = logprobs if sampler is None else sampler
     if not len(tokens) == len(logprobs) == size:
         raise ValueError(

@@ -188,7 +188,7 @@ def refuse_other_advantages(recipe: Recipe, run_dir: Path, checkpoint: Path | No
         return
     if not count_stored(checkpoint / "buffer.parquet"):
         return
-    before = read_recipe_file(recipe_file(run_dir))
+    before = read_recipe_file(recipe_file(run_dir, read_state(checkpoint).step))
     if changes := _changes(before, recipe, lambda key: key.startswith("advantage.")):
         raise RecipeError(
             f"the rollouts in the buffer of {run_dir} have advantages by other rules, which the "

@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "a server's URL with a query": (
         ["sampling.backend=vllm_server", "sampling.servers.urls=['http://a:1/?key=x']"],
-        "servers.urls: 'http://a:1",
+        r"servers.urls: 'http://a:1/\?key=x': the address .* ends before",
     ),
     "a temperature that is too low": (["sampling.temperature=0.005"], "temperature: .*0.01.*0.005"),
     "an evaluation of a temperature that is too low": (

@@ -48,7 +48,7 @@ def test_what_counts_as_correct_is_said():
 
 
 def test_completions_that_were_cut_off_are_columns_of_a_priority():
-    found = rollouts(truncated=[False, True, False])
+    found = rollouts(truncated=np.array([False, True, False]))
     assert [r.finish_reason for r in found] == ["stop", "length", "stop"]
     assert column_of(entries_of(found), "truncated", "it").tolist() == [False, True, False]
 

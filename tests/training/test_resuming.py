@@ -21,7 +21,7 @@ from grpo_replay.cli.app import app
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.lab.verification.verify import verify_run
-from grpo_replay.recipe import resolve_recipe
+from grpo_replay.recipe import recipe_to_yaml, resolve_recipe
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import resuming
 from grpo_replay.training.run import run_training
@@ -100,6 +100,12 @@ def test_advantages_of_two_rules_do_not_meet_in_a_buffer(run):
     for recipe in (emptied, resolve_recipe([SMALL, OURS])):
         resuming.refuse_other_advantages(recipe, run, checkpoint)
     resuming.refuse_other_advantages(other, run, None)
+    step = int(checkpoint.name.removeprefix("step_"))
+    (run / "recipes").mkdir(exist_ok=True)
+    (run / f"recipes/step_{step:06d}.yaml").write_text(recipe_to_yaml(emptied))  # and died at once
+    resuming.refuse_other_advantages(resolve_recipe([SMALL, OURS]), run, checkpoint)
+    with pytest.raises(RecipeError, match="advantage"):
+        resuming.refuse_other_advantages(other, run, checkpoint)
 
 
 def test_a_buffer_that_is_not_restored_starts_empty(run, processes):

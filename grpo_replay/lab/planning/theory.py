@@ -1,9 +1,10 @@
 """Paper B's design theory as a calculator: how long to keep rollouts and how often to reuse them.
 
 Symbols (Arnal et al., arXiv 2604.08706; docs/report.md explains them in words): x = N/R is the
-staleness horizon in steps, y = B/R the replay ratio, μ the cost of generating one rollout over that
-of training on it once, ρ the coupling of the samples (0: independent; 1: no gain from more of
-them), σ²(s) the variance of one sample's gradient at age s, and σ̄²(x) its mean over ages 0..x.
+staleness horizon in draws (steps, or the updates of a FIFO buffer), y = B/R the replay ratio, μ the
+cost of generating one rollout over that of training on it once, ρ the coupling of the samples (0:
+independent; 1: no gain from more of them), σ²(s) the variance of one sample's gradient at age s,
+and σ̄²(x) its mean over ages 0..x.
 
     J(x, y) = σ̄²(x) · (1 + y/μ) · (1/y + 1/x + ρ)
 

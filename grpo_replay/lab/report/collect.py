@@ -133,8 +133,9 @@ def _arms_of_sweep(folder: Path) -> list[Arm]:
             try:
                 arm.runs[seed] = read_finished_run(folder / name / f"seed-{seed}")
             except UnfinishedRun as error:
-                why = error_line(Cell(folder, name, seed, sweep.recipe, ()).log)
-                arm.missing[seed] = error.reason if why is None else f"{error.reason}: {why}"
+                log = Cell(folder, name, seed, sweep.recipe, ()).log
+                failed = f", failed: see {log.relative_to(folder)}" if error_line(log) else ""
+                arm.missing[seed] = error.reason + failed
         arms.append(arm)
     return arms
 

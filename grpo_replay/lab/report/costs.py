@@ -29,6 +29,11 @@ OWN_BEST = 0.98
 """Share of a run's best outcome that counts as having reached it (paper B, Figure 14)."""
 
 
+FEWEST_EVALUATIONS = 4
+"""Of a run, the base's included, to interpolate between them: between fewer, a straight line lies
+far below a curve that rises early."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """A cost over training. `total` is float64 [T + 1]: the cost up to each step, from step 0."""
@@ -195,7 +200,9 @@ def course(
     """Paper B's numbers of whole curves: the cost to `OWN_BEST` of a run's best outcome, and the
     maximum of the median curve over seeds, the same for every run."""
     curves = [run.curve(outcome) for run in runs]
-    if any(len(steps) < 2 or steps != curves[0][0] for steps, _ in curves) or not curves:
+    if not curves or any(steps != curves[0][0] for steps, _ in curves):
+        return {}
+    if len(curves[0][0]) < FEWEST_EVALUATIONS:
         return {}
     values_SE = np.array([values for _, values in curves])
     return {

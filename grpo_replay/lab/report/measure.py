@@ -19,6 +19,7 @@ from grpo_replay.evaluation.statistics import EQUAL, Interval, problem_table
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import (
+    FEWEST_EVALUATIONS,
     GENERATED,
     Axis,
     Pairs,
@@ -51,13 +52,9 @@ STEP_SUMS = {
 GAIN_SHARES = (0.5, 0.75, 0.9)
 """Default targets: shares of the way from the base to the baseline's median final accuracy."""
 
-FEWEST_EVALUATIONS = 4
-"""Of a run, the base's included, to interpolate its accuracy at a cost: between fewer, a straight
-line lies far below a curve that rises early."""
-
 FEW_EVALUATIONS = (
-    f"no cost to an accuracy: a run has fewer than {FEWEST_EVALUATIONS} evaluations, the base's "
-    "included (eval.every_steps)"
+    f"no cost to an accuracy of {{}}: a run has fewer than {FEWEST_EVALUATIONS} evaluations, the "
+    "base's included (eval.every_steps)"
 )
 
 
@@ -86,8 +83,9 @@ def measure(
         )
     costs = usable_axes(experiment.runs, given_mu)
     main = main_axis(costs)
-    is_coarse = any(len(run.evaluations) < FEWEST_EVALUATIONS for run in experiment.runs)
-    targets = [] if is_coarse else targets or default_targets(experiment.baseline, outcome)
+    targets = targets or default_targets(experiment.baseline, outcome)
+    coarse = [arm.name for arm in experiment.arms if _is_coarse(arm)]
+    few = [FEW_EVALUATIONS.format(", ".join(coarse))] if coarse else []
     runs = {arm.name: list(arm.runs.values()) for arm in experiment.arms}
     return {
         "name": experiment.name,
@@ -99,7 +97,7 @@ def measure(
         "axes": {axis.key: axis.label for axis in costs},
         "main_axis": main.key,
         "equal_rollouts": len({GENERATED.total(run)[-1] for run in experiment.runs}) == 1,
-        "notes": [*experiment.notes, *([FEW_EVALUATIONS] if is_coarse else [])],
+        "notes": [*experiment.notes, *few],
         "arms": [
             _arm(arm, experiment.baseline, costs, targets, outcome) for arm in experiment.arms
         ],
@@ -137,12 +135,17 @@ def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
     return [round(start + share * gain, 3) for share in GAIN_SHARES] if gain > 0 else []
 
 
+def _is_coarse(arm: Arm) -> bool:
+    return any(len(run.evaluations) < FEWEST_EVALUATIONS for run in arm.runs.values())
+
+
 def _arm(
     arm: Arm, baseline: Arm, costs: Sequence[Axis], targets: Sequence[float], outcome: Outcome
 ) -> Document:
     runs = list(arm.runs.values())
     shared = arm.paired_with(baseline)
     pairs = [] if arm is baseline else shared
+    targets = [] if _is_coarse(arm) or _is_coarse(baseline) else targets
     metric = outcome.metric
     final = [Accuracies.of(run.final, metric) for run in runs]
     ahead = [

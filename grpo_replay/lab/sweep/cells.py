@@ -98,11 +98,11 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
         Cell(root, name, seed, recipe, overrides, candidate)
         for name, overrides in arms.items()
         for candidate in candidates
-        for seed in dict.fromkeys(sweep.tune.seeds if sweep.tune else ())
+        for seed in (sweep.tune.seeds if sweep.tune else ())
     ]
     comparison = [
         Cell(root, name, seed, recipe, overrides, awaits_choice=bool(candidates))
-        for seed in dict.fromkeys(sweep.seeds)
+        for seed in sweep.seeds
         for name, overrides in arms.items()
     ]
     for cell in tuning or comparison:

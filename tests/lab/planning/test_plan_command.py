@@ -98,7 +98,7 @@ SMALL_BUFFER = ["sampling.prompts_per_step=5", "batch.updates_per_step=3", "repl
 @pytest.mark.parametrize(
     ("recipe", "words", "growth"),
     [
-        ("tiny", [], 0.2),  # two updates of one draw, a warm-up, groups dropped
+        ("tiny", ["sampling.max_refills=2"], 0.2),  # two updates of one draw, groups dropped
         ("tiny", ["batch.mini_batch_rollouts=32"], 0.45),  # the least buffer
         ("qwen3-1.7b", [], 0.2),
         ("fifo-tiny", SMALL_BUFFER, 0.45),  # three updates, each with a draw

@@ -156,7 +156,7 @@ def test_a_missing_seed_is_listed_and_not_paired(copy, capsys):
     log.parent.mkdir(parents=True)
     log.write_text("# process 1\nerror: the disk is full\n")
     assert arms_of(report(capsys, copy))["ours"]["missing"] == [
-        {"seed": 2, "reason": "not started: the disk is full"}
+        {"seed": 2, "reason": "not started, failed: see log/ours/seed-2.log"}
     ]
     shutil.rmtree(copy / "grpo/seed-1")
     run([str(copy)])
@@ -372,15 +372,22 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
     assert frontier <= {(round(c, 6), name, step) for c, _, name, step in best}
 
 
-def test_no_cost_is_read_off_a_line_between_the_base_and_the_end(tmp_path, capsys):
-    arms = {"none": (["replay.preset=grpo"], 0.2), "ours": (["replay.preset=ours"], 0.3)}
-    folder = write_sweep(tmp_path / "coarse", arms, SEEDS, Size(every=6))
-    document = report(capsys, folder, baseline="none", reach=(40.0,))
-    assert "fewer than 4 evaluations" in document["notes"][0]
-    for arm in document["arms"]:
-        assert arm["reach"] == [] and arm["equal_cost"] == {}
-    run([str(folder)])
-    assert "no cost to an accuracy" in capsys.readouterr().out
+def test_no_cost_is_read_off_a_line_between_the_base_and_the_end(copy, capsys):
+    for seed in SEEDS:
+        for step in (4, 8):
+            (copy / f"ours/seed-{seed}/eval/step_{step:06d}.json").unlink()
+    document = report(capsys, copy, reach=(40.0,))
+    assert document["notes"] == [
+        "no cost to an accuracy of ours: a run has fewer than 4 evaluations, the base's included "
+        "(eval.every_steps)"
+    ]
+    for name, arm in arms_of(document).items():
+        coarse = name == "ours"
+        assert (len(arm["reach"]) == 0) == coarse
+        assert ("cost_to_98" in arm["quantities"]) != coarse
+        assert (arm["equal_cost"] == {}) == (coarse or name == "grpo")
+    run([str(copy)], baseline="ours")
+    assert "no cost to an accuracy of ours" in capsys.readouterr().out
 
 
 def test_at_equal_cost_both_runs_have_spent_what_the_cheaper_one_did(copy, capsys):
