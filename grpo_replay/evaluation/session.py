@@ -91,6 +91,10 @@ def find_model(ckpt: str) -> ModelSource:
     if _HUB_ID.fullmatch(ckpt) and not path.exists() and not path.parent.is_dir():
         return ModelSource(ckpt, path.name)
     missing = "" if path.exists() else f"{no_such_path(path)}: "
+    if (path / "adapter_config.json").is_file():
+        missing = "adapters alone, which are to be merged into their model first: "
+    elif of_trl := sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime):
+        missing = f"did you mean {of_trl[-1]}? "
     raise CheckpointError(
         f"--ckpt {ckpt}: {missing}expected a checkpoint (with model/ or adapter/), a run (with "
         "checkpoints/step_…), a Hugging Face folder (with config.json), or a hub id (owner/name, "

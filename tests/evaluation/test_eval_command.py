@@ -80,6 +80,12 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, run_folder):
     for place in ("empty", "file", "no/folder/here"):
         with pytest.raises(CheckpointError, match="expected a checkpoint"):
             find_model(str(tmp_path / place))
+    (tmp_path / "of_trl/checkpoint-4").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"did you mean .*of_trl/checkpoint-4\?"):
+        find_model(str(tmp_path / "of_trl"))
+    (tmp_path / "of_trl/checkpoint-4/adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="adapters alone"):
+        find_model(str(tmp_path / "of_trl/checkpoint-4"))
     (run_folder / "checkpoints" / "step_000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="expected a checkpoint"):
         find_model(str(run_folder / "checkpoints" / "step_000001"))
