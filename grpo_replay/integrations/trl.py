@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grpo_replay.errors import CheckpointError, UsageError
@@ -53,6 +54,7 @@ from grpo_replay.replay.entry_store import checked_settings
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.rollout_log import write_step
 from grpo_replay.training.metrics import (
+    Metrics,
     batch_metrics,
     buffer_metrics,
     cost_metrics,
@@ -61,6 +63,9 @@ from grpo_replay.training.metrics import (
 from grpo_replay.types import Rollout, RolloutOutcome
 
 SNAPSHOT = "buffer.parquet"
+PADDED, PADDING_GAP = 8, {False: 1e-2, True: 0.1}
+"""More tokens before a prompt, and the mean gap of log-probs, in nats, that they may make in
+float32 and in half precision."""
 _Host: Any = object  # a GRPOTrainer, for the type checker
 
 
@@ -106,17 +111,22 @@ class ReplayMixin(_Host):
 
     def _folder_of(self, max_steps: int) -> OutputFolder:
         """The folder of a run of so many optimizer steps. Raises RecipeError."""
-        args, model = self.args, self.accelerator.unwrap_model(self.model)
-        is_rounded = args.bf16 or args.fp16 or next(model.parameters()).dtype != torch.float32
-        sections = sections_of(args, self.model.config._name_or_path, is_rounded, max_steps)
+        name = self.model.config._name_or_path
+        sections = sections_of(self.args, name, self._is_rounded, max_steps)
         return OutputFolder(Path(self.args.output_dir), self.replay, sections)
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether log-probs are of half precision."""
+        parameter = next(self.accelerator.unwrap_model(self.model).parameters())
+        return self.args.bf16 or self.args.fp16 or parameter.dtype != torch.float32
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         output = super().train(*args, **kwargs)
         if self._micro_batches_left and self.accelerator.is_main_process:
             warnings.warn(
                 f"training ended inside generation batch {self.replay_buffer.last_step}, which is "
-                f"not in {self.args.output_dir}: let max_steps be of whole generation batches",
+                f"not in {self.args.output_dir}: let it end after whole generation batches",
                 stacklevel=2,
             )
         return output
@@ -136,7 +146,7 @@ class ReplayMixin(_Host):
 
     def _through_buffer(self, generate: Any, inputs: Any) -> Tensors:
         """What is trained on in place of what `generate` returns."""
-        if self._folder is None:
+        if is_first := self._folder is None:
             folder = self._folder = self._folder_of(self.state.max_steps)
             self._from_main(lambda: folder.open(self.replay_buffer.last_step, self._goes_on))
         self._seconds = dict.fromkeys(("generation", "reward", "logprob", "training", "sync"), 0.0)
@@ -148,6 +158,8 @@ class ReplayMixin(_Host):
             _get_per_token_logps_and_entropies=self._hear_logprobs,
         ):
             output = generate(inputs)
+            if is_first:
+                self._refuse_padding(output)
             of_others = self._seconds["reward"] + self._seconds["logprob"]
             self._seconds["generation"] = time.perf_counter() - began - of_others
             if "old_per_token_logps" not in output:
@@ -186,6 +198,21 @@ class ReplayMixin(_Host):
                 output["completion_ids"].size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )[0]
+
+    def _refuse_padding(self, output: Tensors) -> None:
+        """Raises UsageError, on every process, for a model whose log-probs depend on the padding
+        before a prompt: a row that is replayed is padded to another length than at its birth."""
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        row = {name: output[name][:1] for name in names}
+        padded = {name: pad(each, (PADDED * ("prompt" in name), 0)) for name, each in row.items()}
+        apart_T = (self._logprobs(row) - self._logprobs(padded)).abs()[row["completion_mask"] > 0]
+        apart = max(gather_object([apart_T.mean().item() if len(apart_T) else 0.0]))
+        if apart > PADDING_GAP[self._is_rounded]:
+            raise UsageError(
+                f"replay in TRL: {PADDED} tokens of padding before a prompt change the model's "
+                f"log-probs, by {apart:.2g} on average, and a replayed row is padded anew: take a "
+                "model without learned absolute positions (GPT-2, GPT-Neo and StarCoder have them)"
+            )
 
     def _replayed(self, output: Tensors) -> Tensors:
         """The generation batch of this process after the step of the buffer: the rows that train,
@@ -286,9 +313,13 @@ class ReplayMixin(_Host):
         seconds = self._seconds | {"training": now - self._composed}
         whole = now - self._began
         seconds |= {"step": whole, "other": max(0.0, whole - sum(seconds.values()))}
-        self._from_main(lambda: self._record(gathered, seconds))
+        # On every process, as TRL's own: a callback may stop the training by them.
+        for name, value in self._from_main(lambda: self._record(gathered, seconds)).items():
+            if value is not None and name.startswith(("fresh/", "replay/", "buffer/", "cost/")):
+                self._metrics["train"][name].append(value)
 
-    def _record(self, gathered: dict[int, RolloutOutcome], seconds: dict[str, float]) -> None:
+    def _record(self, gathered: dict[int, RolloutOutcome], seconds: dict[str, float]) -> Metrics:
+        """On the main process: the files of the step. Returns the metrics beside TRL's."""
         batch, buffer = self._batch, self.replay_buffer
         assert self._folder is not None
         outcomes = [gathered[row] for row in range(len(batch.rollouts))]
@@ -301,9 +332,7 @@ class ReplayMixin(_Host):
         whole = {**generation_metrics(self._generated, self.num_generations), **ours}
         write_step(self._folder.folder, buffer.last_step, self._generated, batch, outcomes)
         self._folder.log(buffer.last_step, whole)
-        for name, value in ours.items():
-            if value is not None and name.startswith(("fresh/", "replay/", "buffer/", "cost/")):
-                self._metrics["train"][name].append(value)
+        return ours
 
     # Checkpoints
 

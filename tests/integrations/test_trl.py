@@ -19,7 +19,13 @@ from outside_ranks import environment
 from rich.console import Console
 from slow_tests import slow_except
 from test_trl_rows import EOS, PAD, TOKENS, batch, rollouts
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 from trl_runs import logged, make, metrics, preset, weights_of
@@ -698,6 +704,28 @@ def two_ranks(folder, *words):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc_per_node", "2", str(RUNS), str(folder), *words]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment())
+
+
+class LearnedPositions(ReplayGRPOTrainer):
+    """GPT-2, whose positions count the padding."""
+
+    def __init__(self, model, reward, args, dataset, **others):
+        config = GPT2Config(vocab_size=24, n_embd=32, n_layer=1, n_head=2, initializer_range=0.5)
+        args.model_init_kwargs = None
+        super().__init__(GPT2LMHeadModel(config), reward, args, dataset, **others)
+
+
+def test_a_model_whose_log_probs_depend_on_padding_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"8 tokens of padding .* change the model's log-probs"):
+        make(tmp_path / "replay", preset("ours"), LearnedPositions).train()
+    make(tmp_path / "plain", ReplayConfig.of("grpo"), LearnedPositions, max_steps=1).train()
+
+
+@pytest.mark.slow
+def test_a_callback_that_stops_by_a_metric_of_replay_stops_every_rank(tmp_path):
+    done = two_ranks(tmp_path, "ours", "stop")
+    assert done.returncode == 0, done.stderr
+    assert [line["replay/rollouts"] > 0 for line in metrics(tmp_path)] == [False, True]
 
 
 @pytest.mark.slow

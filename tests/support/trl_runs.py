@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PrinterCallback
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import grpo_replay
@@ -62,6 +62,11 @@ def make(folder: Path, replay: ReplayConfig | None, kind: Any = ReplayGRPOTraine
     return trainer
 
 
+class StopsAtReplay(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        control.should_training_stop |= (logs or {}).get("replay/rollouts", 0) > 0
+
+
 def weights_of(trainer: Any) -> str:
     model = trainer.accelerator.unwrap_model(trainer.model)
     parts = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
@@ -88,7 +93,9 @@ def main() -> None:
     # Generation and updates are aligned: TRL has no log-probs of birth.
     aligned = {"gradient_accumulation_steps": UPDATES, "max_steps": 4}
     trainer = make(folder, preset(name), per_device_train_batch_size=8, **aligned)
-    if len(sys.argv) > 3:  # log-probs that the buffer refuses
+    if "stop" in sys.argv:
+        trainer.add_callback(StopsAtReplay())
+    if "nan" in sys.argv:  # log-probs that the buffer refuses
         trainer._logprobs = lambda output: output["completion_ids"] * torch.nan
     trainer.train()
     rank = trainer.accelerator.process_index
