@@ -178,6 +178,25 @@ class CorrectWatch:
         ]
 
 
+class SlowWatch:
+    """Says once that most of the first steps' time went into the reward functions."""
+
+    def __init__(self, reward: RewardSection) -> None:
+        self._reward, self._seconds = reward, Counter[str]()
+
+    def observe(self, step: int, seconds: Mapping[str, float]) -> list[str]:
+        """The notice, after `FIRST_NOTICE_STEPS` steps of a process; else nothing."""
+        self._seconds += Counter({"steps": 1.0, **seconds})
+        spent, steps = self._seconds["reward"], self._seconds["steps"]
+        if steps != FIRST_NOTICE_STEPS or spent < max(steps, self._seconds["step"] / 2):
+            return []
+        return [
+            f"step {step}: {spent / self._seconds['step']:.0%} of the steps' time, "
+            f"{spent / steps:.1f} s each, went into {self._reward.main_function}: make it faster, "
+            f"or raise reward.workers, {self._reward.workers} now"
+        ]
+
+
 def describe_failures(verdicts: Sequence[str]) -> str:
     """The number of each kind of failure, such as "3 timeout, 1 crash"."""
     counts = Counter(verdicts)
@@ -253,7 +272,9 @@ class LearningWatch:
                 return (
                     "The reward function fails on what is not right: see log/ for its first error"
                 )
-            return "The problems are too easy: choose harder ones"
+            own = self._reward.main_function not in BUILTIN_VERIFIERS
+            mend = f", or {self._reward.main_function} gives all the same: mend it" * own
+            return f"The problems are too easy: choose harder ones{mend}"
         if counts["truncated"] > most:
             return f"The completions are cut off: {advice_on_cut_off(self._sampling)}"
         if counts["unparsable"] > most:

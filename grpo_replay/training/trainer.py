@@ -26,6 +26,7 @@ from grpo_replay.training.metrics import step_metrics
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
+    SlowWatch,
     notices_of_ids,
     refuse_failed_verdicts,
 )
@@ -54,7 +55,7 @@ class Trainer:
         recipe = self.recipe
         self._learning = LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
         self._ids_reported = False
-        self._correct = CorrectWatch(self.recipe.reward)
+        self._correct, self._slow = CorrectWatch(recipe.reward), SlowWatch(recipe.reward)
 
     def train_step(self) -> dict[str, Any] | None:
         """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks;
@@ -169,11 +170,13 @@ class Trainer:
         taken = [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated]
         folder = self.parts.run_dir.path
         write_step(folder, step, taken, record.batch, record.outcomes, draws=recipe.replays)
+        seconds = self.parts.clock.read()
+        self.notices += self._slow.observe(step, seconds)
         metrics = step_metrics(
             record,
             recipe,
             buffer=self.buffer.stats(step),
-            seconds=self.parts.clock.read(),
+            seconds=seconds,
             of_source=self.source.metrics(record),
         )
         return {**metrics, "num_tokens": self.state.processed_tokens}

@@ -12,6 +12,7 @@ from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training.reward_watch import (
     CorrectWatch,
     LearningWatch,
+    SlowWatch,
     notices_of_ids,
     refuse_failed_verdicts,
 )
@@ -89,14 +90,35 @@ def test_the_notice_names_masks_where_there_are_any():
     assert "equal or its completions cut off or masked by the sampler" in notice
 
 
-def test_what_both_watches_see_in_a_step_reaches_the_screen(tmp_path, processes, monkeypatch):
-    for watch in (LearningWatch, CorrectWatch):
+def test_own_functions_that_call_everything_right_are_named_beside_easy_problems():
+    watch = watch_of(recipe_of(function="mine:score"))
+    right = group(group_correct=G, verdict="scored")
+    (notice,) = [each for step in range(1, 6) for each in watch.observe(step, right)]
+    assert "too easy: choose harder ones, or mine:score gives all the same" in notice
+
+
+@pytest.mark.parametrize("spent, is_named", [(3.0, True), (0.9, False)])
+def test_a_function_that_takes_most_of_the_time_is_named_once(spent, is_named):
+    """Of steps of five seconds; and 0.9 s of 1 s is too little to mind."""
+    watch = SlowWatch(recipe_of(function="mine:score", workers=2).reward)
+    seconds = {"reward": spent, "training": 0.5, "step": 5.0 if is_named else 1.0}
+    said = [(step, each) for step in range(1, 12) for each in watch.observe(step, seconds)]
+    assert len(said) == is_named
+    if is_named:
+        ((step, notice),) = said
+        assert step == 5 and "60% of the steps' time, 3.0 s each, went into mine:score" in notice
+        assert "reward.workers, 2 now" in notice
+
+
+def test_what_the_watches_see_in_a_step_reaches_the_screen(tmp_path, processes, monkeypatch):
+    for watch in (LearningWatch, CorrectWatch, SlowWatch):
         seen = [f"seen by {watch.__name__}"]
         monkeypatch.setattr(watch, "observe", lambda _, step, rows, seen=seen: seen)
     listener = Listener()
     recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"})
     run_training(recipe, tmp_path / "run", False, listener)
-    assert {"seen by LearningWatch", "seen by CorrectWatch"} <= set(listener.notices)
+    seen = {f"seen by {name}Watch" for name in ("Learning", "Correct", "Slow")}
+    assert seen <= set(listener.notices)
 
 
 def test_a_step_stops_if_most_verdicts_are_failures():
