@@ -23,8 +23,8 @@ def run(options: AesOptions) -> int:
     """
     if bool(options.files) == bool(options.candidates):
         raise UsageError(
-            "aes takes either evaluation files or --candidate NAME=ACC,TOKENS: their accuracies "
-            "may be in different units"
+            "aes scores either evaluation files, named without an option, or --candidate "
+            "NAME=ACC,TOKENS: their accuracies may be in different units"
         )
     gain, loss, reference = options.gain, options.loss, options.reference
     if options.files:

@@ -92,6 +92,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     place = f"model.{'tokenizer' if model.tokenizer else 'path'} {short_path(name)!r}"
     source = resolve_model_path(name)
     _check_local(source, place)
+    if not model.tokenizer:
+        _check_model_folder(Path(source), place)
     if Path(source).is_dir() and not any((Path(source) / f).is_file() for f in _TOKENIZER_FILES):
         raise ModelError(
             f"{place}: no tokenizer in {source} (looked for {', '.join(_TOKENIZER_FILES)}); "
@@ -119,8 +121,7 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
     place = f"model.path {short_path(model.path)!r}"
     source = resolve_model_path(model.path)
     _check_local(source, place)
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise ModelError(f"{place}: no config.json there; model.path is a model's folder")
+    _check_model_folder(Path(source), place)
     config = _load(AutoConfig.from_pretrained, source, place, "config.json", model)
     if config.get_text_config() is not config:
         raise ModelError(
@@ -257,6 +258,19 @@ def _not_fetched(place: str, what: str, source: str, reason: str) -> NotFetchedE
         f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
         f"*.safetensors) and set model.path to DIR"
     )
+
+
+def _check_model_folder(folder: Path, place: str) -> None:
+    """Raises ModelError for a folder without a model, which says what it is."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file() or (folder / "adapter").is_dir():
+        remedy = "these are adapters alone: merge them into their model, and name its folder"
+    else:
+        inside = (folder / "model", folder / "checkpoints/latest/model")
+        found = next((each for each in inside if (each / "config.json").is_file()), None)
+        remedy = "model.path is a model's folder" + (f": set it to {found}" if found else "")
+    raise ModelError(f"{place}: no config.json there; {remedy}")
 
 
 def _check_local(source: str, place: str) -> None:

@@ -135,9 +135,11 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
         sections = {name: document[name] for name in ("model", "settings", "versions")}
         sampled, greedy = _RESULTS.validate_python(document), document["greedy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        # The repr of a decoding error has all the bytes of the file.
+        why = str(error) if isinstance(error, UnicodeDecodeError) else repr(error)
         raise EvaluationFileError(
-            f"{path}: not an evaluation file of this version: {error!r}; make one with "
-            "grpo-replay eval"
+            f"{path}: not an evaluation file of this version: {why}; make one with grpo-replay "
+            "eval, which writes NAME.json"
         ) from error
     return EvaluationReport(
         **sections,

@@ -146,7 +146,7 @@ class PromptsSection(Section):
         try:
             filled = template.format(problem="\0")
         except (LookupError, ValueError, AttributeError) as error:
-            raise ValueError(f"{error!r}; {remedy}") from None
+            raise ValueError(f"{error}: {remedy}") from None
         if "\0" not in filled:
             raise ValueError(f"it must contain {{problem}}; {remedy}")
         return template

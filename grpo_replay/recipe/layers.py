@@ -209,6 +209,12 @@ def _explain(
             fields = getattr(section, "model_fields", {})
             where = f"section {'.'.join(map(str, loc[:-1]))}" if loc[:-1] else "the recipe"
             hint = did_you_mean(str(loc[-1]), fields)
+            if elsewhere := [
+                f"{section}.{loc[-1]}"
+                for section in Recipe.model_fields
+                if loc[-1] in getattr(_annotation_of([section]), "model_fields", {})
+            ]:
+                hint = f" (did you mean {' or '.join(map(shown, elsewhere))}?)"
             has = f"; {where} has: {', '.join(fields)}" if fields else ""
             lines.append(f"{source}: unknown key {shown(place)}{hint}{has}")
         else:

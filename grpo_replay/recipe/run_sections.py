@@ -1,6 +1,6 @@
 """The run around the algorithm: DeepSpeed, steps, checkpoints, evaluation, tracking."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -110,6 +110,13 @@ class EvalSection(Section):
     reward: str = "boxed"
     """Verifier, as in `reward.function`. Your own counts a completion as correct from
     `reward.correct`."""
+
+    @field_validator("benchmarks", mode="before")
+    @classmethod
+    def _is_a_list(cls, benchmarks: Any) -> Any:
+        if isinstance(benchmarks, str):
+            raise ValueError("expected a list: write [NAME]")
+        return benchmarks
 
     @field_validator("temperature")
     @classmethod

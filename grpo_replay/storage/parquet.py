@@ -45,6 +45,8 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
+    if path.suffix != ".parquet":
+        raise SnapshotError(f"{path}: no Parquet file; expected a {kind} file")
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_marks(path, file.schema_arrow.metadata or {}, kind, version)

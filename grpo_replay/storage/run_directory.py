@@ -328,10 +328,13 @@ def default_run_dir(name: str) -> Path:
 def refuse_missing(run_dir: Path) -> None:
     """Raises CheckpointError if the folder holds no run to resume."""
     if not RunDirectory(run_dir).exists:
-        raise CheckpointError(
-            f"--resume: {run_dir} holds no run (no {RECIPE_FILE}): check --output-dir, or leave "
-            "--resume out to start one there"
+        in_run = run_dir.absolute().parent.name == "checkpoints"
+        remedy = (
+            f"it is a checkpoint of the run {run_dir.absolute().parent.parent}: give that one"
+            if in_run
+            else "check --output-dir, or leave --resume out to start one there"
         )
+        raise CheckpointError(f"--resume: {run_dir} holds no run (no {RECIPE_FILE}): {remedy}")
     if is_of_another_trainer(run_dir):
         raise CheckpointError(
             f"--resume: {run_dir} holds the run of another trainer (metrics.jsonl without "

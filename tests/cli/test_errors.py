@@ -99,6 +99,14 @@ def test_resuming_needs_a_run_or_the_recipe_of_one_that_never_began(tmp_path):
     refused(call("train", "--resume", "--output-dir", unborn), 3, "RECIPE")
     for place in (tmp_path, tmp_path / "typo"):
         refused(call("train", "tiny", "--resume", "--output-dir", place), 3, "holds no run")
+    checkpoint = tmp_path / "r/checkpoints/latest"
+    words = (f"it is a checkpoint of the run {tmp_path / 'r'}",)
+    refused(call("train", "tiny", "--resume", "--output-dir", checkpoint), 3, *words)
+
+
+def test_a_file_that_is_no_parquet_file_is_not_called_damaged(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("name: tiny\n")
+    refused(call("inspect-buffer", tmp_path / "recipe.yaml"), 3, "no Parquet file; expected a buf")
 
 
 @pytest.mark.parametrize(

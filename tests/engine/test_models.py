@@ -1,6 +1,8 @@
 """Models and tokenizers: what loads, and what is said about what does not."""
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -214,6 +216,23 @@ def test_paths_that_do_not_exist():
     for path in ("/no/such/model", "./no-model", "~/no-model", "a/b/c"):
         with pytest.raises(ModelError, match="no such folder"):
             load_config(ModelSection(path=path))
+
+
+def test_a_folder_that_holds_a_model_is_named(tmp_path, folder):
+    run, adapters = tmp_path / "run", tmp_path / "adapters"
+    shutil.copytree(folder, run / "checkpoints/latest/model")
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    model = run / "checkpoints/latest/model"
+    for place, words in (
+        (run, f"set it to {model}"),
+        (run / "checkpoints/latest", f"set it to {model}"),
+        (adapters, "adapters alone: merge them"),
+        (run / "checkpoints", "model.path is a model's folder"),
+    ):
+        for load in (load_tokenizer, load_config):
+            with pytest.raises(ModelError, match=re.escape(words)):
+                load(ModelSection(path=str(place)))
 
 
 def test_a_base_is_known_wherever_it_lies_and_in_any_dtype(tmp_path):

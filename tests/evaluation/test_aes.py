@@ -62,8 +62,8 @@ def test_the_command_reads_evaluation_files(capsys, tmp_path):
     ("arguments", "message"),
     [
         (("0,100", [], ["c=1,1"]), "accuracy 0"),
-        (("50,100", ["x.json"], ["c=1,1"]), "either evaluation files or"),
-        (("50,100", [], []), "either evaluation files or"),
+        (("50,100", ["x.json"], ["c=1,1"]), "either evaluation files, named without an option, or"),
+        (("50,100", [], []), "either evaluation files, named without an option, or"),
         (("50", [], ["c=1,1"]), "expected ACC,TOKENS"),
         (("nan,100", [], ["c=1,1"]), "accuracy of 0 to 100"),
         (("50,-1", [], ["c=1,1"]), "and tokens"),

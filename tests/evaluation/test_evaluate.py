@@ -185,6 +185,9 @@ def test_a_report_round_trips_and_a_broken_one_is_named(tmp_path, uninterrupted)
         bad.write_text(text)
         with pytest.raises(EvaluationFileError, match=message):
             read_report(bad)
+    with pytest.raises(EvaluationFileError, match=r"which writes NAME\.json") as caught:
+        read_report(uninterrupted.with_suffix(".parquet"))
+    assert len(str(caught.value)) < 400  # no bytes of the file
 
 
 # --- paper B's two settings in one evaluation -----------------------------------------------------

@@ -184,6 +184,8 @@ REFUSED = {
         ["eval.temperature=0.001"],
         "eval.temperature: .*0.01.*0.001",
     ),
+    "a key of a section without it": (["steps=4"], "'steps' .did you mean 'run.steps'"),
+    "a benchmark that is no list": (["eval.benchmarks=tiny"], r"eval\.benchmarks: .*\[NAME\]"),
     "an unknown key in a list": (
         ["reward.function=[{function: math, wieght: 2}]"],
         "^--set: unknown key 'reward.function.0.wieght'$",

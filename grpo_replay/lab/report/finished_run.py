@@ -104,7 +104,7 @@ def read_finished_run(path: Path) -> FinishedRun:
     if not last.exists():
         raise EvaluationFileError(
             f"{path}: no evaluation of its last step ({last.name}): name held-out problems in "
-            "eval.benchmarks before training"
+            "eval.benchmarks before training, or omit the run"
         )
     final, seconds = _without_texts(last), summary["wall_seconds"]
     evaluations = {
