@@ -119,7 +119,7 @@ def test_a_server_whose_base_did_not_load_is_no_more_used_until_it_has_it(server
 
 def test_a_server_that_forgot_its_adapter_gets_no_requests_until_it_has_one(server):
     """It was restarted while it was idle, so that no request failed."""
-    other = FakePolicyServer()
+    other = FakePolicyServer(seconds=0.2)  # to be asked why takes less
     other.settings, other.outline = server.settings, server.outline
     sampler = open_sampler(async_recipe([server.url, other.url], LORA))
     server.adapters.clear()
