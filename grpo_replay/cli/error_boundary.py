@@ -47,10 +47,12 @@ def _end_quietly(error: BrokenPipeError) -> int:
 def report_error(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
     from grpo_replay.distributed.failures import (
+        PeerFailure,
         is_lost_peer,
         is_reported_elsewhere,
         lost_contact,
         print_error,
+        wait_until_printed,
     )
     from grpo_replay.terminal.console import printable
     from grpo_replay.terminal.quiet import without_secrets
@@ -63,6 +65,8 @@ def report_error(error: Exception) -> int:
         error = OutputDirectoryError(reason)
     code = error.exit_code if isinstance(error, GrpoReplayError) else 1
     if is_reported_elsewhere(error):
+        if isinstance(error, PeerFailure):
+            wait_until_printed()
         return code
     if isinstance(error, GrpoReplayError):
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -130,6 +131,16 @@ def print_error(text: str) -> None:
             printed.write(f"{text}\0")
     except OSError:  # no launcher of ours, or it is gone
         print(text, file=sys.stderr)
+
+
+def wait_until_printed(seconds: float = 10.0) -> None:
+    """Wait until a rank of `launch_ranks` has printed an error. The launcher ends all when one
+    exits, and those that know of the error from another rank must not be that one."""
+    name, deadline = os.environ.get(PRINTED_VARIABLE), time.monotonic() + seconds
+    while name and time.monotonic() < deadline:
+        if os.path.exists(name) and os.path.getsize(name):
+            return
+        time.sleep(0.02)
 
 
 def lost_contact(error: BaseException) -> LaunchError:

@@ -81,6 +81,7 @@ FAILURES = {
     "killed-on-1": (4, "rank 1 was killed by SIGKILL"),
     "no-gpu-for-1": (4, "local rank 1 needs GPU 1"),
     "busy-on-0": (4, "the server of rank 1 is lost"),
+    "slow-to-print": (4, "rank 0 takes its time"),
 }
 
 

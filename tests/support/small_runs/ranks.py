@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from grpo_replay.cli.error_boundary import report_error
-from grpo_replay.distributed import launch
+from grpo_replay.distributed import failures, launch
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import exit_as_rank, leave_run, run_on_main
@@ -112,6 +112,20 @@ def busy_on_0(comm: Comm) -> int:
     return 0
 
 
+def slow_to_print(comm: Comm) -> int:
+    """Rank 0 fails; the other knows it at once."""
+
+    def fail() -> None:
+        if comm.is_main:
+            raise SamplerError("rank 0 takes its time")
+
+    if comm.is_main:
+        at_once = failures.print_error
+        failures.print_error = lambda text: (time.sleep(2.0), at_once(text))
+    failures.run_collectively(comm, fail)
+    return 0
+
+
 def no_server(comm: Comm) -> int:
     """A sampler of the user's own finds its server down on rank 0."""
     comm.barrier()
@@ -164,6 +178,7 @@ MODES = {
     "killed-on-0": killed_on_0,
     "killed-on-1": killed_on_1,
     "busy-on-0": busy_on_0,
+    "slow-to-print": slow_to_print,
     "no-server": no_server,
     "long-work": long_work,
     "until-signal": until_signal,
