@@ -122,7 +122,7 @@ def test_the_first_error_of_a_collectors_verifiers_is_kept():
     source, intake = main_source(async_recipe(URLS))
     source._times = SimpleNamespace(step=lambda *_: None)
     source._server_sampler = lambda: SimpleNamespace(paused_seconds=0.0)
-    source._step_rollouts = lambda *_: SimpleNamespace(measured=())
+    source._step_rollouts = lambda *_: SimpleNamespace(measured=("a rollout",))
     for error in ("the first", "another"):
         intake.newest_report = Report(first_error=error)
         source._take_arrived(3, 0.0)
@@ -260,6 +260,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(asynchronous, "time", clock)
     monkeypatch.setattr(source, "_go_live", lambda: intake.went_live())
+    monkeypatch.setattr(source, "_probed", lambda *_: [])
     monkeypatch.setattr(intake, "wait", lambda *_: now.append(now.pop() + 6) or True)
     arrived = [
         replace(make_rollout(index, birth_step=birth), policy_version_end=3)
