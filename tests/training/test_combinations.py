@@ -29,6 +29,7 @@ RUNS = {
     "queries beside fresh rollouts, without an age limit, GSPO": {
         "replay": {"unit": "query", "priority": "group_std", "ratio": 2.0, "max_age_steps": None},
         "loss": {"kind": "gspo", "aggregation": "sequence_mean"},
+        "sampling": {"max_refills": 2},
         "optimizer": {"schedule": "cosine", "warmup_steps": 3},
     },
     "queries of a pool, without division by the spread, in bfloat16": {
@@ -40,7 +41,6 @@ RUNS = {
     "queries of a buffer": {
         "replay": {"unit": "query", "priority": "uniform", "composition": "buffer_only",
                    "warmup_steps": 0, "ratio": 1.5},
-        "sampling": {"max_refills": 2},
     },
     "AsymRE with a positive bias": {
         "replay": {"preset": "fifo", "warmup_steps": 0, "max_age_steps": None,
