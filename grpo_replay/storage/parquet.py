@@ -45,17 +45,16 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
-    if path.suffix != ".parquet":
-        raise SnapshotError(f"{path}: no Parquet file; expected a {kind} file")
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_marks(path, file.schema_arrow.metadata or {}, kind, version)
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise SnapshotError(
-            f"{path}: not a readable Parquet file, truncated or damaged ({first_line(error)}); "
-            "restore it from a copy"
-        ) from error
+        if path.suffix == ".parquet":
+            reason = f"truncated or damaged ({first_line(error)}); restore it from a copy"
+        else:
+            reason = f"expected a {kind} file"
+        raise SnapshotError(f"{path}: not a readable Parquet file, {reason}") from error
 
 
 def kind_of(path: Path) -> str | None:

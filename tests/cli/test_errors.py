@@ -106,7 +106,7 @@ def test_resuming_needs_a_run_or_the_recipe_of_one_that_never_began(tmp_path):
 
 def test_a_file_that_is_no_parquet_file_is_not_called_damaged(tmp_path):
     (tmp_path / "recipe.yaml").write_text("name: tiny\n")
-    refused(call("inspect-buffer", tmp_path / "recipe.yaml"), 3, "no Parquet file; expected a buf")
+    refused(call("inspect-buffer", tmp_path / "recipe.yaml"), 3, "Parquet file, expected a buffer")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def test_payload_of_is_for_a_buffer_of_handles_and_not_asked_for_rollouts(tmp_pa
     assert_same_rollouts(loaded.rollouts(), buffer.rollouts())
 
 
+def test_a_file_of_any_name_is_read_again(tmp_path):
+    buffer = drawn_buffer(4)
+    buffer.save(tmp_path / "mine.buffer")
+    assert_same_rollouts(ReplayBuffer.load(tmp_path / "mine.buffer").rollouts(), buffer.rollouts())
+
+
 @pytest.mark.parametrize("rollouts", [0, 4, 40])
 def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
     monkeypatch.setattr("grpo_replay.replay.snapshot._CHUNK_ROLLOUTS", 5)
