@@ -34,6 +34,9 @@ from grpo_replay.terminal.console import open_console, plain_table, print_json, 
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
 
+Settings = dict[str, dict[str, Any]]
+"""Settings of a recipe by section and key."""
+
 ROWS = {
     "x, draws while a rollout is kept": "{0.x:.3g}",
     "y, uses of a rollout": "{0.y:.3g}",
@@ -70,16 +73,19 @@ def run(options: PlanOptions) -> int:
     designs = {"best FIFO": best_fifo(inputs)}
     if recipe is not None and recipe.replay.replays:
         designs["this recipe"] = design_of(inputs, recipe.replay)
-    beside = {} if recipe is None else settings_beside(recipe, inputs.updates_per_step)
+    best = designs["best FIFO"]
+    settings = {"replay": replay_settings(inputs, best.x, best.y)}
+    if recipe is not None:
+        settings |= settings_beside(recipe, inputs.updates_per_step)
     if options.as_json:
-        print_json(plan_document(inputs, designs, beside))
+        print_json(plan_document(inputs, designs, settings))
     else:
         in_trl = options.from_run is not None and is_of_another_trainer(Path(options.from_run))
-        print_plan(inputs, designs, beside, open_console(), in_trl)
+        print_plan(inputs, designs, settings, open_console(), in_trl)
     return 0
 
 
-def settings_beside(recipe: Recipe, updates: int) -> dict[str, dict[str, Any]]:
+def settings_beside(recipe: Recipe, updates: int) -> Settings:
     """By section, what a recipe with a FIFO buffer and so many updates a step has that this recipe
     has not."""
     batch: dict[str, Any] = {}
@@ -130,17 +136,17 @@ def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions)
 
 
 def plan_document(
-    inputs: PlanInputs, designs: dict[str, Design], beside: dict[str, dict[str, Any]]
+    inputs: PlanInputs, designs: dict[str, Design], settings: Settings
 ) -> dict[str, Any]:
     """The plan as JSON values, null for what is not finite."""
-    best, assumptions = designs["best FIFO"], asdict(inputs)
+    assumptions = asdict(inputs)
     assumptions["growth"] = inputs.growth.describe()
     assumptions["growth_parameters"] = asdict(inputs.growth)
     return json_values(
         {
             "verdict": verdict(inputs, designs),
             "designs": {name.replace(" ", "_"): asdict(each) for name, each in designs.items()},
-            "settings": {"replay": replay_settings(inputs, best.x, best.y), **beside},
+            "settings": settings,
             "assumptions": assumptions,
         }
     )
@@ -149,7 +155,7 @@ def plan_document(
 def print_plan(
     inputs: PlanInputs,
     designs: dict[str, Design],
-    beside: dict[str, dict[str, Any]],
+    settings: Settings,
     console: Console,
     in_trl: bool = False,
 ) -> None:
@@ -166,17 +172,17 @@ def print_plan(
         value = getattr(inputs, name)
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"
         console.print(f"{'μ' if name == 'mu' else name} {shown}: {source}", style="dim")
-    settings = replay_settings(inputs, designs["best FIFO"].x, designs["best FIFO"].y)
-    words = " ".join(
-        f"--set {section}.{key}={_setting(value)}"
-        for section, values in {"replay": settings, **beside}.items()
-        for key, value in values.items()
-    )
     if in_trl:
         given = {key: round(value, 2) if isinstance(value, float) else value
-                 for key, value in settings.items() if key != "preset"}  # fmt: skip
+                 for key, value in settings["replay"].items() if key != "preset"}  # fmt: skip
         arguments = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        words = f'ReplayConfig.of("{settings["preset"]}", {arguments})'
+        words = f'ReplayConfig.of("{settings["replay"]["preset"]}", {arguments})'
+    else:
+        words = " ".join(
+            f"--set {section}.{key}={_setting(value)}"
+            for section, values in settings.items()
+            for key, value in values.items()
+        )
     console.print(f"best FIFO, computed and not run: {words}", soft_wrap=True)
     console.print(MEANS, style="dim")
 
