@@ -18,13 +18,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
+
+T = TypeVar("T")
 
 Row = Mapping[str, Any]
 """One row of a data set."""
@@ -272,7 +274,7 @@ class RolloutOutcome:
     entropy: float
 
 
-def first_score(scores: Sequence[float], reward: float | None) -> float | None:
+def first_score(scores: Sequence[float], reward: T) -> float | T:
     """The score of the first of several functions that gave one; the reward of a single one."""
     return next((score for score in scores if not math.isnan(score)), reward)
 

@@ -1,7 +1,7 @@
 """The base classes of recipe sections, and the field types they share."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +13,8 @@ from pydantic import (
 
 from grpo_replay.recipe.open_lists import OpenList
 
+T = TypeVar("T")
+
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -22,6 +24,13 @@ MOST_COST_RATIO = 1e9
 """μ beyond it means nothing, and overflows."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this one, and logs it."""
+
+
+def distinct(values: list[T]) -> list[T]:
+    """A list in which nothing is there twice."""
+    if len(set(values)) < len(values):
+        raise ValueError(f"one of {values} is named more than once")
+    return values
 
 
 def one_of(functions: OpenList) -> Any:

@@ -12,6 +12,7 @@ from grpo_replay.recipe.base import (
     Positive,
     Seconds,
     Section,
+    distinct,
     one_of,
 )
 from grpo_replay.recipe.open_lists import SAMPLERS
@@ -285,10 +286,7 @@ class ServersSection(Section):
                 raise ValueError(f"{url!r}: the address of a server ends before ? and #")
             if not _is_url(url):
                 raise ValueError(f"{url!r} is not a URL such as http://10.0.0.5:8000")
-        plain = [url.rstrip("/") for url in urls]
-        if len(set(plain)) < len(plain):
-            raise ValueError(f"one of {plain} is named more than once")
-        return plain
+        return distinct([url.rstrip("/") for url in urls])
 
 
 def _is_url(text: str) -> bool:

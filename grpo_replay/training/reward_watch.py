@@ -16,7 +16,7 @@ from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
 from grpo_replay.sampling.completion_text import CompletionText
-from grpo_replay.types import FAILED, Rollout
+from grpo_replay.types import FAILED, Rollout, first_score
 
 SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens", "special_tokens")
 """Keys of the reward section that decide rewards, besides the functions and their weights."""
@@ -159,7 +159,7 @@ class CorrectWatch:
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
         """The notice, after the first `FIRST_NOTICE_STEPS` steps; else nothing."""
         scores = [
-            each.reward_scores[0] if each.reward_scores else each.reward
+            first_score(each.reward_scores, each.reward)
             for each in generated
             if each.reward is not None
         ]

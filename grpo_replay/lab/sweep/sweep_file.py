@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, StrictInt, ValidationError, model_va
 
 from grpo_replay.errors import SweepFileError
 from grpo_replay.recipe import Section
+from grpo_replay.recipe.base import distinct
 from grpo_replay.recipe.layers import find_shipped, read_yaml, to_yaml
 from grpo_replay.shipped_recipes import shipped_sweeps
 
@@ -30,16 +31,10 @@ def _folder_name(text: str) -> str:
     return text
 
 
-def _distinct(seeds: list[int]) -> list[int]:
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"one of {seeds} is named more than once")
-    return seeds
-
-
 T = TypeVar("T")
 Some = Annotated[T, Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_folder_name)]
-Seeds = Annotated[Some[list[Annotated[StrictInt, Field(ge=0)]]], AfterValidator(_distinct)]
+Seeds = Annotated[Some[list[Annotated[StrictInt, Field(ge=0)]]], AfterValidator(distinct)]
 Scalar = str | bool | int | float
 Grid = dict[str, Some[list[Scalar]]]
 
