@@ -46,7 +46,10 @@ from grpo_replay.recipe import load_recipe
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "report.md", DOCS / "results.md")
+PAGES = (
+    DOCS.parent / "README.md", DOCS / "report.md", DOCS / "results.md",
+    DOCS / "records" / "settings.md",
+)  # fmt: skip
 PAPERS = DOCS.parent / "tests" / "recipe" / "papers.yaml"
 """What the papers print."""
 _PART = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -67,32 +70,41 @@ def with_results(page: str) -> str:
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
+def interval(each: dict[str, Any]) -> str:
+    """For example `+0.8 [-0.0, +1.5]`."""
+    return f"{each['mean']:+.1f} [{each['low']:+.1f}, {each['high']:+.1f}]"
+
+
 def difference(each: dict[str, Any]) -> str:
     """For example `+0.8 [-0.0, +1.5], 7/8`: ahead at seven of eight seeds."""
-    bounds = f"[{each['low']:+.1f}, {each['high']:+.1f}]"
-    return f"{each['mean']:+.1f} {bounds}, {each['ahead']}/{each['seeds']}"
+    return f"{interval(each)}, {each['ahead']}/{each['seeds']}"
+
+
+EVIDENCE = {
+    "tiny-long-async": ("tiny, long answers, beside a server", "to_afterwards", "equal seconds"),
+    "tiny-long": ("tiny, long answers", None, ""),
+    "smollm2-async": ("SmolLM2-135M, step sums, one H200", "equal_compute", "equal compute"),
+    "tiny-main": ("tiny", None, ""),
+    "smollm2-steps": ("SmolLM2-135M, step sums", "equal_seconds", "equal seconds"),
+    "smollm2": ("SmolLM2-135M, additions", "equal_seconds", "equal seconds"),
+}
+"""Comparisons of `ours` with a tuned `grpo`, from the highest μ to the lowest: the task, and the
+comparison by compute or clock."""
 
 
 def does_replay_pay() -> str:
-    found = results()
-    long, tiny, real = found["tiny-long"], found["tiny-main"], found["smollm2"]
-    seeds = [each["difference"]["ours"]["seeds"] for each in (long, tiny)]
-    return f"""\
-μ is what a rollout costs to generate, over what it costs to train on once. **At equal generated
-rollouts replay helped a tiny model at μ {long["mu"]}: {points(long)} points of held-out accuracy
-ahead of GRPO ({seeds[0]} seeds, 95 %; `fifo` {points(long, "fifo")}). At equal compute or seconds
-no gain over a well tuned GRPO is shown, and no model of the papers was trained with this code.**
-
-At μ {tiny["mu"]:.1f} the tiny model gains {points(tiny)} ({seeds[1]} seeds; `fifo`
-{points(tiny, "fifo")}). On SmolLM2-135M four seeds leave it undecided at μ {real["mu"]}; on an
-H200, at μ 0.9, `ours` was 6.2 points [2.8, 9.7] behind at equal compute. Below μ 1 we would take
-`replay.preset=grpo`.
-"""
-
-
-def points(found: dict[str, Any], arm: str = "ours") -> str:
-    """The difference of an arm to GRPO with its interval: `+0.8 [-0.0, +1.5]`."""
-    return difference(found["difference"][arm]).rpartition(",")[0]
+    heads = ["task", "μ", "at equal rollouts", "by compute or clock", "seeds"]
+    rows = []
+    for sweep, (task, kind, what) in EVIDENCE.items():
+        found = results()[sweep]
+        cost = "–"
+        if kind is not None:
+            cost = f"{interval(found[kind]['ours'])} at {what}"
+        elif "compute" in found:  # at the measured μ, which is the first
+            cost = f"{next(iter(found['compute'].values()))['ours']} × to {found['reach']} %"
+        ours = found["difference"]["ours"]
+        rows.append([task, f"{found['mu']:.2g}", interval(ours), cost, f"{ours['seeds']}"])
+    return table(heads, rows)
 
 
 def tiny_long() -> str:

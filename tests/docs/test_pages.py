@@ -26,7 +26,7 @@ from grpo_replay.rewards.scorer import RewardScorer
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-                *DOCS.glob("*.md")])  # fmt: skip
+                *DOCS.glob("*.md"), DOCS / "records" / "settings.md"])  # fmt: skip
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 
 

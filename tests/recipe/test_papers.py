@@ -19,7 +19,8 @@ from grpo_replay.shipped_recipes import shipped_sweeps
 
 PAPERS = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text())
 A, B = PAPERS["paper_a"], PAPERS["paper_b"]
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text() for name in ("results.md", "records/settings.md"))
 
 
 def recipes_of(name: str) -> dict[str, Recipe]:
