@@ -302,7 +302,8 @@ class DeepSpeedEngine:
         """Raises NonFiniteError on every rank, for what `join_statistics` found on rank 0."""
         bad = []
         if joined is not None:
-            bad = [rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(joined[0][:, 0]))]
+            finite = np.isfinite(joined[0][:, 0]).tolist()
+            bad = [row.rollout_id for row, fine in zip(rows, finite, strict=True) if not fine]
         bad = self._comm.broadcast_json(bad)
         if bad:
             raise NonFiniteError(

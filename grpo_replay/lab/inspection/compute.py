@@ -133,7 +133,7 @@ def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -
     draw is counted from the step that took the rollout: that of its birth, in asynchronous runs a
     later one. Otherwise a first draw is new.
     """
-    draws = draws[np.lexsort((draws.update, draws.row))]
+    draws = draws[np.lexsort((draws.update, draws.row))].view(np.recarray)
     first = np.append(True, draws.row[1:] != draws.row[:-1])
     taken = log.logged_step[draws.row]
     trained_when_taken = settings.anchors_fresh | (taken <= settings.warmup_steps)
