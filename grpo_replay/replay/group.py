@@ -31,7 +31,7 @@ def rollouts_of_group(
     first_rollout_id: int,
     group_id: int,
     prompt_id: str,
-    step: int,
+    birth_step: int,
     prompt_token_ids: Sequence[int] | np.ndarray,
     rewards: Sequence[float | None],
     advantages: Sequence[float | None] | np.ndarray | None = None,
@@ -42,7 +42,8 @@ def rollouts_of_group(
     divide_by_std: bool = True,
     **completions: Unpack[OfCompletions],
 ) -> list[Rollout]:
-    """The G rollouts of one prompt, born at `step`, with their advantages (paper A, section 3).
+    """The G rollouts of one prompt, born in `birth_step`, the step whose policy sampled them, with
+    their advantages (paper A, section 3).
 
     Ids are `first_rollout_id + i`; ids of rollouts and of groups must be unique in a run and
     ascend. Rewards of at least `correct` count as correct. A completion whose reward is None
@@ -63,9 +64,9 @@ def rollouts_of_group(
     shared: dict[str, Any] = {
         "prompt_id": prompt_id,
         "prompt_token_ids": np.array(prompt_token_ids, np.int32),
-        "birth_step": step,
-        "policy_version": step - 1,
-        "policy_version_end": step - 1,
+        "birth_step": birth_step,
+        "policy_version": birth_step - 1,
+        "policy_version_end": birth_step - 1,
     }
     return [
         Rollout(first_rollout_id + i, group_id, **shared, **members[i], **score)

@@ -71,13 +71,24 @@ class ReplayBuffer(EntryStore):
         """The step that `step` makes next, from 1 on: the birth step of its fresh rollouts."""
         return self.last_step + 1
 
-    def new_group(self, **group: Any) -> list[Rollout]:
-        """The rollouts of one group for the next `step`: `rollouts_of_group` with the next ids and
-        step. If all rewards are equal, it is empty or kept, as `replay.drop_zero_variance` says."""
+    def new_group(self, *, birth_step: int | None = None, **group: Any) -> list[Rollout]:
+        """The rollouts of one group for the next `step`: `rollouts_of_group` with the next ids. If
+        all rewards are equal, it is empty or kept, as `replay.drop_zero_variance` says.
+
+        `birth_step` is the step whose policy sampled them: the next one, or where sampling runs
+        ahead of training an earlier one. Their ages count from it. Raises ValueError for a step
+        before the first or after the next.
+        """
+        birth_step = self.next_step if birth_step is None else birth_step
+        if not 1 <= birth_step <= self.next_step:
+            raise ValueError(
+                f"birth_step {birth_step}: the step whose policy sampled the group is at least 1 "
+                f"and at most {self.next_step}, the next step of the buffer; leave it out for that"
+            )
         rollouts = rollouts_of_group(
             first_rollout_id=self.next_rollout_id,
             group_id=self.next_group_id,
-            step=self.next_step,
+            birth_step=birth_step,
             keep_zero_variance=not self.settings.drop_zero_variance,
             **group,
         )

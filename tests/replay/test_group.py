@@ -11,7 +11,7 @@ from grpo_replay.types import Rollout
 
 def rollouts(**changes) -> list[Rollout]:
     given = {
-        "first_rollout_id": 40, "group_id": 7, "prompt_id": "p", "step": 3,
+        "first_rollout_id": 40, "group_id": 7, "prompt_id": "p", "birth_step": 3,
         "prompt_token_ids": [5, 6], "completion_token_ids": [[1], [2, 3], [4, 4, 4]],
         "behavior_logprobs": [[-0.1], [-0.2, -0.3], [-0.4, -0.5, -0.6]],
         "rewards": [1.0, -1.0, -1.0],

@@ -1,0 +1,42 @@
+"""What a trainer that is not ours needs of the buffer: births, one prompt a group, splits, states."""
+
+import numpy as np
+import pytest
+
+from grpo_replay import ReplayBuffer, ReplayConfig
+
+CONFIG = ReplayConfig.of("ours", ratio=1.0, warmup_steps=0, max_age_steps=2)
+
+
+def group(buffer, rewards=(1.0, -1.0), **changes):
+    size = len(rewards)
+    given = {
+        "prompt_id": "p", "prompt_token_ids": [5, 6],
+        "completion_token_ids": [[1], [2, 3], [4], [5]][:size],
+        "behavior_logprobs": [[-0.5], [-1.0, -0.25], [-2.0], [-4.0]][:size],
+        "rewards": list(rewards),
+    }  # fmt: skip
+    return buffer.new_group(**given | changes)
+
+
+def test_a_group_that_was_sampled_ahead_is_as_old_as_its_policy():
+    buffer = ReplayBuffer(CONFIG, 2)
+    for _ in range(3):
+        buffer.step(group(buffer))
+    ahead = group(buffer, birth_step=2)
+    assert {(each.birth_step, each.policy_version) for each in ahead} == {(2, 1)}
+    assert [each.rollout_id for each in ahead] == [6, 7]
+    assert {each.birth_step for each in group(buffer)} == {4}
+    batch = buffer.step(ahead)
+    assert batch.ages.tolist()[:2] == [0, 0] and not batch.replayed[:2].any()
+    # At step 5 they are three steps old, one too many; those of step 3 are two.
+    assert sorted(set(buffer.column("birth_step").tolist())) == [3]
+
+
+@pytest.mark.parametrize("birth_step", [0, -1, 3])
+def test_no_group_is_born_before_the_first_step_or_after_the_next(birth_step):
+    buffer = ReplayBuffer(CONFIG, 2)
+    buffer.step(group(buffer))
+    with pytest.raises(ValueError, match=f"birth_step {birth_step}: .* at least 1 and at most 2"):
+        group(buffer, birth_step=birth_step)
+    assert (buffer.next_rollout_id, buffer.next_group_id) == (2, 1)
