@@ -13,9 +13,10 @@ from typing import Any
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import ReplayConfig, ReplaySection
 from grpo_replay.replay.compose import buffer_step
-from grpo_replay.replay.entry_store import EntryStore
+from grpo_replay.replay.entry_store import EntryStore, checked_settings
 from grpo_replay.replay.group import rollouts_of_group
 from grpo_replay.replay.insertion import check_insertable, entries_of
+from grpo_replay.storage.recipe_history import differences
 from grpo_replay.types import DRAW_STREAM, ComposedBatch, Entry, Rollout, stream
 
 _LIBRARY_FACTS = ("seed", "next_rollout_id", "next_group_id")
@@ -140,11 +141,13 @@ class ReplayBuffer(EntryStore):
     @staticmethod
     def load(
         path: str | Path,
+        settings: ReplaySection | None = None,
         payload_of: Callable[[int], Any] | None = None,
         on_evict: Callable[[tuple[Entry, ...]], None] | None = None,
     ) -> "ReplayBuffer":
         """The buffer that `save` wrote. Its next steps are those of a buffer that was never
-        interrupted. `payload_of` gives the payload of a rollout id; without it a file of entries
+        interrupted: a run keeps the replay settings that it began with. `settings` are those that
+        the caller expects; a difference is refused by its name. `payload_of` gives the payload of a rollout id; without it a file of entries
         with other payloads than rollouts is refused. From a checkpoint's buffer.parquet, seed is 0
         and the next ids follow the stored ones. Raises SnapshotError.
         """
@@ -153,10 +156,12 @@ class ReplayBuffer(EntryStore):
         path = Path(path)
         snapshot = read_snapshot(path, payload_of)
         try:
-            settings = ReplayConfig.model_validate(snapshot.settings)
+            own = ReplayConfig.model_validate(snapshot.settings)
         except RecipeError as error:
             raise SnapshotError(f"{path}: its replay settings are not valid: {error}") from error
-        buffer = ReplayBuffer(settings, snapshot.group_size, on_evict=on_evict)
+        if settings is not None:
+            _refuse_other_settings(path, own, checked_settings(settings))
+        buffer = ReplayBuffer(own, snapshot.group_size, on_evict=on_evict)
         set_state_of(path, snapshot, buffer)
         buffer.last_step = snapshot.step
         buffer.count_ids(buffer.entries())
@@ -187,3 +192,17 @@ class ReplayBuffer(EntryStore):
                 f"than the rollouts of one step, {max(generated, len(fresh))}: it counts rollouts, "
                 "neither groups nor batches; raise it"
             )
+
+
+def _refuse_other_settings(path: Path, own: ReplaySection, given: ReplaySection) -> None:
+    """Raises SnapshotError for settings with another effect than the file's `own`."""
+    changed = [
+        f"replay.{key} is {saved!r} in the file and {wanted!r} in the settings given"
+        for key, saved, wanted in differences(own, given)
+        if key != "preset"  # the name of values that are compared themselves
+    ]
+    if changed:
+        raise SnapshotError(
+            f"{path}: {'; '.join(changed)}: a run keeps the replay settings that it began with. "
+            f"Continue with {own!r}, or begin a new run with an empty buffer"
+        )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_replay import ReplayBuffer, ReplayConfig
+from grpo_replay.errors import SnapshotError
 
 CONFIG = ReplayConfig.of("ours", ratio=1.0, warmup_steps=0, max_age_steps=2)
 
@@ -40,3 +41,21 @@ def test_no_group_is_born_before_the_first_step_or_after_the_next(birth_step):
     with pytest.raises(ValueError, match=f"birth_step {birth_step}: .* at least 1 and at most 2"):
         group(buffer, birth_step=birth_step)
     assert (buffer.next_rollout_id, buffer.next_group_id) == (2, 1)
+
+
+def test_a_saved_buffer_goes_on_with_the_settings_that_it_began_with(tmp_path):
+    buffer, path = ReplayBuffer(CONFIG, 2), tmp_path / "buffer.parquet"
+    buffer.step(group(buffer))
+    buffer.save(path)
+    spelled_out = ReplayConfig(**{**CONFIG.model_dump(), "preset": "uniform"})
+    for same in (None, CONFIG, spelled_out):
+        assert ReplayBuffer.load(path, same).settings == CONFIG
+    other = ReplayConfig.of("ours", ratio=0.25, warmup_steps=0, max_age_steps=3)
+    with pytest.raises(SnapshotError) as seen:
+        ReplayBuffer.load(path, settings=other)
+    assert str(seen.value).startswith(
+        f"{path}: replay.ratio is 1.0 in the file and 0.25 in the settings given; "
+        "replay.max_age_steps is 2 in the file and 3 in the settings given: a run keeps"
+    )
+    with pytest.raises(TypeError, match="ReplayConfig"):
+        ReplayBuffer.load(path, {"ratio": 1.0})
