@@ -8,7 +8,7 @@ step. Ages are in training steps. A caller of `draw` passes its own random gener
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -80,6 +80,15 @@ class EntryStore:
     def __len__(self) -> int:
         """Number of stored entries."""
         return len(self._columns["entry"])
+
+    def __copy__(self) -> Self:
+        """The store as it is now: what happens to the original does not change the copy. Entries
+        are shared."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._columns = {name: column.copy() for name, column in self._columns.items()}
+        copied._gone = [*self._gone]
+        return copied
 
     def column(self, name: str) -> np.ndarray:
         """A read-only view of one column, in the order of insertion: rollout_id, group_id,

@@ -29,6 +29,8 @@ class ReplayBuffer(EntryStore):
     Life cycle in any trainer: each step, make the fresh rollouts (`new_group`, or `Rollout` with
     ids of your own), call `step` once, train on what it returns with the log-probs frozen in it,
     and call `save` with your checkpoint. `load` continues as if never interrupted, bit for bit.
+    Where a batch is planned ahead when a checkpoint is written, the checkpoint needs the buffer
+    before that step: `before = copy.copy(buffer)`, then `buffer.step(…)`, and `before.save(path)`.
 
     >>> from grpo_replay import ReplayBuffer, ReplayConfig
     >>> config = ReplayConfig.of("ours", warmup_steps=0, max_age_steps=2)

@@ -1,5 +1,7 @@
 """What a trainer that is not ours needs of the buffer: births, one prompt a group, splits, states."""
 
+from copy import copy
+
 import numpy as np
 import pytest
 
@@ -59,3 +61,23 @@ def test_a_saved_buffer_goes_on_with_the_settings_that_it_began_with(tmp_path):
     )
     with pytest.raises(TypeError, match="ReplayConfig"):
         ReplayBuffer.load(path, {"ratio": 1.0})
+
+
+def test_a_copy_before_a_step_is_what_a_resumed_run_goes_on_from(tmp_path):
+    """A batch is planned ahead when the checkpoint is written: the resumed run plans it again."""
+    buffer = ReplayBuffer(CONFIG, 2, seed=5)
+    for _ in range(3):
+        buffer.step(group(buffer))
+    buffer.save(tmp_path / "at_the_end_of_step_3")
+    before = copy(buffer)
+    planned = buffer.step(group(buffer))
+    before.save(tmp_path / "saved_later")
+    saved = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    assert saved[0] == saved[1]
+    resumed = ReplayBuffer.load(tmp_path / "saved_later")
+    again = resumed.step(group(resumed))
+    assert [each.rollout_id for each in again.entries] == [6, 7] + [
+        each.rollout_id for each in planned.draw.entries
+    ]
+    assert np.array_equal(again.draw.probabilities, planned.draw.probabilities)
+    assert before.step(group(before)).ages.tolist() == planned.ages.tolist()  # a rolled back step
