@@ -45,7 +45,7 @@ def group_advantages(
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
 ) -> GroupAdvantage:
-    """Mean, standard deviation and advantages of one group of G ≥ 2 rewards, None where a reward
+    """Mean, standard deviation and advantages of one group of G ≥ 1 rewards, None where a reward
     is missing.
 
     Without `divide_by_std`, `A_i = r_i - μ_g` (Dr. GRPO): rewards [1, 1, 1, -1] give
@@ -81,8 +81,8 @@ def group_advantages(
 def _as_rewards(rewards_G: Sequence[float | None] | np.ndarray) -> np.ndarray:
     """float32 values as float64 [G], NaN where a reward is missing."""
     rewards = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
-    if rewards.ndim != 1 or rewards.size < 2:
-        raise ValueError(f"rewards of one group have shape [G] with G ≥ 2, found {rewards.shape}")
+    if rewards.ndim != 1 or rewards.size < 1:
+        raise ValueError(f"rewards of one group have shape [G] with G ≥ 1, found {rewards.shape}")
     return rewards
 
 

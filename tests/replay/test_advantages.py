@@ -80,7 +80,7 @@ def test_rewards_that_are_not_finite_or_no_group_are_refused():
     for bad in (math.nan, -math.inf):
         with pytest.raises(NonFiniteError):
             group_advantages([1.0, bad, -1.0])
-    for shape in ((), (1,), (2, 4)):
+    for shape in ((), (0,), (2, 4)):
         with pytest.raises(ValueError, match="shape"):
             group_advantages(np.ones(shape))
     with pytest.raises(ValueError, match="population"):

@@ -81,3 +81,11 @@ def test_a_copy_before_a_step_is_what_a_resumed_run_goes_on_from(tmp_path):
     ]
     assert np.array_equal(again.draw.probabilities, planned.draw.probabilities)
     assert before.step(group(before)).ages.tolist() == planned.ages.tolist()  # a rolled back step
+
+
+@pytest.mark.parametrize("settings", [CONFIG, ReplayConfig.of("fifo")])
+def test_a_group_of_one_completion_is_empty(settings):
+    """It has no deviation, whatever `drop_zero_variance` says."""
+    buffer = ReplayBuffer(settings, 2)
+    assert group(buffer, rewards=[1.0]) == []
+    assert (buffer.next_rollout_id, buffer.next_group_id) == (1, 1)
