@@ -22,8 +22,8 @@ class OfCompletions(TypedDict):
     """[T_i], True for the tokens that train; without it all do."""
     truncated: NotRequired[Sequence[bool] | None]
     """Whether it was cut off at its maximum length."""
-    extras: NotRequired[Sequence[Mapping[str, np.ndarray]] | None]
-    """Further arrays by name, as in `Rollout`."""
+    extras: NotRequired[Sequence[Mapping[str, Any]] | None]
+    """Further arrays by name, as in `Rollout`, or tensors; those of bfloat16 become float32."""
 
 
 def rollouts_of_group(
@@ -104,23 +104,25 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     return [
         {
             "completion_index": i,
-            "completion_token_ids": _array(tokens[i], np.int32),
+            "completion_token_ids": as_array(tokens[i], np.int32),
             "completion_text": "",
-            "behavior_logprobs": _array(logprobs[i], np.float32),
-            "sampler_logprobs": _array(sampler[i], np.float32),
+            "behavior_logprobs": as_array(logprobs[i], np.float32),
+            "sampler_logprobs": as_array(sampler[i], np.float32),
             "finish_reason": "length" if truncated[i] else "stop",
-            "completion_mask": None if masks is None else _array(masks[i], np.bool_),
-            "extras": {name: np.array(array) for name, array in extras[i].items()},
+            "completion_mask": None if masks is None else as_array(masks[i], np.bool_),
+            "extras": {name: as_array(array) for name, array in extras[i].items()},
         }
         for i in range(size)
     ]
 
 
-def _array(values: Any, dtype: type) -> np.ndarray:
-    """A copy. numpy has no bfloat16, and does not read a tensor of a GPU or with a gradient."""
+def as_array(values: Any, dtype: type | None = None) -> np.ndarray:
+    """A copy of a list, an array or a tensor, of its own type without `dtype`. numpy has no
+    bfloat16, and does not read a tensor of a GPU or with a gradient."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
-        values = (values.float() if dtype is np.float32 else values).numpy()
+        is_bfloat16 = str(values.dtype) == "torch.bfloat16"
+        values = (values.float() if is_bfloat16 else values).numpy()
     return np.array(values, dtype)
 
 

@@ -89,3 +89,21 @@ def test_a_group_of_one_completion_is_empty(settings):
     buffer = ReplayBuffer(settings, 2)
     assert group(buffer, rewards=[1.0]) == []
     assert (buffer.next_rollout_id, buffer.next_group_id) == (1, 1)
+
+
+def test_extras_are_tensors_of_any_precision_as_log_probs_are(tmp_path):
+    import torch
+
+    reference = torch.tensor([-0.5, -1.25], dtype=torch.bfloat16, requires_grad=True)
+    extras = [
+        {"reference": reference[:length], "experts": torch.arange(2 * length).reshape(length, 2)}
+        for length in (1, 2)
+    ]
+    buffer = ReplayBuffer(CONFIG, 2)
+    buffer.step(group(buffer, extras=extras, behavior_logprobs=[reference[:1], reference]))
+    buffer.save(tmp_path / "buffer.parquet")
+    for stored in (buffer.rollouts(), ReplayBuffer.load(tmp_path / "buffer.parquet").rollouts()):
+        assert stored[1].extras["reference"].tolist() == [-0.5, -1.25]
+        assert stored[1].extras["reference"].dtype == np.float32
+        assert stored[1].extras["experts"].tolist() == [[0, 1], [2, 3]]
+        assert stored[1].extras["experts"].dtype == np.int64
