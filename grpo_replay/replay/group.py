@@ -54,7 +54,8 @@ def rollouts_of_group(
     `advantages`, rounded to float32. If all rewards are equal (with `advantages`: if those are all
     0, whatever the rewards), the group has no signal: the list is empty, or has advantages 0 with
     `keep_zero_variance`. It is always empty with fewer than two rewards. Raises ValueError if
-    lengths differ or an advantage is not finite, NonFiniteError for a reward that is not finite.
+    lengths differ, for several prompts, or if an advantage is not finite, NonFiniteError for a
+    reward that is not finite.
     """
     members = _members(len(rewards), completions)
     group = group_advantages(rewards, std, epsilon, divide_by_std)
@@ -63,7 +64,7 @@ def rollouts_of_group(
     scores = _scores(rewards, group, correct, keep_zero_variance)
     shared: dict[str, Any] = {
         "prompt_id": prompt_id,
-        "prompt_token_ids": np.array(prompt_token_ids, np.int32),
+        "prompt_token_ids": _one_prompt(prompt_token_ids, prompt_id),
         "birth_step": birth_step,
         "policy_version": birth_step - 1,
         "policy_version_end": birth_step - 1,
@@ -114,6 +115,25 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
         }
         for i in range(size)
     ]
+
+
+def _one_prompt(token_ids: Any, prompt_id: str) -> np.ndarray:
+    """int32 [P]. Raises ValueError for several prompts, of equal or of other lengths."""
+    try:
+        tokens_P = as_array(token_ids, np.int32)
+        shape: tuple[Any, ...] = tokens_P.shape
+    except ValueError:
+        if not any(map(np.ndim, token_ids)):
+            raise
+        shape = (len(token_ids), "…")
+    if len(shape) == 1:
+        return tokens_P
+    raise ValueError(
+        f"prompt {prompt_id}: prompt_token_ids of shape {shape} are not of one prompt, [P]: a group "
+        "is completions of one prompt, whose rewards are compared with each other. Make a group of "
+        "each prompt; what differs between completions, such as the turns of an episode, belongs "
+        "to completion_token_ids, with a completion_mask that is False there"
+    )
 
 
 def as_array(values: Any, dtype: type | None = None) -> np.ndarray:

@@ -80,13 +80,19 @@ class ReplayBuffer(EntryStore):
 
         `birth_step` is the step whose policy sampled them: the next one, or where sampling runs
         ahead of training an earlier one. Their ages count from it. Raises ValueError for a step
-        before the first or after the next.
+        before the first or after the next, and for more completions than `group_size`.
         """
         birth_step = self.next_step if birth_step is None else birth_step
         if not 1 <= birth_step <= self.next_step:
             raise ValueError(
                 f"birth_step {birth_step}: the step whose policy sampled the group is at least 1 "
                 f"and at most {self.next_step}, the next step of the buffer; leave it out for that"
+            )
+        if (size := len(group["rewards"])) > self.group_size:
+            raise ValueError(
+                f"prompt {group.get('prompt_id')}: {size} completions, more than group_size "
+                f"{self.group_size}: give each sampling of a prompt a group of its own, or make the "
+                "buffer with the number of completions that a prompt has"
             )
         rollouts = rollouts_of_group(
             first_rollout_id=self.next_rollout_id,
@@ -95,7 +101,7 @@ class ReplayBuffer(EntryStore):
             keep_zero_variance=not self.settings.drop_zero_variance,
             **group,
         )
-        self.next_rollout_id += len(group["rewards"])
+        self.next_rollout_id += size
         self.next_group_id += 1
         return rollouts
 

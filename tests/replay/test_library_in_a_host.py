@@ -107,3 +107,26 @@ def test_extras_are_tensors_of_any_precision_as_log_probs_are(tmp_path):
         assert stored[1].extras["reference"].dtype == np.float32
         assert stored[1].extras["experts"].tolist() == [[0, 1], [2, 3]]
         assert stored[1].extras["experts"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [[5, 6], [5, 7]],
+        [[5, 6], [5]],
+        np.array([[5, 6], [5, 7]]),
+        [np.array([5, 6]), np.array([5])],
+    ],
+)
+def test_several_prompts_in_a_group_are_refused_with_what_to_do(prompts):
+    buffer = ReplayBuffer(CONFIG, 2)
+    with pytest.raises(ValueError, match=r"prompt p: .*not of one prompt.*Make a group of each"):
+        group(buffer, prompt_token_ids=prompts)
+    assert buffer.next_group_id == 0
+
+
+def test_more_completions_than_a_group_has_are_refused_when_the_group_is_made():
+    buffer = ReplayBuffer(CONFIG, 2)
+    with pytest.raises(ValueError, match="prompt p: 3 completions, more than group_size 2: give"):
+        group(buffer, rewards=[1.0, -1.0, 1.0])
+    assert buffer.next_rollout_id == 0
