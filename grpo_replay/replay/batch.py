@@ -55,6 +55,12 @@ def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) 
     return TrainRow(prompt_token_ids, completion_token_ids, zeros_T, zeros_T)
 
 
+def even_sizes(count: int, parts: int) -> list[int]:
+    """How many of `count` each of `parts` gets: sizes that differ by at most one, the larger first;
+    0 for some if there are more parts than that. Example: 8 in 3 parts are [3, 3, 2]."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
 def mini_batch_indices(
     count: int, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
@@ -66,7 +72,8 @@ def mini_batch_indices(
     if count == 0:
         return []
     parts = min(settings.updates_of(count), count)
-    return [np.sort(part) for part in np.array_split(generator.permutation(count), parts)]
+    ends = np.cumsum(even_sizes(count, parts))[:-1]
+    return [np.sort(part) for part in np.split(generator.permutation(count), ends)]
 
 
 def update_indices(

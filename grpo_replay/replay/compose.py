@@ -27,6 +27,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.batch import even_sizes
 from grpo_replay.replay.entry_store import EntryStore
 from grpo_replay.replay.insertion import entries_of
 from grpo_replay.types import ComposedBatch, Draw, Entry, Rollout
@@ -104,8 +105,7 @@ def _draw_for_updates(
     one."""
     if updates == 1:
         return buffer.draw(count, step, rng)
-    sizes = [count // updates + (update < count % updates) for update in range(updates)]
-    draws = [buffer.draw(size, step, rng) for size in sizes]
+    draws = [buffer.draw(size, step, rng) for size in even_sizes(count, updates)]
     return replace(
         draws[0],
         entries=tuple(entry for draw in draws for entry in draw.entries),

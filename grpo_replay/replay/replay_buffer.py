@@ -10,14 +10,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_replay.errors import RecipeError, SnapshotError
-from grpo_replay.recipe import ReplayConfig, ReplaySection
+from grpo_replay.recipe import BatchSection, ReplayConfig, ReplaySection
+from grpo_replay.replay.batch import update_indices
 from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.entry_store import EntryStore, checked_settings
 from grpo_replay.replay.group import rollouts_of_group
 from grpo_replay.replay.insertion import check_insertable, entries_of
 from grpo_replay.storage.recipe_history import differences
-from grpo_replay.types import DRAW_STREAM, ComposedBatch, Entry, Rollout, stream
+from grpo_replay.types import (
+    DRAW_STREAM,
+    SPLIT_STREAM,
+    ComposedBatch,
+    Entry,
+    Rollout,
+    stream,
+)
 
 _LIBRARY_FACTS = ("seed", "next_rollout_id", "next_group_id")
 """What `save` adds to a snapshot, and a run of this package has elsewhere."""
@@ -136,6 +146,14 @@ class ReplayBuffer(EntryStore):
         self.last_step = step
         self.count_ids(entries)
         return batch
+
+    def split(self, batch: ComposedBatch, updates: int) -> list[np.ndarray]:
+        """The rows of the last step's `batch` that each of `updates` optimizer updates trains on,
+        ascending: a random split, as a run of this package makes it, in which replayed rows are in
+        every update. Sizes differ by at most one. There are fewer parts for fewer rows, so that
+        none is empty, and none for a batch without rows. The same for the same seed and step."""
+        rng = stream(self.seed, self.last_step, SPLIT_STREAM)
+        return update_indices(batch, BatchSection(updates_per_step=updates), rng)
 
     def save(self, path: str | Path) -> None:
         """Write everything that `load` needs to continue after the last `step`: a snapshot

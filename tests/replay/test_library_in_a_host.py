@@ -7,6 +7,9 @@ import pytest
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.errors import SnapshotError
+from grpo_replay.recipe import BatchSection
+from grpo_replay.replay.batch import even_sizes, update_indices
+from grpo_replay.types import stream
 
 CONFIG = ReplayConfig.of("ours", ratio=1.0, warmup_steps=0, max_age_steps=2)
 
@@ -130,3 +133,29 @@ def test_more_completions_than_a_group_has_are_refused_when_the_group_is_made():
     with pytest.raises(ValueError, match="prompt p: 3 completions, more than group_size 2: give"):
         group(buffer, rewards=[1.0, -1.0, 1.0])
     assert buffer.next_rollout_id == 0
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 9])
+def test_a_batch_is_split_as_a_run_of_this_package_splits_it(updates):
+    buffer = ReplayBuffer(CONFIG, 4, seed=7)
+    for _ in range(3):
+        batch = buffer.step(group(buffer, rewards=[1.0, -1.0, 1.0, -1.0]))
+    parts = buffer.split(batch, updates)
+    assert sorted(row for part in parts for row in part) == list(range(8))
+    assert [len(part) for part in parts] == even_sizes(8, min(updates, 8))
+    section, rng = BatchSection(updates_per_step=updates), stream(7, 3, 2)
+    expected = update_indices(batch, section, rng)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
+    again = [part.tolist() for part in buffer.split(batch, updates)]
+    assert again == [part.tolist() for part in parts]
+
+
+def test_a_batch_without_rows_has_no_updates():
+    buffer = ReplayBuffer(CONFIG, 4)
+    assert buffer.split(buffer.step([]), 2) == []
+
+
+def test_shares_differ_by_one_the_larger_first():
+    assert even_sizes(8, 3) == [3, 3, 2]
+    assert even_sizes(2, 4) == [1, 1, 0, 0]
+    assert even_sizes(0, 2) == [0, 0]
