@@ -7,14 +7,13 @@ Loads no torch.
 """
 
 import json
-import math
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.integrations.host_words import HostWords
 from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, record_recipe, write_recipe
@@ -27,24 +26,23 @@ _UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards a
 class OutputFolder:
     """The files of one run. Only the main process writes."""
 
-    def __init__(self, folder: Path, settings: ReplaySection, others: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, settings: ReplaySection, others: Mapping[str, Any], words: HostWords
+    ) -> None:
         """`others` are the sections of the recipe other than `replay`. Raises RecipeError, in the
-        names of TRL's GRPOConfig."""
+        names of the host."""
         replay = settings.model_dump(mode="json")
         try:
-            self.recipe = resolve_recipe([{**others, "replay": replay}], source="GRPOConfig")
+            self.recipe = resolve_recipe([{**others, "replay": replay}], source=words.settings)
         except RecipeError as error:
-            named = str(error).replace("loss.dual_clip", "delta")
-            named = re.sub(r"run\.steps (\d+)", r"the \1 generation batches of max_steps", named)
-            named = re.sub(r"(GRPOConfig: )(?:loss|sampling|optimizer|run)\.", r"\1", named)
-            raise RecipeError(named) from error
-        self.folder = folder
+            raise RecipeError(words.renamed(str(error))) from error
+        self.folder, self.words = folder, words
         self.metrics = folder / METRICS
 
     def open(self, step: int, goes_on: bool) -> None:
         """Begin a run, unless another is there, or go on with it after `step`: later files go."""
         if not goes_on:
-            refuse_another_run(self.folder)
+            refuse_another_run(self.folder, self.words)
         for name in ("rollouts", "draws"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if goes_on:
@@ -72,56 +70,22 @@ class OutputFolder:
             file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 
 
-def refuse_another_run(folder: Path, may_resume: bool = False) -> None:
+def refuse_another_run(folder: Path, words: HostWords, may_resume: bool = False) -> None:
     """Raises OutputDirectoryError if the folder holds a run, unless it `may_resume` from one of its
     checkpoints."""
-    resumable = may_resume and any(folder.glob("checkpoint-*"))
+    resumable = may_resume and any(folder.glob(words.checkpoints))
     if (folder / METRICS).exists() and not resumable:
         raise OutputDirectoryError(
             f"{folder} already holds the rollouts and metrics of another run: choose another "
-            "output_dir, or continue that run with resume_from_checkpoint"
+            f"{words.folder}, or continue that run with {words.resume}"
         )
 
 
-def refuse_without_history(folder: Path, origin: Path, step: int) -> None:
+def refuse_without_history(folder: Path, origin: Path, step: int, words: HostWords) -> None:
     """Raises CheckpointError if the files of the steps up to `step` are not in the folder."""
     if step and not (folder / METRICS).exists():
         raise CheckpointError(
             f"{folder} has no {METRICS}, rollouts/ and draws/ of the {step} steps that filled the "
-            f"buffer of the checkpoint: resume with output_dir {origin}, or copy them and "
+            f"buffer of the checkpoint: resume with {words.folder} {origin}, or copy them and "
             f"{RECIPE_FILE} from there"
         )
-
-
-AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
-"""TRL's losses that a recipe has."""
-
-
-def sections_of(args: Any, model: str, is_rounded: bool, max_steps: int) -> dict[str, Any]:
-    """The recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig `args`, as far as
-    known. Steps are generation batches, which make one draw each, however many updates TRL makes.
-    `is_rounded`: the model computes in 16 bits, as far as log-probs are concerned in bfloat16."""
-    updates = args.steps_per_generation / args.gradient_accumulation_steps
-    loss, longest = {"beta": args.beta}, args.max_completion_length
-    if aggregation := AGGREGATIONS.get(args.loss_type):
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        loss |= {"epsilon": args.epsilon, "epsilon_high": high, "dual_clip": args.delta}
-        loss["aggregation"] = aggregation
-        if (args.importance_sampling_level, args.loss_type) == ("sequence", "grpo"):
-            loss["kind"] = "gspo"
-    return {
-        "name": "trl",
-        "model": {"path": model, "dtype": "bfloat16" if is_rounded else "float32"},
-        "batch": {"updates_per_step": 1},
-        "loss": loss,
-        "sampling": {
-            "prompts_per_step": args.generation_batch_size // args.num_generations,
-            "group_size": args.num_generations,
-            "temperature": args.temperature,
-            **({"max_completion_length": longest} if longest else {}),
-        },
-        "reward": {"mask_truncated": args.mask_truncated_completions},
-        "advantage": {"std": "none" if args.scale_rewards == "none" else "sample", "epsilon": 1e-4},
-        "optimizer": {"learning_rate": args.learning_rate},
-        "run": {"seed": args.seed, "steps": math.ceil(max_steps / updates)},
-    }

@@ -14,62 +14,40 @@ A step of the buffer is a generation batch (`steps_per_generation` micro-batches
 `grpo` or ratio 0 this is TRL's own trainer, bit for bit.
 """
 
-import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
-from grpo_replay.errors import CheckpointError, UsageError
-from grpo_replay.integrations.output_folder import (
-    METRICS,
-    OutputFolder,
-    refuse_another_run,
-    refuse_without_history,
-    sections_of,
-)
-from grpo_replay.integrations.trl_listening import Forwards, evaluating, heard
+from grpo_replay.errors import UsageError
+from grpo_replay.integrations.accelerated import AcceleratedReplay
+from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
+from grpo_replay.integrations.listening import Forwards, evaluating, heard
+from grpo_replay.integrations.outcomes import outcomes_of
 from grpo_replay.integrations.trl_rows import (
     EXTRAS,
     ROW,
     Tensors,
     Texts,
-    make_rollouts,
-    outcomes_of,
     rows_of,
     to_tensors,
+    trained_mask,
 )
 from grpo_replay.recipe import ReplayConfig
-from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.batch import even_sizes
 from grpo_replay.replay.entry_store import checked_settings
-from grpo_replay.storage.atomic import json_values
-from grpo_replay.storage.rollout_log import write_step
-from grpo_replay.training.metrics import (
-    Metrics,
-    batch_metrics,
-    buffer_metrics,
-    cost_metrics,
-    generation_metrics,
-)
-from grpo_replay.types import Rollout, RolloutOutcome
 
-SNAPSHOT = "buffer.parquet"
 PADDED, PADDING_GAP = 8, {False: 1e-2, True: 0.1}
 """More tokens before a prompt, and the mean gap of log-probs, in nats, that they may make in
 float32 and in half precision."""
-_Host: Any = object  # a GRPOTrainer, for the type checker
 
 
-class ReplayMixin(_Host):
+class ReplayMixin(AcceleratedReplay):
     """Replay for a subclass of GRPOTrainer; it stands first: `class Mine(ReplayMixin, Trainer)`.
 
     `replay` are the settings of the buffer (default: preset `ours`). `output_dir` gets rollouts/,
@@ -95,41 +73,27 @@ class ReplayMixin(_Host):
     def __init__(self, *args: Any, replay: ReplayConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.replay = ReplayConfig() if replay is None else checked_settings(replay)
-        self._micro_batches_left = 0  # of the generation batch that is being trained on
         if not self.replay.replays:
             return
         if problems := list(_problems(self, self.args)):
             raise UsageError("replay in TRL: " + "; ".join(problems))
         self._tag_names = [*self._tag_names, "grpo-replay", "rollout-replay"]
-        self._from_main(lambda: refuse_another_run(Path(self.args.output_dir), may_resume=True))
-        self.replay_buffer = ReplayBuffer(self.replay, self.num_generations, self.args.seed)
-        self._folder: OutputFolder | None = None
-        if self.args.max_steps > 0:  # by epochs, the length is known when training begins
-            self._folder_of(self.args.max_steps)
-        self._goes_on = False  # with a run of which there is a checkpoint
-        self._outcomes: dict[int, RolloutOutcome] = {}  # of this process's rows
+        self._begin_replay(self.replay, GRPO_CONFIG)
 
-    def _folder_of(self, max_steps: int) -> OutputFolder:
-        """The folder of a run of so many optimizer steps. Raises RecipeError."""
-        name = self.model.config._name_or_path
-        sections = sections_of(self.args, name, self._is_rounded, max_steps)
-        return OutputFolder(Path(self.args.output_dir), self.replay, sections)
+    def _sections(self, max_steps: int) -> dict[str, Any]:
+        return sections_of(self.args, self.model.config._name_or_path, self._is_rounded, max_steps)
+
+    def _needed_extras(self) -> dict[str, str]:
+        needed = {"ref_per_token_logps": "beta 0"} if self.beta != 0 else {}
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            needed["importance_sampling_ratio"] = "vllm_importance_sampling_correction False"
+        return needed
 
     @property
     def _is_rounded(self) -> bool:
         """Whether log-probs are of half precision."""
         parameter = next(self.accelerator.unwrap_model(self.model).parameters())
         return self.args.bf16 or self.args.fp16 or parameter.dtype != torch.float32
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().train(*args, **kwargs)
-        if self._micro_batches_left and self.accelerator.is_main_process:
-            warnings.warn(
-                f"training ended inside generation batch {self.replay_buffer.last_step}, which is "
-                f"not in {self.args.output_dir}: let it end after whole generation batches",
-                stacklevel=2,
-            )
-        return output
 
     # The generation batch
 
@@ -146,12 +110,10 @@ class ReplayMixin(_Host):
 
     def _through_buffer(self, generate: Any, inputs: Any) -> Tensors:
         """What is trained on in place of what `generate` returns."""
-        if is_first := self._folder is None:
-            folder = self._folder = self._folder_of(self.state.max_steps)
-            self._from_main(lambda: folder.open(self.replay_buffer.last_step, self._goes_on))
-        self._seconds = dict.fromkeys(("generation", "reward", "logprob", "training", "sync"), 0.0)
+        is_first = self._open_replay()
+        self._begin_batch()
         self._texts: Texts | None = None
-        began = self._began = time.perf_counter()
+        seconds, began = self._clock.seconds, time.perf_counter()
         with heard(
             self,
             _calculate_rewards=self._hear_rewards,
@@ -160,8 +122,8 @@ class ReplayMixin(_Host):
             output = generate(inputs)
             if is_first:
                 self._refuse_padding(output)
-            of_others = self._seconds["reward"] + self._seconds["logprob"]
-            self._seconds["generation"] = time.perf_counter() - began - of_others
+            of_others = seconds["reward"] + seconds["logprob"]
+            seconds["generation"] = time.perf_counter() - began - of_others
             if "old_per_token_logps" not in output:
                 output["old_per_token_logps"] = self._logprobs(output)
         self._tensors = self._replayed(output)
@@ -173,7 +135,7 @@ class ReplayMixin(_Host):
         found = evaluating(method, *args, **kwargs)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # else their time is that of whatever waits for them
-        self._seconds["logprob"] += time.perf_counter() - began
+        self._clock.seconds["logprob"] += time.perf_counter() - began
         return found
 
     def _hear_rewards(
@@ -184,7 +146,7 @@ class ReplayMixin(_Host):
         first = self.accelerator.process_index * len(prompts)
         mine = scores_NF[first : first + len(prompts)].double().cpu().numpy()
         self._texts = Texts(prompts, completions, completion_ids_list, mine)
-        self._seconds["reward"] += time.perf_counter() - began
+        self._clock.seconds["reward"] += time.perf_counter() - began
         return scores_NF
 
     def _logprobs(self, output: Tensors) -> torch.Tensor:
@@ -219,12 +181,10 @@ class ReplayMixin(_Host):
         and rows of padding where there are fewer than micro-batches, or processes are left over."""
         weights_F, extras = self.reward_weights.cpu().numpy(), {**EXTRAS, **self.stored_keys}
         ends = getattr(self, "eos_token_ids", [self._tokenizer.eos_token_id])
-        rows = gather_object(rows_of(output, self._texts, weights_F, ends, extras))
-        trained, filler = self._from_main(lambda: self._compose(rows))
-        processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
-        each = max(math.ceil(len(trained) / processes), micro_batches)
-        padding = [-1] * (each * processes - len(trained))
-        numbers = [*range(len(trained)), *padding][self.accelerator.process_index :: processes]
+        trained, filler = self._through_replay(
+            rows_of(output, self._texts, weights_F, ends, extras)
+        )
+        numbers = self._deal.numbers(self.accelerator.process_index)
         tensors = to_tensors(
             [trained[i] if i >= 0 else filler for i in numbers],
             numbers,
@@ -235,45 +195,11 @@ class ReplayMixin(_Host):
         )
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
-        self._trained_rows = len(trained)
-        self._micro_batches_left = micro_batches
         accumulated = self.args.gradient_accumulation_steps
-        self._order = _update_by_update(micro_batches, accumulated, self._step)
-        self._composed = time.perf_counter()
+        self._order = _update_by_update(self._deal.micro_batches, accumulated, self._step)
         return tensors
 
-    def _compose(self, rows: list[dict[str, Any]]) -> tuple[tuple[Rollout, ...], Rollout]:
-        """On the main process: the step of the buffer. Returns what to train on, in order, and a
-        rollout to pad with."""
-        buffer = self.replay_buffer
-        assert self._folder is not None
-        self._before = copy(buffer), buffer.get_state()
-        rollouts = make_rollouts(
-            rows,
-            self.num_generations,
-            buffer.next_step,
-            buffer.next_rollout_id,
-            buffer.next_group_id,
-            keep_zero_variance=not self.replay.drop_zero_variance,
-            std=self._folder.recipe.advantage.deviation,
-        )
-        buffer.next_rollout_id += len(rows)
-        buffer.next_group_id += len(rows) // self.num_generations
-        fresh = [rollout for rollout in rollouts if rollout.kept]
-        batch = buffer.step(fresh, generated=len(rows))
-        self._generated, self._batch = rollouts, batch
-        # A dropped rollout has no behaviour log-probs. In a row of padding, any will do.
-        return batch.rollouts, replace(rollouts[0], behavior_logprobs=rollouts[0].sampler_logprobs)
-
     # Results
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if self._micro_batches_left:
-            self._micro_batches_left -= 1
-            if not self._micro_batches_left:
-                self._finish_step()
-        return loss
 
     def compute_loss(self, model: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not (self.replay.replays and self.model.training):
@@ -281,135 +207,34 @@ class ReplayMixin(_Host):
         weight = self._weight(len(inputs[ROW]))
         tokens = inputs["num_items_in_batch"] * (weight or 1.0)
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
-        forwards = Forwards({**inputs, "num_items_in_batch": tokens})
+        forwards = Forwards(inputs["old_per_token_logps"])
+        changed = {"old_per_token_logps": forwards.old_BT, "num_items_in_batch": tokens}
         with heard(self, _get_per_token_logps_and_entropies=forwards.hear):
-            loss = super().compute_loss(model, forwards.inputs, *args, **kwargs)
-        forwards.trace(loss)
+            loss = super().compute_loss(model, {**inputs, **changed}, *args, **kwargs)
+        forwards.trace(loss, inputs["advantages"])
         # There the ratio weighs the KL term too, and has a gradient everywhere.
         hidden = self.beta and getattr(self.args, "use_bias_correction_kl", False)
         clipped_BT = None if hidden else forwards.clipped_BT
-        self._outcomes |= outcomes_of(inputs, forwards.made, clipped_BT)
+        logprobs_BT, entropy_BT = forwards.made or (None, None)
+        self._outcomes |= outcomes_of(
+            inputs[ROW].tolist(),
+            inputs["old_per_token_logps"],
+            trained_mask(inputs),
+            logprobs_BT,
+            clipped_BT,
+            entropy_BT,
+        )
         if weight == 0:  # what TRL logs of padding
             for name, values in self._metrics["train"].items():
                 del values[logged.get(name, 0) :]
         return loss if weight == 1 else weight * loss
 
     def _weight(self, rows: int) -> float:
-        """What the loss of a micro-batch of so many rows is multiplied by, auxiliary losses
-        included: every row has the weight that it has where all micro-batches have equally many,
-        none of them padding. 0 if all is padding. A term that divides by the tokens of the
-        generation batch has its rows' weight already, so those are multiplied too."""
-        processes, micro_batches = self.accelerator.num_processes, self.args.steps_per_generation
+        """What the loss of the micro-batch that is trained on, of so many rows, is multiplied
+        by."""
+        micro_batches = self._deal.micro_batches
         turn = self._order.index(micro_batches - self._micro_batches_left)
-        if turn * processes >= self._trained_rows:
-            return 0.0
-        return rows * processes * micro_batches / self._trained_rows
-
-    def _finish_step(self) -> None:
-        """After the last micro-batch of a generation batch: write its files, log its metrics."""
-        now = time.perf_counter()
-        gathered = dict(gather_object(list(self._outcomes.items())))
-        self._outcomes = {}
-        seconds = self._seconds | {"training": now - self._composed}
-        whole = now - self._began
-        seconds |= {"step": whole, "other": max(0.0, whole - sum(seconds.values()))}
-        # On every process, as TRL's own: a callback may stop the training by them.
-        for name, value in self._from_main(lambda: self._record(gathered, seconds)).items():
-            if value is not None and name.startswith(("fresh/", "replay/", "buffer/", "cost/")):
-                self._metrics["train"][name].append(value)
-
-    def _record(self, gathered: dict[int, RolloutOutcome], seconds: dict[str, float]) -> Metrics:
-        """On the main process: the files of the step. Returns the metrics beside TRL's."""
-        batch, buffer = self._batch, self.replay_buffer
-        assert self._folder is not None
-        outcomes = [gathered[row] for row in range(len(batch.rollouts))]
-        survivors = sum(rollout.kept for rollout in self._generated)
-        ours = json_values(
-            batch_metrics(batch, outcomes, survivors)
-            | buffer_metrics(buffer.stats(buffer.last_step))
-            | cost_metrics(seconds, seconds["generation"], self._generated, batch.rollouts)
-        )
-        whole = {**generation_metrics(self._generated, self.num_generations), **ours}
-        write_step(self._folder.folder, buffer.last_step, self._generated, batch, outcomes)
-        self._folder.log(buffer.last_step, whole)
-        return ours
-
-    # Checkpoints
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.replay.replays:
-            folder = (
-                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            )
-            self._from_main(lambda: self._save_buffer(folder))
-        super()._save_checkpoint(model, trial)
-
-    def _save_buffer(self, folder: Path) -> None:
-        """The buffer after the last generation batch that was trained to its end."""
-        buffer = self.replay_buffer
-        if self._micro_batches_left:
-            warnings.warn(
-                f"{folder} is saved inside a generation batch: a run that resumes from it samples "
-                "the batch again, so it is not the run that was never killed; let save_steps be of "
-                "whole generation batches (steps_per_generation micro-batches)",
-                stacklevel=2,
-            )
-            buffer, state = self._before
-            buffer.set_state(state)
-        folder.mkdir(parents=True, exist_ok=True)
-        buffer.save(folder / SNAPSHOT)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.replay.replays:
-            self._from_main(lambda: self._load_buffer(Path(checkpoint) / SNAPSHOT))
-            # As in a new trainer, even if this one was stopped inside a generation batch.
-            self._folder, self._micro_batches_left = None, 0
-            self._step, self._buffered_inputs = 0, None
-            self._outcomes.clear()
-
-    def _load_buffer(self, path: Path) -> None:
-        folder = Path(self.args.output_dir)
-        if not path.exists():
-            if (folder / METRICS).exists():
-                raise CheckpointError(
-                    f"{path} is missing, and {folder} has rollouts of a run with replay: resume "
-                    "from another checkpoint, or train from its weights in a new output_dir"
-                )
-            warnings.warn(f"{path} is missing: the buffer begins empty", stacklevel=2)
-            return
-        buffer = ReplayBuffer.load(path)
-        found = buffer.settings.model_dump(), buffer.group_size
-        if found != (self.replay.model_dump(), self.num_generations):
-            raise CheckpointError(
-                f"{path} has other replay settings than this trainer, or groups of another size: "
-                f"resume with num_generations {buffer.group_size} and {buffer.settings!r}"
-            )
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        for name, needed, without in (
-            ("ref_per_token_logps", self.beta != 0, "beta 0"),
-            ("importance_sampling_ratio", corrects, "vllm_importance_sampling_correction False"),
-        ):
-            if needed and any(name not in each.extras for each in buffer.rollouts()):
-                raise CheckpointError(
-                    f"{path}: the run stored no {name} with its rollouts: resume with {without}, "
-                    "or train from its weights in a new output_dir"
-                )
-        refuse_without_history(folder, path.parent.parent, buffer.last_step)
-        self.replay_buffer, self._goes_on = buffer, True
-
-    def _from_main(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on the main process, on every process; or raises, on every one."""
-        found: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                found[0] = make()
-            except Exception as error:
-                found[1] = error
-        broadcast_object_list(found)
-        if found[1] is not None:
-            raise found[1]
-        return found[0]
+        return self._weight_of(rows, self._deal.is_padding(turn))
 
 
 class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
@@ -434,11 +259,13 @@ def _deal_all(whole: Tensors, micro_batches: list[Tensors], order: Sequence[int]
     nothing else while there are enough rows."""
     ordered = [micro_batches[index] for index in order]
     dealt = {row for each in micro_batches for row in each[ROW].tolist()}
-    left = [i for i, row in enumerate(whole[ROW].tolist()) if row not in dealt]
-    for each, i in zip(ordered, left, strict=False):
+    left = (i for i, row in enumerate(whole[ROW].tolist()) if row not in dealt)
+    sizes = even_sizes(len(whole[ROW]), len(micro_batches))
+    for each, size in zip(ordered, sizes, strict=True):
+        more = [next(left) for _ in range(size - len(each[ROW]))]
         for name, rows in each.items():
-            if rows.dim():
-                each[name] = torch.cat([rows, whole[name][i : i + 1]])
+            if rows.dim() and more:
+                each[name] = torch.cat([rows, whole[name][more]])
     ordered.sort(key=lambda each: each[ROW].tolist() == [-1])
     for index, each in zip(order, ordered, strict=True):
         micro_batches[index] = each

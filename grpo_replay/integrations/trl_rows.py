@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_replay.errors import UsageError
-from grpo_replay.replay.advantages import GroupAdvantage, group_advantages
-from grpo_replay.types import Rollout, RolloutOutcome, first_score
+from grpo_replay.integrations.host_rows import Row
+from grpo_replay.types import Rollout
 
 Tensors = dict[str, torch.Tensor]
 
@@ -53,8 +53,8 @@ class Texts:
 def rows_of(
     output: Tensors, texts: Texts | None, weights_F: np.ndarray, eos_ids: Collection[int],
     extras: Mapping[str, float] = EXTRAS,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The fields of a rollout that are known before groups meet, for each row of a process.
+) -> list[Row]:  # fmt: skip
+    """What is known of each row of a process before groups meet.
     `extras` are the per-row tensors that are stored, with their padding.
 
     Raises UsageError for tensors that cannot be stored with a rollout, and if `texts` is not of the
@@ -101,40 +101,34 @@ def _refuse_others(output: Tensors, texts: Texts | None) -> None:
 def _row(
     tensors: Tensors, prompt: Any, completion: Any, token_ids: Sequence[int],
     scores_F: np.ndarray, reward: float, eos_ids: Collection[int], extras: Mapping[str, float],
-) -> dict[str, Any]:  # fmt: skip
-    tokens_T = np.array(token_ids, np.int32)
-    masked = not tensors["completion_mask"].any()  # `mask_truncated_completions`: none trains
+) -> Row:  # fmt: skip
+    length = len(token_ids)
 
-    def per_token(name: str) -> np.ndarray:
-        return tensors[name][: len(tokens_T)].float().numpy().copy()
+    def per_token(name: str) -> torch.Tensor:
+        return tensors[name][:length]
 
-    behavior_T = per_token("old_per_token_logps")
-    sampler_T = behavior_T
+    behavior_T = per_token("old_per_token_logps").float().numpy()
+    sampler_T = None
     if "sampling_per_token_logps" in tensors:  # NaN where vLLM has none: the trainer's stands in
-        sampler_T = per_token("sampling_per_token_logps")
+        sampler_T = per_token("sampling_per_token_logps").float().numpy()
         sampler_T = np.where(np.isnan(sampler_T), behavior_T, sampler_T)
-    mask_T = None
-    if "tool_mask" in tensors:
-        mask_T = tensors["tool_mask"][: len(tokens_T)].bool().numpy()
-    prompt_P = tensors["prompt_ids"][tensors["prompt_mask"].bool()].numpy().astype(np.int32)
     rewarded = not np.isnan(reward)
     scores = scores_F.tolist() if rewarded and len(scores_F) > 1 else ()
-    return {
-        "prompt_id": hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()[:16],
-        "prompt_token_ids": prompt_P,
-        "completion_token_ids": tokens_T,
-        "completion_text": _text(completion),
-        "behavior_logprobs": behavior_T,
-        "sampler_logprobs": sampler_T,
-        "reward": float(reward) if rewarded else None,
-        "reward_scores": tuple(scores),
-        "advantage": float(tensors["advantages"]),
-        "finish_reason": "stop" if token_ids and token_ids[-1] in eos_ids else "length",
-        "verdict": "scored" if rewarded else "none",
-        "completion_mask": mask_T,
-        "extras": {name: per_token(name) for name in extras if name in tensors},
-        "kept": rewarded and not masked and (mask_T is None or bool(mask_T.any())),
-    }
+    return Row(
+        prompt_id=hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()[:16],
+        prompt_token_ids=tensors["prompt_ids"][tensors["prompt_mask"].bool()],
+        completion_token_ids=np.array(token_ids, np.int32),
+        completion_text=_text(completion),
+        behavior_logprobs=behavior_T,
+        sampler_logprobs=sampler_T,
+        reward=float(reward) if rewarded else None,
+        reward_scores=tuple(scores),
+        advantage=float(tensors["advantages"]),
+        truncated=not (token_ids and token_ids[-1] in eos_ids),
+        trains=bool(tensors["completion_mask"].any()),  # not if `mask_truncated_completions`
+        completion_mask=per_token("tool_mask").bool() if "tool_mask" in tensors else None,
+        extras={name: per_token(name).float() for name in extras if name in tensors},
+    )
 
 
 def _text(completion: Any) -> str:
@@ -148,73 +142,6 @@ def _text(completion: Any) -> str:
             *(json.dumps(call, default=str) for call in calls),
         ]
     return "\n".join(part for part in parts if part)
-
-
-def make_rollouts(
-    rows: Sequence[dict[str, Any]],
-    group_size: int,
-    step: int,
-    first_rollout_id: int,
-    first_group_id: int,
-    keep_zero_variance: bool,
-    std: str = "population",
-) -> list[Rollout]:
-    """The rollouts of a step from the rows of all processes, which are ordered by group. Dropped
-    ones have `kept` False: all rewards of the group are equal or all its advantages 0 (unless
-    `keep_zero_variance`), fewer than two of the group have a reward, it has none, or no token
-    trains. Of several reward functions the first decides what is correct. Raises UsageError for a
-    group that is none."""
-    rollouts: list[Rollout] = []
-    for start in range(0, len(rows), group_size):
-        group = rows[start : start + group_size]
-        facts = group_advantages([row["reward"] for row in group], std)
-        _refuse_group(start // group_size, group, facts)
-        signal = bool(facts.std) and any(row["advantage"] for row in group if row["kept"])
-        correct = sum(_is_correct(row) for row in group)
-        for index, row in enumerate(group):
-            kept = row["kept"] and facts.std is not None and (signal or keep_zero_variance)
-            dropped = {} if kept else {"kept": False, "advantage": None, "behavior_logprobs": None}
-            rollouts.append(
-                Rollout(
-                    rollout_id=first_rollout_id + start + index,
-                    group_id=first_group_id + start // group_size,
-                    completion_index=index,
-                    birth_step=step,
-                    policy_version=step - 1,
-                    policy_version_end=step - 1,
-                    group_reward_mean=facts.mean,
-                    group_reward_std=facts.std,
-                    group_correct=correct,
-                    **(row | dropped),
-                )
-            )
-    return rollouts
-
-
-def _refuse_group(number: int, group: Sequence[Mapping[str, Any]], facts: GroupAdvantage) -> None:
-    """Raises UsageError for completions of several prompts, and for advantages that equal rewards
-    cannot have. A mean of float32 rounds: TRL's own are then not exactly 0."""
-    prompts = {(row["prompt_id"], row["prompt_token_ids"].tobytes()) for row in group}
-    if len(prompts) > 1:
-        raise UsageError(
-            f"the {len(group)} completions of group {number} have {len(prompts)} different "
-            "prompts: an environment's reset, or a rollout_func, drew a task for each completion. "
-            "Draw it from what all of a group are given: reset(seed, …) with a column seed in "
-            "train_dataset"
-        )
-    largest = max(abs(row["advantage"]) for row in group)
-    if facts.std == 0 and largest > 1e-2 * (1 + abs(facts.mean or 0.0)):
-        raise UsageError(
-            f"all rewards of group {number} are {facts.mean}, but an advantage is {largest:.3g}: "
-            "put into _calculate_rewards what changes the advantages after it, so that the buffer "
-            "knows the rewards that count"
-        )
-
-
-def _is_correct(row: Mapping[str, Any]) -> bool:
-    """By the score of the first of several functions that gave one."""
-    score = first_score(row["reward_scores"], row["reward"])
-    return score is not None and score >= 1.0
 
 
 def to_tensors(
@@ -277,36 +204,6 @@ def _padded(
     return pad(rows_BT, (missing, 0) if side == "left" else (0, missing), value=value)
 
 
-def outcomes_of(
-    batch: Mapping[str, torch.Tensor],
-    forward: tuple[torch.Tensor, torch.Tensor | None] | None,
-    clipped_BT: torch.Tensor | None,
-) -> dict[int, RolloutOutcome]:
-    """Statistics of the rows of a micro-batch, by row of the composed batch, from the log-probs and
-    entropies of its update; NaN for what is not known (None)."""
-    unknown_BT = torch.full_like(batch["old_per_token_logps"], torch.nan)
-    logprobs_BT, entropy_BT = (unknown_BT, None) if forward is None else forward
-    mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-    gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
-    log_ratio_BT = torch.where(mask_BT, gap_BT, 0.0)
-    tokens_B, ratio_BT = mask_BT.sum(1), log_ratio_BT.exp()
-
-    def mean(values_BT: torch.Tensor | None) -> torch.Tensor:
-        values_BT = unknown_BT if values_BT is None else values_BT.detach()
-        return torch.where(mask_BT, values_BT.double(), 0.0).sum(1) / tokens_B.clamp(min=1)
-
-    mean_B = mean(log_ratio_BT)
-    columns = (
-        tokens_B,
-        mean(clipped_BT),
-        mean_B,
-        (mean(log_ratio_BT**2) - mean_B**2).clamp(min=0),
-        mean(ratio_BT - 1 - log_ratio_BT),
-        mean(ratio_BT),
-        mean(ratio_BT**2),
-        torch.where(mask_BT, ratio_BT, 0.0).amax(1),
-        mean(entropy_BT),
-    )
-    values = zip(*(column.tolist() for column in columns), strict=True)
-    rows = zip(batch[ROW].tolist(), values, strict=True)
-    return {row: RolloutOutcome(*each) for row, each in rows if row >= 0}
+def trained_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Bool [B, T]: True for completion tokens that train."""
+    return (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()

@@ -129,10 +129,10 @@ def _one_prompt(token_ids: Any, prompt_id: str) -> np.ndarray:
     if len(shape) == 1:
         return tokens_P
     raise ValueError(
-        f"prompt {prompt_id}: prompt_token_ids of shape {shape} are not of one prompt, [P]: a group "
-        "is completions of one prompt, whose rewards are compared with each other. Make a group of "
-        "each prompt; what differs between completions, such as the turns of an episode, belongs "
-        "to completion_token_ids, with a completion_mask that is False there"
+        f"prompt {prompt_id}: prompt_token_ids of shape {shape} are not of one prompt, [P]: a "
+        "group is completions of one prompt, whose rewards are compared with each other. Make a "
+        "group of each prompt; what differs between completions, such as the turns of an episode, "
+        "belongs to completion_token_ids, with a completion_mask that is False there"
     )
 
 

@@ -101,8 +101,8 @@ class ReplayBuffer(EntryStore):
         if (size := len(group["rewards"])) > self.group_size:
             raise ValueError(
                 f"prompt {group.get('prompt_id')}: {size} completions, more than group_size "
-                f"{self.group_size}: give each sampling of a prompt a group of its own, or make the "
-                "buffer with the number of completions that a prompt has"
+                f"{self.group_size}: give each sampling of a prompt a group of its own, or make "
+                "the buffer with the number of completions that a prompt has"
             )
         rollouts = rollouts_of_group(
             first_rollout_id=self.next_rollout_id,
@@ -173,9 +173,10 @@ class ReplayBuffer(EntryStore):
     ) -> "ReplayBuffer":
         """The buffer that `save` wrote. Its next steps are those of a buffer that was never
         interrupted: a run keeps the replay settings that it began with. `settings` are those that
-        the caller expects; a difference is refused by its name. `payload_of` gives the payload of a rollout id; without it a file of entries
-        with other payloads than rollouts is refused. From a checkpoint's buffer.parquet, seed is 0
-        and the next ids follow the stored ones. Raises SnapshotError.
+        the caller expects; a difference is refused by its name. `payload_of` gives the payload of a
+        rollout id; without it a file of entries with other payloads than rollouts is refused. From
+        a checkpoint's buffer.parquet, seed is 0 and the next ids follow the stored ones. Raises
+        SnapshotError.
         """
         from grpo_replay.replay.snapshot import read_snapshot, set_state_of  # loads pyarrow
 

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from grpo_replay import ReplayConfig
 from grpo_replay.cli.app import app
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
 from grpo_replay.integrations.output_folder import (
     OutputFolder,
     refuse_another_run,
     refuse_without_history,
-    sections_of,
 )
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.report.finished_run import UnfinishedRun, read_finished_run
@@ -30,7 +30,7 @@ ARGS = SimpleNamespace(
 
 def folder(path, **settings):
     replay = ReplayConfig.of("ours", **{"warmup_steps": 1, **settings})
-    return OutputFolder(path, replay, sections_of(ARGS, "a/model", False, 7))
+    return OutputFolder(path, replay, sections_of(ARGS, "a/model", False, 7), GRPO_CONFIG)
 
 
 def test_the_recipe_says_what_is_known_of_the_run(tmp_path):
@@ -55,11 +55,11 @@ def test_going_back_removes_what_came_later(tmp_path):
         (tmp_path / "rollouts" / f"step_00000{step}.parquet").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with pytest.raises(OutputDirectoryError, match="another run"):
-        refuse_another_run(tmp_path, may_resume=True)
+        refuse_another_run(tmp_path, GRPO_CONFIG, may_resume=True)
     (tmp_path / "checkpoint-2").mkdir()
-    refuse_another_run(tmp_path, may_resume=True)
+    refuse_another_run(tmp_path, GRPO_CONFIG, may_resume=True)
     with pytest.raises(OutputDirectoryError, match="another run"):
-        refuse_another_run(tmp_path)
+        refuse_another_run(tmp_path, GRPO_CONFIG)
     with pytest.raises(CheckpointError, match=r"fewer than the 4 steps .* earlier one"):
         folder(tmp_path).open(4, True)
     with pytest.warns(UserWarning, match=r"other settings: replay.ratio: 0.5 -> 0.75"):
@@ -89,10 +89,10 @@ def test_a_folder_of_another_trainer_is_neither_resumed_nor_a_run_to_continue(tm
 
 def test_a_run_is_not_resumed_where_its_history_is_not(tmp_path):
     with pytest.raises(CheckpointError, match="resume with output_dir runs/a"):
-        refuse_without_history(tmp_path, Path("runs/a"), 2)
-    refuse_without_history(tmp_path, Path("runs/a"), 0)
+        refuse_without_history(tmp_path, Path("runs/a"), 2, GRPO_CONFIG)
+    refuse_without_history(tmp_path, Path("runs/a"), 0, GRPO_CONFIG)
     (tmp_path / "metrics.jsonl").touch()
-    refuse_without_history(tmp_path, Path("runs/a"), 2)
+    refuse_without_history(tmp_path, Path("runs/a"), 2, GRPO_CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,8 @@ def test_a_run_is_not_resumed_where_its_history_is_not(tmp_path):
 def test_settings_are_refused_by_the_names_of_trl(tmp_path, changes, named):
     args = SimpleNamespace(**{**vars(ARGS), **changes})
     with pytest.raises(RecipeError) as seen:
-        OutputFolder(tmp_path, ReplayConfig.of("ours"), sections_of(args, "m", False, 1000))
+        sections = sections_of(args, "m", False, 1000)
+        OutputFolder(tmp_path, ReplayConfig.of("ours"), sections, GRPO_CONFIG)
     assert named in str(seen.value) and "loss." not in str(seen.value)
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,9 +34,15 @@ from typer.testing import CliRunner
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
 from grpo_replay.cli.app import app
-from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
+from grpo_replay.errors import (
+    CheckpointError,
+    DataError,
+    OutputDirectoryError,
+    RecipeError,
+    UsageError,
+)
+from grpo_replay.integrations.listening import evaluating, heard
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _deal_all
-from grpo_replay.integrations.trl_listening import evaluating, heard
 from grpo_replay.integrations.trl_rows import Texts
 from grpo_replay.lab.inspection.buffer_panels import print_inspection
 from grpo_replay.lab.inspection.source import open_source
@@ -274,8 +280,13 @@ def dealt(given, trained, processes, micro_batches, accumulated=1, done=0):
     for index in range(processes):
         trainer = SimpleNamespace(
             _texts=Texts(["p"] * 4, ["c"] * 4, TOKENS, np.ones((4, 1))),
-            _from_main=lambda compose: (trained, rollouts(given)[0]),
-            accelerator=SimpleNamespace(num_processes=processes, process_index=index),
+            _run=SimpleNamespace(
+                step=lambda _: SimpleNamespace(rollouts=trained, filler=rollouts(given)[0])
+            ),
+            num_generations=2,
+            accelerator=SimpleNamespace(
+                num_processes=processes, process_index=index, is_main_process=True
+            ),
             args=SimpleNamespace(
                 steps_per_generation=micro_batches, gradient_accumulation_steps=accumulated
             ),
@@ -284,6 +295,8 @@ def dealt(given, trained, processes, micro_batches, accumulated=1, done=0):
             reward_weights=torch.ones(1),
             stored_keys={},
         )
+        for name in ("_through_replay", "_compose", "_weight_of", "_from_main"):
+            setattr(trainer, name, MethodType(getattr(ReplayMixin, name), trainer))
         whole = ReplayMixin._replayed(trainer, given)
         parts = split_tensor_dict(shuffle_sequence_dict(whole), micro_batches)
         _deal_all(whole, parts, trainer._order)
@@ -381,8 +394,8 @@ def test_settings_that_are_no_replay_config_are_refused(tmp_path):
     ],
 )
 def test_the_recipe_has_the_precision_in_which_the_policy_computes(tmp_path, changes, dtype):
-    recipe = make(tmp_path, preset("ours"), **changes)._folder_of(8).recipe
-    assert recipe.model.dtype == dtype
+    sections = make(tmp_path, preset("ours"), **changes)._sections(8)
+    assert sections["model"]["dtype"] == dtype
 
 
 def test_log_probs_of_birth_are_without_dropout(tmp_path):
@@ -629,7 +642,7 @@ def test_a_run_saved_inside_a_generation_batch_repeats_that_batch(tmp_path, chan
     "name, changes, message",
     [
         ("ours", {"num_generations": 4}, "resume with num_generations 8"),
-        ("uniform", {}, "buffer.parquet has other replay settings"),
+        ("uniform", {}, "replay.priority is 'abs_advantage' in the file and 'uniform' in"),
         ("ours", {}, "buffer.parquet is missing"),
         ("ours", {"beta": 0.04}, "no ref_per_token_logps with its rollouts: resume with beta 0"),
     ],
@@ -642,7 +655,7 @@ def test_a_checkpoint_with_another_buffer_or_none_is_refused(
     if "missing" in message:
         (checkpoint / "buffer.parquet").unlink()
     other = make(tmp_path / "copy", preset(name), **SAVES, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(DataError, match=message):
         other.train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -652,7 +665,7 @@ def test_a_checkpoint_without_the_ratios_of_vllm_is_refused_where_they_correct_t
     trainer = make(tmp_path, preset("ours"))
     trainer.use_vllm = True  # TRL's correction is on by default
     with pytest.raises(CheckpointError, match=r"resume with vllm_importance_sampling_correction"):
-        trainer._load_buffer(whole[0] / "checkpoint-4" / "buffer.parquet")
+        trainer._run.load(whole[0] / "checkpoint-4", trainer._needed_extras())
 
 
 def test_a_checkpoint_without_the_history_of_its_buffer_is_refused(tmp_path, whole):

@@ -8,14 +8,10 @@ import torch
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.errors import UsageError
-from grpo_replay.integrations.trl_rows import (
-    ROW,
-    Texts,
-    make_rollouts,
-    outcomes_of,
-    rows_of,
-    to_tensors,
-)
+from grpo_replay.integrations.grpo_config import GRPO_CONFIG
+from grpo_replay.integrations.host_rows import rollouts_of_groups
+from grpo_replay.integrations.outcomes import outcomes_of
+from grpo_replay.integrations.trl_rows import ROW, Texts, rows_of, to_tensors, trained_mask
 
 PAD, EOS = 0, 9
 TOKENS = [[7, 8, EOS], [EOS], [7, EOS], [7, 7]]
@@ -42,7 +38,16 @@ def rows(output, rewards=(1.0, -1.0, 1.0, -1.0)):
 
 
 def rollouts(output, rewards=(1.0, -1.0, 1.0, -1.0), keep_zero_variance=False):
-    return make_rollouts(rows(output, rewards), 2, 3, 10, 5, keep_zero_variance)
+    return in_pairs(rows(output, rewards), keep_zero_variance)
+
+
+def in_pairs(rows, keep_zero_variance=False):
+    """Their rollouts in step 3, with ids from 10 on, groups from 5 on."""
+    settings = ReplayConfig.of("ours", drop_zero_variance=not keep_zero_variance)
+    buffer = ReplayBuffer(settings, group_size=2)
+    buffer.last_step, buffer.next_rollout_id, buffer.next_group_id = 2, 10, 5
+    groups = [rows[:2], rows[2:]]
+    return rollouts_of_groups(groups, buffer, "population", GRPO_CONFIG)
 
 
 def test_a_row_becomes_a_rollout():
@@ -166,9 +171,9 @@ def test_several_rewards_are_summed_with_their_weights():
     scores_BF = np.array([[1.0, 0.5], [0.0, 0.5], [1.0, np.nan], [0.0, 1.0]])
     texts = Texts(["p"] * 4, ["c"] * 4, TOKENS, scores_BF)
     found = rows_of(batch(), texts, np.array([1.0, 2.0]), [EOS])
-    assert [row["reward"] for row in found] == [2.0, 1.0, 1.0, 2.0]
-    assert found[0]["reward_scores"] == (1.0, 0.5)
-    assert found[2]["reward_scores"] == pytest.approx((1.0, np.nan), nan_ok=True)
+    assert [row.reward for row in found] == [2.0, 1.0, 1.0, 2.0]
+    assert found[0].reward_scores == (1.0, 0.5)
+    assert found[2].reward_scores == pytest.approx((1.0, np.nan), nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ def test_of_several_functions_the_first_decides_what_is_correct(scores, correct)
     """As `inspect-buffer --verify` counts from the log."""
     scores_BF = np.array([*scores, [0.0, 0.0], [1.0, 0.0]])
     texts = Texts(["p"] * 4, ["c"] * 4, TOKENS, scores_BF)
-    first = make_rollouts(rows_of(batch(), texts, np.array([0.7, 1.0]), [EOS]), 2, 1, 0, 0, False)
+    first = in_pairs(rows_of(batch(), texts, np.array([0.7, 1.0]), [EOS]))
     assert first[0].group_correct == correct
     assert len({len(each.reward_scores) for each in first if each.reward is not None}) == 1
 
@@ -203,7 +208,12 @@ def test_outcomes_count_the_tokens_that_train():
     shift = torch.log(torch.tensor([1.5, 99.0, 0.5]))
     logprobs = composed["old_per_token_logps"] + shift
     clipped = torch.tensor([[True, True, False]] + 3 * [[False] * 3])
-    found = outcomes_of(composed, (logprobs, torch.full((4, 3), 0.25)), clipped)
+    of_batch = (
+        composed[ROW].tolist(),
+        composed["old_per_token_logps"],
+        trained_mask(composed),
+    )
+    found = outcomes_of(*of_batch, logprobs, clipped, torch.full((4, 3), 0.25))
     assert set(found) == {0, 2, 3}
     assert (found[0].tokens, found[0].clip_fraction, found[0].entropy) == (2, 0.5, 0.25)
     assert found[0].ratio_mean == pytest.approx(1.0) and found[0].ratio_max == pytest.approx(1.5)
@@ -213,7 +223,7 @@ def test_outcomes_count_the_tokens_that_train():
     assert found[0].log_ratio_mean == pytest.approx(logratios.mean())
     assert found[0].log_ratio_var == pytest.approx(logratios.var())
     assert found[0].approx_kl == pytest.approx(np.mean([0.5, -0.5] - logratios))
-    unknown = outcomes_of(composed, None, None)[0]
+    unknown = outcomes_of(*of_batch)[0]
     assert unknown.tokens == 2 and np.isnan([unknown.clip_fraction, unknown.ratio_max]).all()
 
 
@@ -232,7 +242,7 @@ def test_the_text_of_an_episode_has_its_tool_calls():
     ]
     texts = Texts(["p"] * 4, [episode, *"bcd"], TOKENS, np.ones((4, 1)))
     first = rows_of(batch(), texts, np.ones(1), [EOS])[0]
-    assert first["completion_text"] == '{"name": "add", "arguments": {"a": 1}}\n3\nIt is 3.'
+    assert first.completion_text == '{"name": "add", "arguments": {"a": 1}}\n3\nIt is 3.'
 
 
 def test_a_group_of_several_prompts_is_refused():

@@ -1,4 +1,4 @@
-"""What a trainer that is not ours needs of the buffer: births, one prompt a group, splits, states."""
+"""What another trainer needs of the buffer: births, one prompt a group, splits, copies."""
 
 from copy import copy
 

@@ -1,0 +1,303 @@
+"""The base of every host: what replay in another trainer needs, whatever the trainer.
+
+A host is a trainer that is not ours. Its integration overrides the one method that makes the batch
+of an update; the rest is here. It needs neither torch nor TRL nor accelerate; what is of trainers
+on accelerate is in `accelerated`, statistics of an update in `outcomes`, listening to a trainer's
+methods in `listening`. A whole host, where `trainer` stands for yours:
+
+    class Replay:
+        def __init__(self, trainer):
+            settings = replay_settings(trainer.config["replay"], "my.yaml: replay")
+            self.run = HostRun(settings, trainer.group_size, trainer.seed, trainer.folder, WORDS)
+            self.run.describe({"name": "mine", "run": {"steps": trainer.steps}, …})  # sections
+            if trainer.checkpoint:
+                self.run.load(trainer.checkpoint)
+            self.run.open()
+
+        def train_on(self, groups):  # in place of the trainer's own batch
+            step = self.run.step([[self.row_of(each) for each in group] for group in groups])
+            for rows in self.run.buffer.split(step.batch, updates=2):
+                trainer.update([step.rollouts[row] for row in rows])
+            self.run.record(step, outcomes=None, seconds={"generation": …, "training": …})
+
+        def save(self, checkpoint):
+            self.run.save(checkpoint)
+
+Everything is called on one process, the main one; with several, gather the rows first and broadcast
+`step.rollouts` (`accelerated.from_main`). Train on `step.rollouts` in place of your batch, with
+the advantages and the log-probs of birth (`behavior_logprobs`) in them, and compute anew what was
+derived from the batch. Without replay (`settings.replays` False: preset `grpo`, or ratio 0) let
+every method be the trainer's own, so that it trains bit for bit as without this package.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.errors import CheckpointError, RecipeError
+from grpo_replay.integrations.host_rows import Row as Row
+from grpo_replay.integrations.host_rows import rollouts_of_groups, unknown_outcome
+from grpo_replay.integrations.host_words import HostWords as HostWords
+from grpo_replay.integrations.output_folder import (
+    METRICS,
+    OutputFolder,
+    refuse_another_run,
+    refuse_without_history,
+)
+from grpo_replay.recipe import ReplayConfig, ReplaySection
+from grpo_replay.replay import BufferStats, ReplayBuffer
+from grpo_replay.replay.batch import even_sizes
+from grpo_replay.storage.atomic import json_values
+from grpo_replay.storage.rollout_log import write_step
+from grpo_replay.training.metrics import (
+    Metrics,
+    batch_metrics,
+    buffer_metrics,
+    cost_metrics,
+    generation_metrics,
+)
+from grpo_replay.training.rollout_source import STAGES
+from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+
+SNAPSHOT = "buffer.parquet"
+"""The buffer's file in a checkpoint of the host."""
+
+
+def replay_settings(given: Mapping[str, Any] | None, source: str) -> ReplayConfig:
+    """The settings of `given`, a preset and keys of `replay` (docs/recipe.md); None or empty is
+    preset `ours`. Raises RecipeError that begins with `source`, the place where a user wrote them,
+    for an unknown key (which, what is allowed, what was perhaps meant), a bad value or a
+    contradiction.
+
+    >>> replay_settings({"preset": "ours", "max_age_steps": 4}, "my.yaml").max_age_steps
+    4
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise RecipeError(f"{source}: expected keys of replay and their values, found {given!r}")
+    try:
+        return ReplayConfig.model_validate(dict(given or {}))
+    except RecipeError as error:
+        raise RecipeError(str(error).replace("ReplayConfig: ", f"{source}: ")) from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostStep:
+    """A step of the buffer: everything `generated` for it, dropped rollouts included, and the
+    `batch` to train on."""
+
+    number: int
+    generated: Sequence[Rollout]
+    batch: ComposedBatch
+    before: ReplayBuffer
+    """The buffer before the step."""
+    stats: BufferStats
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """What to train on, in the order of the rows of the composed batch; may be empty."""
+        return self.batch.rollouts
+
+    @property
+    def filler(self) -> Rollout:
+        """A rollout to pad with, where a trainer needs more rows than there are: let it have no
+        token that trains. A dropped rollout has no behaviour log-probs; here any will do."""
+        first = self.generated[0]
+        return replace(first, behavior_logprobs=first.sampler_logprobs)
+
+
+class HostRun:
+    """The buffer of a run in another trainer, and the files that it leaves, on the main process:
+
+    rollouts/ draws/ metrics.jsonl recipe.yaml   in the host's folder, for `inspect-buffer`, its
+                                                 --verify and `plan --from-run`
+    buffer.parquet                               in each of the host's checkpoints
+
+    Order of calls: `describe`, `load` if the run is resumed, `open`; then for each step `step` and,
+    when it was trained on, `record`; `save` with a checkpoint. A host that plans ahead may take
+    steps before it records earlier ones.
+    """
+
+    def __init__(
+        self, settings: ReplaySection, group_size: int, seed: int, folder: Path, words: HostWords
+    ) -> None:
+        self.buffer = ReplayBuffer(settings, group_size, seed)
+        self.folder, self.words = folder, words
+        self._output: OutputFolder | None = None
+        self._goes_on = False  # with a run of which there is a checkpoint
+        self._unfinished: list[HostStep] = []
+
+    def refuse_another_run(self) -> None:
+        """Raises OutputDirectoryError if the folder holds a run without a checkpoint. Call it
+        before anything is generated."""
+        refuse_another_run(self.folder, self.words, may_resume=True)
+
+    def describe(self, sections: Mapping[str, Any]) -> None:
+        """Say what is known of the run: `sections` of a recipe other than `replay`, with `name`.
+        They need `model.path`, `run.steps` (of the buffer), `sampling.group_size` and
+        `prompts_per_step`, `advantage.std`, and `batch.updates_per_step` 1 (a step makes one draw).
+        Raises RecipeError in the host's names for values that a recipe refuses."""
+        self._output = OutputFolder(self.folder, self.buffer.settings, sections, self.words)
+
+    def open(self) -> None:
+        """Begin the files of the run, or go on with them after `load`. Raises
+        OutputDirectoryError."""
+        self._files.open(self.buffer.last_step, self._goes_on)
+
+    @property
+    def _files(self) -> OutputFolder:
+        if self._output is None:
+            raise RuntimeError("call describe(sections) before the first step")
+        return self._output
+
+    def step(self, groups: Sequence[Sequence[Row]]) -> HostStep:
+        """The next step of the buffer with everything that was generated for it, by group. Raises
+        UsageError for groups that are none (`rollouts_of_groups`), and what `ReplayBuffer.step`
+        raises."""
+        buffer = self.buffer
+        before, std = copy(buffer), self._files.recipe.advantage.deviation
+        generated = rollouts_of_groups(groups, buffer, std, self.words)
+        fresh = [rollout for rollout in generated if rollout.kept]
+        batch = buffer.step(fresh, generated=len(generated))
+        number = buffer.last_step
+        step = HostStep(number, generated, batch, before, buffer.stats(number))
+        self._unfinished.append(step)
+        return step
+
+    def record(
+        self,
+        step: HostStep,
+        outcomes: Mapping[int, RolloutOutcome] | None = None,
+        seconds: Mapping[str, float] | None = None,
+    ) -> Metrics:
+        """Write the files of a step that was trained on. Returns its metrics (docs/metrics.md)
+        without those of `generation_metrics`, which the host has: fresh/…, replay/…, buffer/…,
+        cost/….
+
+        `outcomes` are by row of `step.rollouts` (`outcomes.outcomes_of`); None if the host does not
+        know them: null in the files. `seconds` are by stage (`training.rollout_source.STAGES`),
+        with `step`, the whole; a stage that is left out took none, and without `generation` the
+        costs μ and γ are unknown. Raises ValueError if an earlier step is not recorded yet, or an
+        outcome is missing.
+        """
+        if not self._unfinished or self._unfinished[0] is not step:
+            raise ValueError(f"step {step.number}: record each step once, in their order")
+        seconds = {} if seconds is None else seconds
+        stages = {**dict.fromkeys(STAGES, 0.0), "other": 0.0, **seconds}
+        stages.setdefault("step", sum(stages.values()))
+        trained, survivors = step.rollouts, sum(rollout.kept for rollout in step.generated)
+        found = _outcomes_of_rows(step, outcomes)
+        ours = json_values(
+            batch_metrics(step.batch, found, survivors)
+            | buffer_metrics(step.stats)
+            | cost_metrics(stages, seconds.get("generation"), step.generated, trained)
+        )
+        generation = generation_metrics(step.generated, self.buffer.group_size)
+        write_step(self.folder, step.number, step.generated, step.batch, found)
+        self._files.log(step.number, {**generation, **ours})
+        self._unfinished.pop(0)
+        return ours
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Whether a step was taken that is not recorded yet."""
+        return bool(self._unfinished)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the buffer into the host's checkpoint, as it was after the last step that was
+        recorded: steps that were only planned are planned again by a run that resumes."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        buffer = self._unfinished[0].before if self._unfinished else self.buffer
+        buffer.save(checkpoint / SNAPSHOT)
+
+    def load(self, checkpoint: Path, extras: Mapping[str, str] | None = None) -> None:
+        """Go on with the buffer of a checkpoint; `open` again before the next step. A checkpoint
+        without one, of a run without replay, begins with an empty buffer, and a warning.
+
+        `extras` are names that the stored rollouts must have, each with what to set without it.
+        Raises SnapshotError for other replay settings than the run's, CheckpointError for another
+        group size, missing extras, a missing file, and if the files of the run's steps are not in
+        its folder.
+        """
+        path = checkpoint / SNAPSHOT
+        self._unfinished.clear()
+        if not path.exists():
+            self._begin_empty(path)
+            return
+        buffer = ReplayBuffer.load(path, self.buffer.settings)
+        if buffer.group_size != self.buffer.group_size:
+            raise CheckpointError(
+                f"{path} has groups of {buffer.group_size}: resume with {self.words.group_size} "
+                f"{buffer.group_size}"
+            )
+        for name, without in ({} if extras is None else extras).items():
+            if any(name not in each.extras for each in buffer.rollouts()):
+                raise CheckpointError(
+                    f"{path}: the run stored no {name} with its rollouts: resume with {without}, "
+                    f"or train from its weights in a new {self.words.folder}"
+                )
+        refuse_without_history(self.folder, path.parent.parent, buffer.last_step, self.words)
+        self.buffer, self._goes_on = buffer, True
+
+    def _begin_empty(self, path: Path) -> None:
+        if (self.folder / METRICS).exists():
+            raise CheckpointError(
+                f"{path} is missing, and {self.folder} has rollouts of a run with replay: resume "
+                f"from another checkpoint, or train from its weights in a new {self.words.folder}"
+            )
+        warnings.warn(f"{path} is missing: the buffer begins empty", stacklevel=3)
+
+
+def _outcomes_of_rows(
+    step: HostStep, outcomes: Mapping[int, RolloutOutcome] | None
+) -> list[RolloutOutcome]:
+    """One for each row that trained."""
+    if outcomes is None:
+        return [unknown_outcome(rollout) for rollout in step.rollouts]
+    if missing := sorted(set(range(len(step.rollouts))) - outcomes.keys()):
+        raise ValueError(
+            f"step {step.number}: no outcome of {len(missing)} of {len(step.rollouts)} rows, the "
+            f"first is row {missing[0]}: give one for every row, or None for all"
+        )
+    return [outcomes[row] for row in range(len(step.rollouts))]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How `rows` of a step are dealt to processes, and there to micro-batches: shares differ by at
+    most one row, and there is padding only where rows are missing. Every process has a row in every
+    micro-batch. Example: 5 rows for 2 processes of 2 micro-batches are rows 0, 2, 4 and rows 1, 3,
+    -1 (padding), in micro-batches of 2 and 1."""
+
+    rows: int
+    processes: int
+    micro_batches: int
+
+    @property
+    def rows_of_process(self) -> int:
+        """Padding included."""
+        return max(-(-self.rows // self.processes), self.micro_batches)
+
+    def numbers(self, process: int) -> list[int]:
+        """The rows of a process; -1 is padding, which is last."""
+        padding = [-1] * (self.rows_of_process * self.processes - self.rows)
+        return [*range(self.rows), *padding][process :: self.processes]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of each micro-batch of a process, padding included, the larger first."""
+        return even_sizes(self.rows_of_process, self.micro_batches)
+
+    def is_padding(self, turn: int) -> bool:
+        """Whether micro-batch `turn`, in the order of `sizes`, is padding on every process."""
+        return turn * self.processes >= self.rows
+
+    def weight(self, size: int) -> float:
+        """What the loss of a micro-batch of `size` rows, a mean over these, is multiplied by,
+        auxiliary losses included: every row has the weight that it has where all micro-batches have
+        equally many, none of them padding. (If all is padding, let the weight be 0.) A term that
+        divides by the tokens of the whole batch has its rows' weight already: multiply those
+        tokens, too."""
+        return size * self.processes * self.micro_batches / self.rows
