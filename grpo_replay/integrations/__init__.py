@@ -1,4 +1,5 @@
-"""Replay inside other trainers: `trl` for TRL's GRPOTrainer.
+"""Replay inside other trainers: `trl` for TRL's GRPOTrainer. `host` is what all of them share, with
+a worked example for those who write another.
 
-Each module needs the trainer that it is named after. It may import the core, never `lab`.
+A host's module needs the trainer that it is named after. It may import the core, never `lab`.
 """

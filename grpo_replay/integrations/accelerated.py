@@ -37,6 +37,18 @@ def from_main(accelerator: Any, make: Callable[[], Any]) -> Any:
     return found[0]
 
 
+def update_by_update(micro_batches: int, accumulated: int, done: int) -> list[int]:
+    """The micro-batches of a generation batch: first one of each optimizer update, then the second
+    of each, and so on. An update accumulates the gradients of so many, and `done` were trained on
+    before: an update that has begun goes on."""
+
+    def turn(index: int) -> tuple[int, int]:
+        update = (done + index) // accumulated
+        return index - max(0, update * accumulated - done), update
+
+    return sorted(range(micro_batches), key=turn)
+
+
 class AcceleratedReplay(_Host):
     """Replay in a Trainer with `accelerator`, `_metrics`, `num_generations`, and
     `args.steps_per_generation`. A host's class calls

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grpo_replay.errors import UsageError
-from grpo_replay.integrations.accelerated import AcceleratedReplay
+from grpo_replay.integrations.accelerated import AcceleratedReplay, update_by_update
 from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
 from grpo_replay.integrations.listening import Forwards, evaluating, heard
 from grpo_replay.integrations.outcomes import outcomes_of
@@ -196,7 +196,7 @@ class ReplayMixin(AcceleratedReplay):
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
         accumulated = self.args.gradient_accumulation_steps
-        self._order = _update_by_update(self._deal.micro_batches, accumulated, self._step)
+        self._order = update_by_update(self._deal.micro_batches, accumulated, self._step)
         return tensors
 
     # Results
@@ -239,18 +239,6 @@ class ReplayMixin(AcceleratedReplay):
 
 class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
     """TRL's GRPOTrainer with replay; `replay` are the settings of the buffer."""
-
-
-def _update_by_update(micro_batches: int, accumulated: int, done: int) -> list[int]:
-    """The micro-batches of a generation batch: first one of each optimizer update, then the second
-    of each, and so on. An update accumulates the gradients of so many, and `done` were trained on
-    before: an update that has begun goes on."""
-
-    def turn(index: int) -> tuple[int, int]:
-        update = (done + index) // accumulated
-        return index - max(0, update * accumulated - done), update
-
-    return sorted(range(micro_batches), key=turn)
 
 
 def _deal_all(whole: Tensors, micro_batches: list[Tensors], order: Sequence[int]) -> None:
