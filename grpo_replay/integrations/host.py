@@ -3,22 +3,45 @@
 A host is a trainer that is not ours. Its integration overrides the one method that makes the batch
 of an update; the rest is here. It needs neither torch nor TRL nor accelerate; what is of trainers
 on accelerate is in `accelerated`, statistics of an update in `outcomes`, listening to a trainer's
-methods in `listening`. A whole host, where `trainer` stands for yours:
+methods in `listening`. A whole host, where `trainer` stands for yours (a test runs this):
+
+    WORDS = HostWords(settings="mine.yaml", folder="output", resume="resume_from",
+                      group_size="samples_per_prompt", checkpoints="step-*")
 
     class Replay:
         def __init__(self, trainer):
-            settings = replay_settings(trainer.config["replay"], "my.yaml: replay")
-            self.run = HostRun(settings, trainer.group_size, trainer.seed, trainer.folder, WORDS)
-            self.run.describe({"name": "mine", "run": {"steps": trainer.steps}, …})  # sections
-            if trainer.checkpoint:
-                self.run.load(trainer.checkpoint)
+            self.trainer = trainer
+            settings = replay_settings(trainer.replay, "mine.yaml: replay")
+            self.run = HostRun(settings, trainer.group_size, trainer.seed, trainer.output, WORDS)
+            self.run.refuse_another_run()
+            self.run.describe({
+                "name": "mine",
+                "model": {"path": trainer.model_name},
+                "sampling": {"prompts_per_step": trainer.prompts, "group_size": trainer.group_size},
+                "advantage": {"std": "sample", "epsilon": 1e-4},  # as the trainer computes them
+                "batch": {"updates_per_step": 1},
+                "run": {"steps": trainer.steps, "seed": trainer.seed},
+            })
+            if trainer.resume_from is not None:
+                self.run.load(trainer.resume_from)
             self.run.open()
 
-        def train_on(self, groups):  # in place of the trainer's own batch
+        def update(self, groups):  # in place of the trainer's update with its own batch
+            began = time.perf_counter()
             step = self.run.step([[self.row_of(each) for each in group] for group in groups])
             for rows in self.run.buffer.split(step.batch, updates=2):
-                trainer.update([step.rollouts[row] for row in rows])
-            self.run.record(step, outcomes=None, seconds={"generation": …, "training": …})
+                self.trainer.update([step.rollouts[row] for row in rows])
+            seconds = {"training": time.perf_counter() - began}
+            return self.run.record(step, outcomes=None, seconds=seconds)  # metrics to log
+
+        def row_of(self, sample):
+            return Row(
+                prompt_token_ids=sample.prompt,
+                completion_token_ids=sample.tokens,
+                behavior_logprobs=sample.logprobs,
+                reward=sample.reward,
+                advantage=sample.advantage,
+            )
 
         def save(self, checkpoint):
             self.run.save(checkpoint)

@@ -1,9 +1,13 @@
 """The base of all hosts, in a host of numpy alone: no TRL, no accelerate, no torch."""
 
+import doctest
 import json
 import subprocess
 import sys
+import textwrap
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from grpo_replay.errors import (
     SnapshotError,
     UsageError,
 )
+from grpo_replay.integrations import host
 from grpo_replay.integrations.host import (
     SNAPSHOT,
     Deal,
@@ -289,6 +294,36 @@ def test_every_row_is_dealt_once_with_one_weight(rows, processes, micro_batches)
         if not deal.is_padding(turn):  # a row's weight in the mean over processes and micro-batches
             weight = deal.weight(size) / size / processes / micro_batches
             assert weight == pytest.approx(1 / rows)
+
+
+def test_the_example_of_the_module_is_a_host(tmp_path):
+    lines = host.__doc__.split("\n\n    WORDS", 1)[1].split("\n\nEverything", 1)[0]
+    scope = {**vars(host), "time": time}
+    exec(textwrap.dedent("    WORDS" + lines), scope)
+    updates, rng = [], np.random.default_rng(0)
+    trainer = SimpleNamespace(
+        replay={"preset": "ours", "warmup_steps": 1, "ratio": 1.0}, group_size=4, seed=1,
+        output=tmp_path, model_name="a/model", prompts=3, steps=6, resume_from=None,
+        update=lambda rollouts: updates.append([each.rollout_id for each in rollouts]),
+    )  # fmt: skip
+    replay = scope["Replay"](trainer)
+    for _ in range(3):
+        groups = [
+            [
+                SimpleNamespace(prompt=row.prompt_token_ids, tokens=row.completion_token_ids,
+                                logprobs=row.behavior_logprobs, reward=row.reward,
+                                advantage=row.advantage)
+                for row in group_of(rng, [1, prompt])
+            ]
+            for prompt in (3, 4, 5)
+        ]  # fmt: skip
+        logged = replay.update(groups)
+    replay.save(tmp_path / "step-3")
+    assert logged["replay/rollouts"] == 12 and [len(each) for each in updates[-2:]] == [12, 12]
+    assert failed(tmp_path) == []
+    trainer.resume_from = tmp_path / "step-3"
+    assert len(scope["Replay"](trainer).run.buffer) == 36
+    assert doctest.testmod(host).attempted == 1
 
 
 def test_the_base_loads_neither_torch_nor_a_trainer():
