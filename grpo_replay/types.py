@@ -240,18 +240,31 @@ class ComposedBatch:
     """The entries that one training step trains on, and which of them are replayed.
 
     `replayed[i]` is True if `entries[i]` was drawn at an age above 0, or, for `buffer_only`, at
-    any age. `draw` has the probabilities and ages of all drawn entries.
+    any age. `draw` has the probabilities and ages of all drawn entries; with `replay.shadow` they
+    are not among `entries`, and `trains_on_draw` is False.
     """
 
     entries: tuple[Entry, ...]
     replayed: np.ndarray  # bool [N]
     ages: np.ndarray  # int64 [N], training steps, for `buffer_only` updates; 0 for fresh
     draw: Draw
+    trains_on_draw: bool = True
 
     @cached_property
     def rollouts(self) -> tuple[Any, ...]:
         """The payloads of the entries: rollouts, where whole rollouts are stored."""
         return tuple(entry.payload for entry in self.entries)
+
+    def drawn_outcomes(
+        self, outcomes: Sequence["RolloutOutcome"], probe: Mapping[int, "RolloutOutcome"]
+    ) -> list["RolloutOutcome | None"]:
+        """The outcome of every drawn entry, in the order drawn: of the batch's `outcomes`, which
+        belong to `entries`; with `replay.shadow` those of the `probe`, by index in the draw, and
+        None for an entry that was not probed."""
+        count = len(self.draw.entries)
+        if self.trains_on_draw:
+            return list(outcomes[len(outcomes) - count :])
+        return [probe.get(index) for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,7 @@ def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
         described = (
             f"{replay.unit} replay by {replay.priority}, {replay.composition}, "
             f"ratio {replay.ratio:g}, age limit {limit}"
+            + (", in shadow: trains as grpo" if replay.shadow else "")
         )
     start = f"resuming after step {step}" if step else f"{recipe.run.steps} steps"
     return (
@@ -266,6 +267,7 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"{summary['replayed_rollouts']:,} rollouts replayed"
         + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
         + ("" if summary["trained_tokens"] else "\nnothing was trained: the weights are as before")
+        + "".join(f"\n{line}" for line in describe_replay(summary["replay"]))
         + (f"\n{_stale(clipped)}" if clipped > HIGH_CLIP_FRACTION else "")
         + "\n\n"
         "next:\n"
@@ -274,6 +276,27 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"  grpo-replay plan --from-run {run}\n"
         + (f"  tensorboard --logdir {plots}" if (run_dir / "tensorboard").is_dir() else "")
     ).rstrip()
+
+
+def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
+    """What replay cost, or in shadow would have done and cost; nothing where μ is unknown."""
+
+    def percent(share: float | None) -> str:
+        return "-" if share is None else f"{100 * share:.2g} %"
+
+    if replay["shadow"]:
+        means = {name.partition("/")[2]: value for name, value in replay["means"].items()}
+        yield (
+            f"in shadow: {means['rollouts'] or 0:.0f} rollouts a step would be replayed, "
+            f"{percent(means['clip_fraction'])} of their tokens clipped, effective sample size "
+            f"{percent(means['ratio_ess'])}, KL {means['approx_kl'] or 0:.2g} nats; "
+            f"{percent(means['rare_success_fraction'])} are rare successes that the fresh batch "
+            f"lacks, {percent(means['new_prompt_fraction'])} of the prompts would be theirs alone; "
+            f"buffer and probe took {percent(replay['shadow_time_share'])} of the time"
+        )
+    if replay["advice"] is not None:
+        takes, share = "would take" if replay["shadow"] else "took", replay["compute_share"]
+        yield f"replay {takes} {percent(share)} of the compute; {replay['advice']}"
 
 
 def _stale(clipped: float) -> str:

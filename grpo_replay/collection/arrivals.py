@@ -155,7 +155,7 @@ class Arrivals:
     @classmethod
     def of(cls, recipe: Recipe) -> "Arrivals":
         """An empty queue, by what the recipe says about arrivals."""
-        never_gated = recipe.replay.replays and recipe.replay.stores_first
+        never_gated = recipe.replay.trains_on_draws and recipe.replay.stores_first
         return cls(
             groups_per_step=None if never_gated else recipe.sampling.prompts_per_step,
             newest_first=recipe.sampling.collection.order == "newest_first",

@@ -37,6 +37,7 @@ from grpo_replay.engine.microbatches import (
     join_values,
     plan_sequences,
     rank_statistics,
+    row_outcomes,
     update_result,
     values_of_rows,
 )
@@ -54,7 +55,7 @@ from grpo_replay.errors import ModelError, NonFiniteError
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
-from grpo_replay.types import NamedTensors, stream
+from grpo_replay.types import NamedTensors, RolloutOutcome, stream
 
 DROPOUT_STREAM = 0x64726F70
 """Identifies the random streams of dropout ("drop" in ASCII)."""
@@ -249,6 +250,18 @@ class DeepSpeedEngine:
         rate = param_groups(self._engine)[0]["lr"]
         return update_result(*joined, grad_norm, len(microbatches), rate)
 
+    def measure(self, rows: Sequence[TrainRow] | None) -> tuple[RolloutOutcome, ...]:
+        """The outcome that each row would have in an update now, which is not made; empty off rank
+        0. Collective."""
+        comm, layout, given = self._comm, self._layout, rows or ()
+        plan = plan_sequences(given, layout, comm.world_size)
+        microbatches = exchange(comm, plan, given, layout)
+        with torch.no_grad():
+            tables = [self._forward(microbatch)[1] for microbatch in microbatches]
+        mine = rank_statistics(microbatches, on_host(tables))
+        joined = join_statistics(comm.gather(mine), len(given))
+        return () if joined is None else row_outcomes(joined[0])
+
     def _run_backward(self, microbatches: Sequence[MicroBatch]) -> RankStatistics:
         """Adds up the gradients of all micro-batches."""
         tables = []
@@ -270,6 +283,13 @@ class DeepSpeedEngine:
 
     def _backward(self, microbatch: MicroBatch) -> torch.Tensor:
         """float64 [R, K] row statistics, on the device."""
+        loss, statistics_RK = self._forward(microbatch)
+        # DeepSpeed averages gradients over ranks; the weights already hold the global denominator.
+        self._engine.backward(loss * self._comm.world_size, scale_wrt_gas=False)
+        return statistics_RK
+
+    def _forward(self, microbatch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weighted loss of a micro-batch, and float64 [R, K] row statistics, on the device."""
         settings = self._recipe.loss
         logprobs_C, entropies_C = self._engine(*self._inputs(microbatch))
         behavior_C = self._tensor(microbatch.behavior_logprobs_C)
@@ -285,8 +305,6 @@ class DeepSpeedEngine:
             lengths_R, sampler_weights_C,
         )  # fmt: skip
         weighted_C = result.losses_C * weights_C
-        # DeepSpeed averages gradients over ranks; the weights already hold the global denominator.
-        self._engine.backward(weighted_C.sum() * self._comm.world_size, scale_wrt_gas=False)
         with torch.no_grad():
             reference_kl_C = (
                 kl_to_reference(logprobs_C, reference_C)
@@ -294,7 +312,10 @@ class DeepSpeedEngine:
                 else torch.zeros_like(logprobs_C)
             )
             rows = len(microbatch.rows_R)
-            return row_statistics(result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows)
+            statistics_RK = row_statistics(
+                result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows
+            )
+        return weighted_C.sum(), statistics_RK
 
     def _refuse_non_finite(
         self, joined: tuple[np.ndarray, float] | None, rows: Sequence[TrainRow]

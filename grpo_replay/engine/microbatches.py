@@ -328,9 +328,24 @@ def update_result(
 ) -> UpdateResult:
     """The update's result: sums over tokens become means, which are 0 for rows without tokens."""
     column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
+    total = column["tokens"].sum()
+    return UpdateResult(
+        row_outcomes(table),
+        float(column["loss"].sum()),
+        grad_norm,
+        float(column["reference_kl"].sum() / total) if total else 0.0,
+        micro_batches,
+        padding_share,
+        learning_rate,
+    )
+
+
+def row_outcomes(table: np.ndarray) -> tuple[RolloutOutcome, ...]:
+    """The outcome of each row of float64 [N, K] row statistics."""
+    column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
     tokens = np.maximum(column["tokens"], 1.0)
     mean = column["log_ratio"] / tokens
-    outcomes = tuple(
+    return tuple(
         RolloutOutcome(*values)
         for values in zip(
             column["tokens"].astype(int).tolist(),
@@ -344,14 +359,4 @@ def update_result(
             (column["entropy"] / tokens).tolist(),
             strict=True,
         )
-    )
-    total = column["tokens"].sum()
-    return UpdateResult(
-        outcomes,
-        float(column["loss"].sum()),
-        grad_norm,
-        float(column["reference_kl"].sum() / total) if total else 0.0,
-        micro_batches,
-        padding_share,
-        learning_rate,
     )

@@ -225,6 +225,15 @@ class ReplaySection(Section):
     """δ of the positive bias (paper B): of N, keep the newest (1-δ)·N rollouts and the newest δ·N
     correct older ones."""
 
+    shadow: bool = False
+    """Train as preset `grpo` does, and let the buffer fill, age and draw beside it. Draws are
+    recorded and not trained on; `replay/*` and `buffer/*` say what replay would do."""
+    probe_every_steps: Positive = 10
+    """With `shadow`: steps between two probes, which score drawn rollouts under the present
+    policy."""
+    probe_rollouts: Positive = 32
+    """With `shadow`: maximum rollouts of a probe, spread over the ages of the draw."""
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
@@ -256,6 +265,16 @@ class ReplaySection(Section):
     def replays(self) -> bool:
         """True if rollouts are stored and drawn. `grpo` and `ratio: 0` are the same run."""
         return self.enabled and self.ratio > 0
+
+    @property
+    def trains_on_draws(self) -> bool:
+        """True if drawn rollouts are trained on: false without replay and in shadow."""
+        return self.replays and not self.shadow
+
+    def trains_on_all_fresh(self, steps: Any) -> Any:
+        """True if a step trains on all its fresh survivors, with or without a draw; for an array
+        of `steps` an array."""
+        return (not self.trains_on_draws or self.anchors_fresh) | (steps <= self.warmup_steps)
 
     @property
     def anchors_fresh(self) -> bool:

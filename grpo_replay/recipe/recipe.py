@@ -223,6 +223,16 @@ def find_contradictions(recipe: Recipe) -> list[str]:
 
 def replay_contradictions(replay: ReplaySection) -> Iterable[str]:
     """Those within the replay section: they hold for the buffer of any trainer."""
+    if replay.shadow and not replay.replays:
+        yield (
+            f"replay.shadow with replay.preset '{replay.preset}', replay.ratio {replay.ratio:g}: "
+            "nothing would be drawn; choose another preset than grpo and a ratio above 0"
+        )
+    if replay.shadow and not replay.drop_zero_variance:
+        yield (
+            "replay.shadow with replay.drop_zero_variance false: a run in shadow trains as preset "
+            "grpo does, which drops groups of equal rewards; set replay.drop_zero_variance true"
+        )
     if not replay.enabled:
         return
     if replay.composition == "buffer_only" and replay.warmup_steps > 0:

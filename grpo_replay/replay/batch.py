@@ -81,7 +81,7 @@ def update_indices(
 ) -> list[np.ndarray]:
     """The rollouts of each optimizer update: those that were drawn for it, or, if the step made one
     draw or none, a random split (`mini_batch_indices`). No update is empty."""
-    update_N = batch.draw.update_N
+    update_N = batch.draw.update_N if batch.trains_on_draw else None
     if update_N is None:
         return mini_batch_indices(len(batch.rollouts), settings, generator)
     return [np.flatnonzero(update_N == update) for update in np.unique(update_N)]

@@ -17,7 +17,8 @@ each, of its share of the units, and its `ComposedBatch.ages` are in updates; li
 are in steps always. Groups enter before the first.
 
 Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
-survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws.
+survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws. With
+`replay.shadow` every step makes its draw and trains on the fresh survivors alone.
 """
 
 from collections import Counter
@@ -61,6 +62,10 @@ def buffer_step(
         buffer.insert(entries, step, times_used_N)
     if settings.replays:
         buffer.evict_ahead(step)
+    if settings.shadow:
+        return replace(
+            _fresh_and_drawn(entries, Draw.empty()), draw=batch.draw, trains_on_draw=False
+        )
     return batch
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -193,16 +194,18 @@ def write_step(
     batch: ComposedBatch,
     outcomes: Sequence[RolloutOutcome],
     draws: bool = True,
+    probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
 ) -> None:
     """Write the files of a step into a run's folder: all rollouts that it took from its source, and
     its `draws`. `outcomes[i]` belongs to `batch.entries[i]`; those in rollouts/ are of rollouts
-    that were trained on in the step that took them."""
+    that were trained on in the step that took them. With `replay.shadow`, `probe` has outcomes of
+    drawn rollouts by index in the draw."""
     own = {rollout.rollout_id for rollout in generated}
     trained = zip(batch.rollouts, outcomes, strict=True)
     fresh = {each.rollout_id: outcome for each, outcome in trained if each.rollout_id in own}
     write_rollouts(step_path(folder / "rollouts", step), generated, fresh)
     if draws:
-        drawn = outcomes[len(outcomes) - len(batch.draw.entries) :]
+        drawn = batch.drawn_outcomes(outcomes, probe)
         write_draws(step_path(folder / "draws", step), step, batch.draw, drawn)
 
 
@@ -222,7 +225,9 @@ def write_rollouts(
     _write(path, "rollouts", whole)
 
 
-def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome]) -> None:
+def write_draws(
+    path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome | None]
+) -> None:
     """Write the draw of a step, in the order drawn. `outcomes[i]` belongs to `draw.entries[i]`."""
     count = len(draw.entries)
     if len(outcomes) != count:

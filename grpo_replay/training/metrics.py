@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from grpo_replay.replay.batch import sampler_weights
 from grpo_replay.replay.compose import relative_compute
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.training.rollout_source import STAGES, Metrics, StepRecord
+from grpo_replay.training.shadow import shadow_metrics
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import FAILED, ComposedBatch, Rollout, RolloutOutcome
 
@@ -35,14 +37,16 @@ def step_metrics(
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
     generated, trained = record.generated, record.batch.rollouts
-    loss, machines = recipe.loss, recipe.replay.machines if recipe.replays else None
+    loss = recipe.loss
+    machines = recipe.replay.machines if recipe.replay.trains_on_draws else None
     return json_values(
         {
             "step": record.step,
             **generation_metrics(generated, recipe.sampling.group_size),
             **score_metrics(generated, recipe.reward.score_names),
             **update_metrics(record.results, loss.beta),
-            **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
+            **batch_metrics(record.batch, record.outcomes, len(record.fresh), record.probe),
+            **_shadow_metrics(record, recipe, seconds),
             **buffer_metrics(buffer, recipe.draws_per_step),
             **gap_metrics(record.gap),
             **of_source,
@@ -120,28 +124,59 @@ def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
 
 
 def batch_metrics(
-    batch: ComposedBatch, outcomes: Sequence[RolloutOutcome], fresh_rollouts: int
+    batch: ComposedBatch,
+    outcomes: Sequence[RolloutOutcome],
+    fresh_rollouts: int,
+    probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
 ) -> Metrics:
-    """The update seen from the fresh and from the replayed side, and by age."""
-    replayed = [int(i) for i in np.flatnonzero(batch.replayed)]
+    """The update seen from the fresh and from the replayed side, and by age. With `replay.shadow`
+    the replayed side is the draw that nothing trains on, as far as the `probe` measured it."""
     fresh = [int(i) for i in np.flatnonzero(~batch.replayed)]
-    ages = batch.ages[replayed]
-    rollouts = batch.rollouts
-    positive = [(rollouts[i].advantage or 0.0) > 0 for i in replayed]
-    drew = len(batch.draw.entries) > 0
     return {
         "entropy": _token_mean(outcomes, "entropy"),
         "fresh/rollouts": fresh_rollouts,
         **_side("fresh", [outcomes[i] for i in fresh]),
+        **_replay_metrics(batch, outcomes, fresh_rollouts, probe),
+    }
+
+
+def _replay_metrics(
+    batch: ComposedBatch,
+    outcomes: Sequence[RolloutOutcome],
+    fresh_rollouts: int,
+    probe: Mapping[int, RolloutOutcome],
+) -> Metrics:
+    ages_N, rollouts, replayed_N = batch.ages, batch.rollouts, batch.replayed
+    seen: list[RolloutOutcome | None] = list(outcomes)
+    if not batch.trains_on_draw:
+        ages_N, rollouts = batch.draw.in_updates(batch.draw.ages), batch.draw.rollouts
+        seen, replayed_N = batch.drawn_outcomes(outcomes, probe), batch.draw.ages > 0
+    replayed = [int(i) for i in np.flatnonzero(replayed_N)]
+    ages = ages_N[replayed]
+    pairs = ((int(ages_N[i]), seen[i]) for i in replayed)
+    measured = [(age, outcome) for age, outcome in pairs if outcome is not None]
+    positive = [(rollouts[i].advantage or 0.0) > 0 for i in replayed]
+    drew = len(batch.draw.entries) > 0
+    return {
         "replay/rollouts": len(replayed),
         "replay/ratio": len(replayed) / fresh_rollouts if fresh_rollouts else None,
-        **_side("replay", [outcomes[i] for i in replayed]),
+        **_side("replay", [outcome for _, outcome in measured]),
         "replay/age_mean": float(ages.mean()) if replayed else None,
         "replay/age_max": int(ages.max()) if replayed else None,
         "replay/ess": batch.draw.effective_sample_size if drew else None,
         "replay/draw_entropy": batch.draw.entropy if drew else None,
         "replay/positive_fraction": float(np.mean(positive)) if replayed else None,
-        **_by_age(ages, [outcomes[i] for i in replayed]),
+        **_by_age(measured),
+    }
+
+
+def _shadow_metrics(record: StepRecord, recipe: Recipe, seconds: Mapping[str, float]) -> Metrics:
+    if not recipe.replay.shadow:
+        return {}
+    group_size = recipe.sampling.group_size
+    return {
+        **shadow_metrics(record.batch.draw, record.fresh, group_size),
+        "cost/shadow_seconds": seconds["shadow"],
     }
 
 
@@ -163,9 +198,10 @@ def age_bin(age: int) -> str:
     return f"{high // 2 + 1}-{high}"
 
 
-def _by_age(ages: np.ndarray, outcomes: Sequence[RolloutOutcome]) -> Metrics:
+def _by_age(measured: Sequence[tuple[int, RolloutOutcome]]) -> Metrics:
+    """`measured` are ages and outcomes."""
     bins: dict[str, list[RolloutOutcome]] = {}
-    for age, outcome in sorted(zip(ages.tolist(), outcomes, strict=True), key=lambda p: p[0]):
+    for age, outcome in sorted(measured, key=lambda pair: pair[0]):
         bins.setdefault(age_bin(age), []).append(outcome)
     found = {
         f"replay/age_{name}/{quantity}": _token_mean(members, quantity)

@@ -56,6 +56,7 @@ JOURNAL_RULES = (
     "replay.composition",
     "replay.max_age_steps",
     "replay.drop_zero_variance",
+    "replay.shadow",
 )
 """Keys that decide which groups of the journal a step takes, and how each of them ends."""
 

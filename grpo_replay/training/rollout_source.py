@@ -11,7 +11,7 @@ its updates, and never asks which source it has.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ class Stopwatch:
     def restart(self) -> None:
         """A step begins."""
         self._start = time.perf_counter()
-        self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys((*STAGES, "shadow"), 0.0)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -118,6 +118,9 @@ class StepRecord:
     batch: ComposedBatch
     results: Sequence[UpdateResult]
     outcomes: Sequence[RolloutOutcome]
+    probe: Mapping[int, RolloutOutcome]
+    """With `replay.shadow`: outcomes of drawn rollouts under the policy before the updates, by
+    index in the draw."""
 
     @property
     def generated(self) -> Sequence[Rollout]:

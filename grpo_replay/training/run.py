@@ -133,9 +133,7 @@ class Run:
         summary = None
         if self.comm.is_main:
             steps = self.run_dir.read_metrics()
-            summary = summarise_run(
-                recipe.name, recipe.replay.preset, state, *self.evaluation.base_and_last(), steps
-            )
+            summary = summarise_run(recipe, state, *self.evaluation.base_and_last(), steps)
             self.run_dir.write_summary(summary)
         return RunResult(self.run_dir.path, state.step, False, summary)
 

@@ -19,6 +19,7 @@ from grpo_replay.storage.recipe_history import shareable, shareable_yaml
 from grpo_replay.storage.rollout_log import mean_over_steps
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
+from grpo_replay.training.shadow import summarise_replay
 from grpo_replay.training.weight_sync import sync_weights
 from grpo_replay.version import __version__
 
@@ -115,8 +116,7 @@ RUN_MEANS = (
 
 
 def summarise_run(
-    name: str,
-    preset: str,
+    recipe: Recipe,
     state: RunState,
     base: EvaluationReport | None,
     final: EvaluationReport | None,
@@ -126,8 +126,8 @@ def summarise_run(
     the training steps, whose `metrics` these are. `comparable` is false if the two evaluations have
     other settings, null if one is missing."""
     return {
-        "recipe": name,
-        "preset": preset,
+        "recipe": recipe.name,
+        "preset": recipe.replay.preset,
         "steps": state.step,
         "wall_seconds": state.wall_seconds,
         "base": _of(base, EvaluationReport.accuracies),
@@ -141,6 +141,7 @@ def summarise_run(
         "trained_tokens": state.trained_tokens,
         "replayed_rollouts": state.replayed_rollouts,
         "means": {name: mean_over_steps(name, metrics) for name in RUN_MEANS},
+        "replay": summarise_replay(metrics, recipe.replay),
         "checkpoint": f"checkpoints/{checkpoint_name(state.step)}",
     }
 

@@ -12,6 +12,7 @@ lists of rollouts are empty.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,13 @@ from grpo_replay.training.reward_watch import (
     refuse_failed_verdicts,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource, StepRecord
+from grpo_replay.training.shadow import probe_indices, probe_is_due
 from grpo_replay.training.weight_sync import LogprobGap, measure_gap, refuse_gap
 from grpo_replay.types import (
     DRAW_STREAM,
     SPLIT_STREAM,
     ComposedBatch,
+    Draw,
     Rollout,
     RolloutOutcome,
     stream,
@@ -75,10 +78,12 @@ class Trainer:
         gap = self.check_sampler(taken.measured, logprobs, step)
         fresh = self.freeze_behavior(taken.generated, logprobs)
         rng, draws = stream(seed, step, DRAW_STREAM), self.recipe.draws_per_step
-        batch = buffer_step(self.buffer, fresh, step, taken.nominal_rollouts, rng, draws)
+        with self.parts.clock.stage("shadow") if self.recipe.replay.shadow else nullcontext():
+            batch = buffer_step(self.buffer, fresh, step, taken.nominal_rollouts, rng, draws)
+            probe = self.probe(batch.draw, step)
         results, outcomes = self.update(batch, step)
         self.advance()
-        record = StepRecord(step, taken, fresh, gap, batch, results, outcomes)
+        record = StepRecord(step, taken, fresh, gap, batch, results, outcomes, probe)
         count_step(self.state, record, self.recipe.sampling.group_size)
         return self._report(record) if self.comm.is_main else {}
 
@@ -117,6 +122,22 @@ class Trainer:
         return with_behavior_logprobs(
             generated, {rollout.rollout_id: rollout.sampler_logprobs for rollout in generated}
         )
+
+    def probe(self, draw: Draw, step: int) -> dict[int, RolloutOutcome]:
+        """The outcomes that drawn rollouts would have in an update now, by index in the draw; empty
+        unless `replay.shadow` asks for a probe in this step, and off rank 0."""
+        settings, loss = self.recipe.replay, self.recipe.loss
+        if not probe_is_due(settings, step):
+            return {}
+        chosen = probe_indices(draw, settings.probe_rollouts)
+        rows = train_rows(
+            [draw.rollouts[i] for i in chosen],
+            None,
+            loss,
+            self.recipe.sampling.max_completion_length,
+        )
+        measured = self.parts.engine.measure(rows if self.comm.is_main else None)
+        return dict(zip(chosen, measured, strict=self.comm.is_main))
 
     def update(
         self, batch: ComposedBatch, step: int
@@ -169,7 +190,7 @@ class Trainer:
         fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
         taken = [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated]
         folder = self.parts.run_dir.path
-        write_step(folder, step, taken, record.batch, record.outcomes, draws=recipe.replays)
+        write_step(folder, step, taken, record.batch, record.outcomes, recipe.replays, record.probe)
         seconds = self.parts.clock.read()
         self.notices += self._slow.observe(step, seconds)
         metrics = step_metrics(

@@ -13,7 +13,24 @@ def summary(clipped: float | None) -> dict:
         "means": {"reward/missing_fraction": 0.0, "replay/clip_fraction": clipped},
         "final": {"mean": 0.5}, "steps": 60, "wall_seconds": 90.0,
         "generated_tokens": 1000, "trained_tokens": 2000, "replayed_rollouts": 300,
+        "replay": {"shadow": False, "mu": 0.5, "compute_share": 0.2, "advice": "leave it off"},
     }  # fmt: skip
+
+
+def test_the_end_says_what_replay_took_or_in_shadow_would_take():
+    said = describe_end(Path("runs/one"), summary(None))
+    assert "replay took 20 % of the compute; leave it off" in said
+    means = {
+        "replay/rollouts": 88.0, "replay/clip_fraction": 0.027, "replay/ratio_ess": 0.99,
+        "replay/approx_kl": 0.004, "shadow/rare_success_fraction": 0.07,
+        "shadow/new_prompt_fraction": None,
+    }  # fmt: skip
+    shadow = summary(None)["replay"] | {"shadow": True, "means": means, "shadow_time_share": 0.01}
+    said = describe_end(Path("runs/one"), summary(None) | {"replay": shadow})
+    assert "in shadow: 88 rollouts a step" in said and "2.7 % of their tokens clipped" in said
+    assert "replay would take 20 % of the compute" in said
+    unknown = summary(None)["replay"] | {"mu": None, "compute_share": None, "advice": None}
+    assert "compute" not in describe_end(Path("runs/one"), summary(None) | {"replay": unknown})
 
 
 def test_the_end_says_when_staleness_times_rate_was_too_large():

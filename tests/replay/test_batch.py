@@ -47,13 +47,14 @@ def test_the_split_is_random_but_reproducible():
 
 def test_each_update_trains_on_the_rollouts_of_its_own_draw():
     draw = SimpleNamespace(update_N=np.array([3, 1, 2, 1, 3, 3]))
-    batch = SimpleNamespace(draw=draw, rollouts=[None] * 6)
+    batch = SimpleNamespace(draw=draw, rollouts=[None] * 6, trains_on_draw=True)
     parts = update_indices(batch, BatchSection(updates_per_step=3), np.random.default_rng(0))
     assert [part.tolist() for part in parts] == [[1, 3], [2], [0, 4, 5]]
 
 
 def test_a_step_of_one_draw_is_split_at_random():
-    batch = SimpleNamespace(draw=SimpleNamespace(update_N=None), rollouts=[None] * 7)
+    draw = SimpleNamespace(update_N=None)
+    batch = SimpleNamespace(draw=draw, rollouts=[None] * 7, trains_on_draw=True)
     settings = BatchSection(updates_per_step=2)
     parts, expected = (
         split(np.random.default_rng(3))

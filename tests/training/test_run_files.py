@@ -116,7 +116,7 @@ def test_the_summary_has_exactly_its_keys(run):
     assert set(summary) == {
         "recipe", "preset", "steps", "wall_seconds", "base", "final", "base_stderr",
         "final_stderr", "base_greedy", "final_greedy", "comparable", "generated_tokens",
-        "trained_tokens", "replayed_rollouts", "means", "checkpoint",
+        "trained_tokens", "replayed_rollouts", "means", "replay", "checkpoint",
     }  # fmt: skip
     rows = metrics_of(run)
     assert summary["generated_tokens"] == sum(row["cost/generated_tokens"] for row in rows)

@@ -134,9 +134,10 @@ def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     generated, survivors = _expected_rollouts(sampling, expected)
     most = sampling.rollouts_per_step * (sampling.max_refills + 1)
     replayed = 0.0
-    if replay.replays:
+    if replay.trains_on_draws:
         replayed = drawn_rollouts(replay, generated, survivors, recipe.draws_per_step)
-    trained = replayed if replay.replays and replay.stores_first else survivors + replayed
+    own_batch = replay.trains_on_draws and replay.stores_first
+    trained = replayed if own_batch else survivors + replayed
     return {
         "generated_rollouts": round(generated),
         "generated_tokens_expected": round(generated * expected.completion_tokens),

@@ -72,8 +72,9 @@ def describe_settings(inspection: Inspection) -> str:
     law, age = settings["priority"], settings["max_age_steps"]
     if law != "uniform":
         law = f"{law}^{settings['priority_exponent']:g}"
+    shadow = "in shadow, nothing drawn was trained on · " if settings["shadow"] else ""
     return (
-        f"{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · "
+        f"{shadow}{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · "
         f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · "
         f"warm-up {settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
     )

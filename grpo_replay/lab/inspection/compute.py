@@ -120,8 +120,7 @@ def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> dict[
     Each draw is a use. Training as fresh in the birth step is also a use; with the pool and FIFO
     this happens only during warm-up.
     """
-    all_train = not settings.replays or settings.anchors_fresh
-    as_fresh = all_train | (log.logged_step <= settings.warmup_steps)
+    as_fresh = settings.trains_on_all_fresh(log.logged_step)
     return count_values((np.bincount(draws.row, minlength=len(log)) + as_fresh)[log.kept])
 
 

@@ -107,8 +107,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     results = [simulate(log, *each) for each in tracked(plan, "replaying the log")]
     before, after = (each.replay.model_dump(mode="json") for each in (recipe, changed))
     # As logged: what was trained on as fresh, and every draw that is in the log.
-    all_fresh = recipe.replay.anchors_fresh or not recipe.replay.replays
-    fresh = np.flatnonzero(log.kept & (all_fresh | (log.logged_step <= recipe.replay.warmup_steps)))
+    fresh = np.flatnonzero(log.kept & recipe.replay.trains_on_all_fresh(log.logged_step))
     replayed = of_stored(draws, recipe.replay)
     logged = statistics(
         log,
@@ -152,11 +151,11 @@ def refuse_what_was_not_kept(log: Rollouts, limit: int | None, other: int | None
 
 
 def simulate(log: Rollouts, recipe: Recipe, seed: int) -> Statistics:
-    """Statistics of one simulation: the log through buffer and composer with these settings."""
-    buffer, rng = (
-        ReplayBuffer(recipe.replay, recipe.sampling.group_size),
-        np.random.default_rng(seed),
-    )
+    """Statistics of one simulation: the log through buffer and composer with these settings, out of
+    the shadow."""
+    settings = recipe.replay.model_copy(update={"shadow": False})
+    buffer = ReplayBuffer(settings, recipe.sampling.group_size)
+    rng = np.random.default_rng(seed)
     draws_per_step = recipe.draws_per_step
     log = kept_under(log, recipe.replay)
     survivors = log[log.kept]

@@ -90,7 +90,7 @@ def _charged(run: FinishedRun, mu: float) -> np.ndarray:
     without (W, T), Σ (B + μR)/(1 + μ): 1 for a rollout that is generated and trained on, μ/(1 + μ)
     for one that is dropped."""
     replay = run.recipe.replay
-    if replay.machines is None or not replay.replays:
+    if replay.machines is None or not replay.trains_on_draws:
         return compute(run, mu) / (1 + mu)
     return replay.machines.gamma * TRAINED.total(run)
 

@@ -75,29 +75,34 @@ def mean_of(values: np.ndarray) -> float | None:
 
 def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
     """Of what the step trained on, as fresh and as replayed. From a pool, draws of fresh rollouts
-    are not replayed."""
+    are not replayed. With `replay.shadow` the draws are those that nothing trained on."""
     recipe, draws, born = run.recipes.at(step), run.draws_of(step), run.rollouts_of(step)
     old = (draws["age_steps"] > 0) | recipe.replay.stores_first
-    drawn_fresh = len(old) and not recipe.replay.anchors_fresh
+    drawn_fresh = len(old) and not recipe.replay.trains_on_all_fresh(step)
     fresh = chosen(draws, ~old) if drawn_fresh else chosen(born, born["tokens"] >= 0)
     replayed = chosen(draws, old)
-    both = {name: np.append(fresh[name], replayed[name]) for name in ("tokens", "entropy")}
+    measured = chosen(draws, old & (draws["tokens"] >= 0))
+    trained_on = [fresh, replayed] if recipe.replay.trains_on_draws else [fresh]
+    both = {
+        name: np.concatenate([each[name] for each in trained_on]) for name in ("tokens", "entropy")
+    }
     trained, count = len(both["tokens"]), len(replayed["step"])
     updates = min(recipe.batch.updates_of(trained), trained)
     ages = replayed.get("age_updates", replayed["age_steps"])
+    own_updates = "update" in draws and recipe.replay.trains_on_draws
     advantages = run.rollouts["advantage"][run.rows_of(replayed["rollout_id"])]
     return {
-        "updates": len(np.unique(draws["update"])) if "update" in draws else updates,
+        "updates": len(np.unique(draws["update"])) if own_updates else updates,
         "entropy": _token_mean(both, "entropy"),
         "fresh/rollouts": survivors,
         **_side("fresh", fresh),
         "replay/rollouts": count,
         "replay/ratio": count / survivors if survivors else None,
-        **_side("replay", replayed),
+        **_side("replay", measured),
         "replay/age_mean": mean_of(ages),
         "replay/age_max": int(ages.max()) if count else None,
         "replay/positive_fraction": mean_of(advantages > 0),
-        **_by_age(replayed, ages),
+        **_by_age(measured, measured.get("age_updates", measured["age_steps"])),
         "cost/trained_rollouts": trained,
         "cost/trained_tokens": int(both["tokens"].sum()),
     }

@@ -75,9 +75,7 @@ def write_run(
     lines = [metrics_line(recipe, step, rng) for step in range(1, size.steps + 1)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text)
-    summary = summarise_run(
-        recipe.name, recipe.replay.preset, run_state(lines), reports[0], reports[size.steps], lines
-    )
+    summary = summarise_run(recipe, run_state(lines), reports[0], reports[size.steps], lines)
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
