@@ -21,6 +21,8 @@ from grpo_replay.training.rollout_source import Stopwatch
 from grpo_replay.types import Rollout, RolloutOutcome
 
 _Host: Any = object  # a Trainer, for the type checker
+LOGGED = ("fresh/", "replay/", "shadow/", "buffer/", "cost/")
+"""Beginnings of the metrics that the host's log gets."""
 
 
 def from_main(accelerator: Any, make: Callable[[], Any]) -> Any:
@@ -78,6 +80,7 @@ class AcceleratedReplay(_Host):
             self._run.describe(self._sections(self.args.max_steps))
         self._micro_batches_left = 0  # of the generation batch that is being trained on
         self._outcomes: dict[int, RolloutOutcome] = {}  # of this process's rows
+        self._probe: dict[int, RolloutOutcome] = {}  # of drawn rollouts, by index in the draw
 
     def _sections(self, max_steps: int) -> Mapping[str, Any]:
         """What is known of a run of so many optimizer steps, for `HostRun.describe`."""
@@ -127,6 +130,21 @@ class AcceleratedReplay(_Host):
         self._composed = time.perf_counter()
         return trained, filler
 
+    def _beside_replay(
+        self, rows: Sequence[Row], score: Callable[[Sequence[Rollout]], list[RolloutOutcome]]
+    ) -> None:
+        """With `replay.shadow`, in place of `_through_replay`: the step of the buffer, of which
+        nothing is trained on. `score` gives the outcomes that rollouts would have in an update now;
+        it is called on every process with the same rollouts, if a probe is due."""
+        gathered, began = gather_object(list(rows)), time.perf_counter()
+        probed = self._from_main(lambda: (self._compose(gathered), self._step_of_buffer.probed)[1])
+        self._probe = {}
+        if probed:
+            self._probe = dict(zip(probed, score(list(probed.values())), strict=True))
+        self._micro_batches_left = self.args.steps_per_generation
+        self._composed = time.perf_counter()
+        self._clock.seconds["shadow"] = self._composed - began
+
     def _compose(self, rows: Sequence[Row]) -> tuple[tuple[Rollout, ...], Rollout]:
         size = self.num_generations
         groups = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -154,13 +172,14 @@ class AcceleratedReplay(_Host):
         gathered = dict(gather_object(list(self._outcomes.items())))
         self._outcomes = {}
         seconds = self._clock.read()
+        known, probe = (None, self._probe) if self.replay.shadow else (gathered, {})
 
         def record() -> Metrics:
-            return self._run.record(self._step_of_buffer, gathered, seconds)
+            return self._run.record(self._step_of_buffer, known, seconds, probe)
 
         # On every process, as the host's own: a callback may stop the training by them.
         for name, value in self._from_main(record).items():
-            if value is not None and name.startswith(("fresh/", "replay/", "buffer/", "cost/")):
+            if value is not None and name.startswith(LOGGED):
                 self._metrics["train"][name].append(value)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_replay.errors import CheckpointError, RecipeError
@@ -83,6 +84,7 @@ from grpo_replay.training.metrics import (
     generation_metrics,
 )
 from grpo_replay.training.rollout_source import STAGES
+from grpo_replay.training.shadow import probe_indices, probe_is_due, shadow_metrics
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
 SNAPSHOT = "buffer.parquet"
@@ -117,6 +119,9 @@ class HostStep:
     before: ReplayBuffer
     """The buffer before the step."""
     stats: BufferStats
+    probed: Mapping[int, Rollout]
+    """With `replay.shadow`: drawn rollouts to score under the present policy, by index in the draw;
+    empty in a step without a probe. Train on the host's own batch then, not on `rollouts`."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -185,7 +190,12 @@ class HostRun:
         fresh = [rollout for rollout in generated if rollout.kept]
         batch = buffer.step(fresh, generated=len(generated))
         number = buffer.last_step
-        step = HostStep(number, generated, batch, before, buffer.stats(number))
+        settings = buffer.settings
+        chosen = []
+        if probe_is_due(settings, number):
+            chosen = probe_indices(batch.draw, settings.probe_rollouts)
+        probed = {index: batch.draw.rollouts[index] for index in chosen}
+        step = HostStep(number, generated, batch, before, buffer.stats(number), probed)
         self._unfinished.append(step)
         return step
 
@@ -194,6 +204,7 @@ class HostRun:
         step: HostStep,
         outcomes: Mapping[int, RolloutOutcome] | None = None,
         seconds: Mapping[str, float] | None = None,
+        probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
     ) -> Metrics:
         """Write the files of a step that was trained on. Returns its metrics (docs/metrics.md)
         without those of `generation_metrics`, which the host has: fresh/…, replay/…, buffer/…,
@@ -202,8 +213,9 @@ class HostRun:
         `outcomes` are by row of `step.rollouts` (`outcomes.outcomes_of`); None if the host does not
         know them: null in the files. `seconds` are by stage (`training.rollout_source.STAGES`),
         with `step`, the whole; a stage that is left out took none, and without `generation` the
-        costs μ and γ are unknown. Raises ValueError if an earlier step is not recorded yet, or an
-        outcome is missing.
+        costs μ and γ are unknown. With `replay.shadow`, `probe` has the outcomes of
+        `HostStep.probed`, by its keys. Raises ValueError if an earlier step is not recorded yet, or
+        an outcome is missing.
         """
         if not self._unfinished or self._unfinished[0] is not step:
             raise ValueError(f"step {step.number}: record each step once, in their order")
@@ -213,15 +225,23 @@ class HostRun:
         trained, survivors = step.rollouts, sum(rollout.kept for rollout in step.generated)
         found = _outcomes_of_rows(step, outcomes)
         ours = json_values(
-            batch_metrics(step.batch, found, survivors)
+            batch_metrics(step.batch, found, survivors, probe)
+            | self._shadow_metrics(step, stages)
             | buffer_metrics(step.stats)
             | cost_metrics(stages, seconds.get("generation"), step.generated, trained)
         )
         generation = generation_metrics(step.generated, self.buffer.group_size)
-        write_step(self.folder, step.number, step.generated, step.batch, found)
+        write_step(self.folder, step.number, step.generated, step.batch, found, probe=probe)
         self._files.log(step.number, {**generation, **ours})
         self._unfinished.pop(0)
         return ours
+
+    def _shadow_metrics(self, step: HostStep, seconds: Mapping[str, float]) -> Metrics:
+        if not self.buffer.settings.shadow:
+            return {}
+        draw, group_size = step.batch.draw, self.buffer.group_size
+        found = shadow_metrics(draw, step.rollouts, group_size)
+        return {**found, "cost/shadow_seconds": seconds.get("shadow", 0.0)}
 
     @property
     def is_inside_a_step(self) -> bool:

@@ -16,6 +16,7 @@ A step of the buffer is a generation batch (`steps_per_generation` micro-batches
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from trl import GRPOTrainer
 from grpo_replay.errors import UsageError
 from grpo_replay.integrations.accelerated import AcceleratedReplay, update_by_update
 from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
+from grpo_replay.integrations.host import Row
 from grpo_replay.integrations.listening import Forwards, evaluating, heard
 from grpo_replay.integrations.outcomes import outcomes_of
 from grpo_replay.integrations.trl_rows import (
@@ -41,7 +43,10 @@ from grpo_replay.integrations.trl_rows import (
 from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay.batch import even_sizes
 from grpo_replay.replay.entry_store import checked_settings
+from grpo_replay.types import Rollout, RolloutOutcome
 
+CLIPPING = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""Values of `loss_type` with a ratio for each token that is clipped on both sides."""
 PADDED, PADDING_GAP = 8, {False: 1e-2, True: 0.1}
 """More tokens before a prompt, and the mean gap of log-probs, in nats, that they may make in
 float32 and in half precision."""
@@ -124,15 +129,20 @@ class ReplayMixin(AcceleratedReplay):
                 self._refuse_padding(output)
             of_others = seconds["reward"] + seconds["logprob"]
             seconds["generation"] = time.perf_counter() - began - of_others
+            known = output
             if "old_per_token_logps" not in output:
-                output["old_per_token_logps"] = self._logprobs(output)
-        self._tensors = self._replayed(output)
+                known = {**output, "old_per_token_logps": self._logprobs(output)}
+        if self.replay.shadow:
+            self._beside_replay(self._rows(known), partial(self._score, output=known))
+            return output
+        self._tensors = self._replayed(known)
         return self._tensors
 
     def _hear_logprobs(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Those of the policy at birth, and of the reference."""
+        """Those of the policy at birth, and of the reference. In shadow TRL's own calls stay
+        TRL's."""
         began = time.perf_counter()
-        found = evaluating(method, *args, **kwargs)
+        found = (method if self.replay.shadow else partial(evaluating, method))(*args, **kwargs)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # else their time is that of whatever waits for them
         self._clock.seconds["logprob"] += time.perf_counter() - began
@@ -153,7 +163,8 @@ class ReplayMixin(AcceleratedReplay):
         """The policy's log-probs of the completions, which TRL skips if generation and updates are
         aligned; [B, T]."""
         with torch.no_grad():
-            return self._get_per_token_logps_and_entropies(
+            return evaluating(
+                self._get_per_token_logps_and_entropies,
                 self.model,
                 torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
                 torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
@@ -179,30 +190,51 @@ class ReplayMixin(AcceleratedReplay):
     def _replayed(self, output: Tensors) -> Tensors:
         """The generation batch of this process after the step of the buffer: the rows that train,
         and rows of padding where there are fewer than micro-batches, or processes are left over."""
-        weights_F, extras = self.reward_weights.cpu().numpy(), {**EXTRAS, **self.stored_keys}
-        ends = getattr(self, "eos_token_ids", [self._tokenizer.eos_token_id])
-        trained, filler = self._through_replay(
-            rows_of(output, self._texts, weights_F, ends, extras)
-        )
+        trained, filler = self._through_replay(self._rows(output))
         numbers = self._deal.numbers(self.accelerator.process_index)
-        tensors = to_tensors(
-            [trained[i] if i >= 0 else filler for i in numbers],
-            numbers,
-            output,
-            self._tokenizer.pad_token_id,
-            getattr(self, "pad_to_multiple_of", None),
-            extras,
-        )
+        rollouts = [trained[i] if i >= 0 else filler for i in numbers]
+        tensors = self._to_tensors(rollouts, numbers, output)
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
         accumulated = self.args.gradient_accumulation_steps
         self._order = update_by_update(self._deal.micro_batches, accumulated, self._step)
         return tensors
 
+    @property
+    def _extras(self) -> dict[str, float]:
+        return {**EXTRAS, **self.stored_keys}
+
+    def _rows(self, output: Tensors) -> list[Row]:
+        weights_F = self.reward_weights.cpu().numpy()
+        ends = getattr(self, "eos_token_ids", [self._tokenizer.eos_token_id])
+        return rows_of(output, self._texts, weights_F, ends, self._extras)
+
+    def _to_tensors(
+        self, rollouts: Sequence[Rollout], numbers: Sequence[int], output: Tensors
+    ) -> Tensors:
+        multiple = getattr(self, "pad_to_multiple_of", None)
+        end = self._tokenizer.pad_token_id
+        return to_tensors(rollouts, numbers, output, end, multiple, self._extras)
+
+    def _score(self, rollouts: Sequence[Rollout], output: Tensors) -> list[RolloutOutcome]:
+        """The outcomes of rollouts in an update now, with the entropy unknown, and the clipping
+        too where the ratio is not TRL's of a token."""
+        tensors = self._to_tensors(rollouts, range(len(rollouts)), output)
+        logprobs_BT, old_BT = self._logprobs(tensors), tensors["old_per_token_logps"]
+        clipped_BT = None
+        if self.args.importance_sampling_level == "token" and self.args.loss_type in CLIPPING:
+            ratio_BT, advantages_B1 = (logprobs_BT - old_BT).exp(), tensors["advantages"][:, None]
+            above_BT = (ratio_BT > 1 + self.epsilon_high) & (advantages_B1 > 0)
+            clipped_BT = above_BT | ((ratio_BT < 1 - self.epsilon_low) & (advantages_B1 < 0))
+        found = outcomes_of(
+            range(len(rollouts)), old_BT, trained_mask(tensors), logprobs_BT, clipped_BT
+        )
+        return [found[row] for row in range(len(rollouts))]
+
     # Results
 
     def compute_loss(self, model: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not (self.replay.replays and self.model.training):
+        if not (self.replay.trains_on_draws and self.model.training):
             return super().compute_loss(model, inputs, *args, **kwargs)
         weight = self._weight(len(inputs[ROW]))
         tokens = inputs["num_items_in_batch"] * (weight or 1.0)

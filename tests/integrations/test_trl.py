@@ -43,7 +43,7 @@ from grpo_replay.errors import (
 )
 from grpo_replay.integrations.listening import evaluating, heard
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _deal_all
-from grpo_replay.integrations.trl_rows import Texts
+from grpo_replay.integrations.trl_rows import EXTRAS, Texts
 from grpo_replay.lab.inspection.buffer_panels import print_inspection
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.verification.verify import verify_run
@@ -293,9 +293,17 @@ def dealt(given, trained, processes, micro_batches, accumulated=1, done=0):
             _step=done,
             _tokenizer=SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD),
             reward_weights=torch.ones(1),
-            stored_keys={},
+            _extras=EXTRAS,
         )
-        for name in ("_through_replay", "_compose", "_weight_of", "_from_main"):
+        methods = (
+            "_through_replay",
+            "_compose",
+            "_weight_of",
+            "_from_main",
+            "_rows",
+            "_to_tensors",
+        )
+        for name in methods:
             setattr(trainer, name, MethodType(getattr(ReplayMixin, name), trainer))
         whole = ReplayMixin._replayed(trainer, given)
         parts = split_tensor_dict(shuffle_sequence_dict(whole), micro_batches)
