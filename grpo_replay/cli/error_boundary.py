@@ -128,7 +128,7 @@ def _failed_write(error: Exception) -> str | None:
     if not isinstance(error, OSError) or not (reason := describe_write_failure(error)):
         return None
     place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{reason}; free space, raise the limit, or make the place writable"
+    return f"{place}{reason}"
 
 
 def _log(error: Exception) -> None:

@@ -258,9 +258,7 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
     missing = summary["means"]["reward/missing_fraction"]
     clipped = summary["means"]["replay/clip_fraction"] or 0.0
     file = "" if summary["final"] else " --benchmark NAME_OR_FILE"
-    run, latest, plots = (
-        shlex.quote(str(run_dir / part)) for part in ("", "checkpoints/latest", "tensorboard")
-    )
+    run, plots = (shlex.quote(str(run_dir / part)) for part in ("", "tensorboard"))
     return (
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
@@ -272,7 +270,7 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         + "\n\n"
         "next:\n"
         f"  grpo-replay inspect-buffer {run}\n"
-        f"  grpo-replay eval --ckpt {latest}{file}\n"
+        f"  grpo-replay eval --ckpt {run}{file}\n"
         f"  grpo-replay plan --from-run {run}\n"
         + (f"  tensorboard --logdir {plots}" if (run_dir / "tensorboard").is_dir() else "")
     ).rstrip()

@@ -24,7 +24,7 @@ import msgspec
 
 from grpo_replay.collection.messages import Record, Step, decode_record, encode
 from grpo_replay.errors import JournalError
-from grpo_replay.storage.atomic import flush_files
+from grpo_replay.storage.atomic import flush_descriptor, flush_files
 
 MAGIC = b"grpo-replay journal 1\n"
 SEGMENT_BYTES = 64 * 2**20
@@ -101,7 +101,7 @@ class Journal:
 
     def sync(self) -> None:
         """Flush everything appended to disk."""
-        os.fsync(self._descriptor)
+        flush_descriptor(self._descriptor)
 
     def close(self) -> None:
         """May be called twice."""

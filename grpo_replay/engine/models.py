@@ -40,6 +40,7 @@ from grpo_replay.errors import (
 from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.layers import short_path
+from grpo_replay.storage.checkpoint import list_checkpoints
 from grpo_replay.tiny import BASES
 
 BUILTIN_MODELS = (*BASES, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
@@ -267,7 +268,8 @@ def _check_model_folder(folder: Path, place: str) -> None:
     if (folder / "adapter_config.json").is_file() or (folder / "adapter").is_dir():
         remedy = "these are adapters alone: merge them into their model, and name its folder"
     else:
-        inside = (folder / "model", folder / "checkpoints/latest/model")
+        places = (folder, *reversed(list_checkpoints(folder / "checkpoints")))
+        inside = (place / "model" for place in places)
         found = next((each for each in inside if (each / "config.json").is_file()), None)
         remedy = "model.path is a model's folder" + (f": set it to {found}" if found else "")
     raise ModelError(f"{place}: no config.json there; {remedy}")

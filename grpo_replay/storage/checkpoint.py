@@ -22,8 +22,10 @@ from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import CheckpointError
 from grpo_replay.storage.atomic import (
     flush_tree,
+    missing_operations,
     point_link,
     rename_folder,
+    try_operation,
     write_json_whole,
 )
 
@@ -147,6 +149,12 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"{_TEMPORARY}{checkpoint_name(step)}"
 
 
+def missing_at(checkpoints: Path) -> list[str]:
+    """What the file system of a run lacks and checkpoints can do without (`missing_operations`)."""
+    lacks = missing_operations(checkpoints / f"{_TEMPORARY}trial")
+    return [f"the file system of {checkpoints} has {each}" for each in lacks]
+
+
 def leftovers(checkpoints: Path) -> list[Path]:
     """Temporary folders of checkpoints that were never completed."""
     return [path for path in checkpoints.glob(f"{_TEMPORARY}*") if path.is_dir()]
@@ -202,7 +210,7 @@ def _give_usual_permissions(temporary: Path) -> None:
     """safetensors makes files for their owner alone; give all those of the state, by the umask."""
     usual = (temporary / STATE).stat().st_mode & 0o777
     for path in temporary.rglob("*.safetensors"):
-        path.chmod(usual)
+        try_operation(path.chmod, usual)
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
@@ -334,8 +342,8 @@ def _sha256(path: Path) -> str:
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Point the symbolic link `latest`, in the same folder, at a checkpoint. A folder of that name,
-    what tools that follow links leave, is replaced."""
+    """Point the symbolic link `latest`, in the same folder, at a checkpoint, where links exist. A
+    folder of that name, what tools that follow links leave, is replaced."""
     latest = checkpoint.with_name(LATEST)
     copy = checkpoint.with_name(f"{_TEMPORARY}{LATEST}")
     if latest.is_dir() and not latest.is_symlink():

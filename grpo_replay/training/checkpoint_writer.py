@@ -114,7 +114,8 @@ def notices_of_room(
     if free < one:
         raise OutputDirectoryError(
             f"a checkpoint of this run needs {to_gib(one)} GiB, and {checkpoints} has "
-            f"{to_gib(free)} GiB free: nothing was written. {_what_is_left(kept)}"
+            f"{to_gib(free)} GiB free: nothing was written; free space there. "
+            f"{_what_is_left(kept)}"
         )
     more = max(section.keep + 1 - len(kept), 1)
     each = max(size.usual, newest)
@@ -130,8 +131,8 @@ def notices_of_room(
 
 def _what_is_left(kept: Sequence[Path]) -> str:
     if not kept:
-        return "There is no earlier checkpoint: free the place, and start again"
-    return f"{kept[-1].name} is complete: free the place, and go on from there with --resume"
+        return "There is no earlier checkpoint: start again then"
+    return f"{kept[-1].name} is complete: go on from there with --resume then"
 
 
 @contextmanager
@@ -144,9 +145,8 @@ def removed_if_unwritable(temporary: Path) -> Iterator[None]:
         reason = describe_write_failure(error)
         if reason is None:
             raise
-        free = free_bytes(temporary.parent)
         shutil.rmtree(temporary, ignore_errors=True)
         raise OutputDirectoryError(
-            f"{temporary} cannot be written ({reason}; {to_gib(free)} GiB free then): what was "
-            f"written of it was removed. {_what_is_left(list_checkpoints(temporary.parent))}"
+            f"{temporary} cannot be written: {reason}. What was written of it was removed. "
+            f"{_what_is_left(list_checkpoints(temporary.parent))}"
         ) from error

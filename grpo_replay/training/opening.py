@@ -260,7 +260,8 @@ class RunOpener:
         self._say("folder", *self.start.notices)
 
     def _take_folder(self) -> None:
-        take_directory(self.recipe, self.run_dir, self.comm, self.start, self.stack)
+        lacks = take_directory(self.recipe, self.run_dir, self.comm, self.start, self.stack)
+        self._say("folder", *lacks)
         for record in self._held_records.buffer:
             logging.getLogger().handle(record)
 

@@ -20,10 +20,12 @@ from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.snapshot import count_stored
+from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import (
     RunState,
     checkpoint_name,
     find_checkpoint,
+    missing_at,
     newest_state,
     point_latest,
     read_state,
@@ -137,12 +139,13 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
 
 def take_directory(
     recipe: Recipe, run_dir: RunDirectory, comm: Comm, start: StartingPoint, stack: ExitStack
-) -> None:
+) -> list[str]:
     """Create the directory of the run, or lock the one that `start` was found in, and open the logs
-    of all ranks. Collective; `stack` unlocks the directory."""
+    of all ranks. Returns what the user should know of its file system, on rank 0. Collective;
+    `stack` unlocks the directory."""
     stack.callback(run_dir.unlock)
 
-    def take() -> None:
+    def take() -> list[str]:
         if start.is_new:
             run_dir.create(recipe)
         else:
@@ -151,11 +154,14 @@ def take_directory(
         attempt = run_dir.next_attempt()
         run_dir.open_log(attempt)
         run_dir.write_environment(attempt, environment_facts(comm.world_size))
+        with named_if_unwritable(run_dir.checkpoints):
+            return missing_at(run_dir.checkpoints)
 
-    run_on_main(comm, take)
+    notices = run_on_main(comm, take) or []
     if start.checkpoint:
         start.checkpoint = run_dir.checkpoints / checkpoint_name(start.state.step)
     open_other_logs(run_dir, comm)
+    return notices
 
 
 def _refuse_moved(run_dir: RunDirectory, start: StartingPoint) -> None:

@@ -220,13 +220,13 @@ def test_paths_that_do_not_exist():
 
 def test_a_folder_that_holds_a_model_is_named(tmp_path, folder):
     run, adapters = tmp_path / "run", tmp_path / "adapters"
-    shutil.copytree(folder, run / "checkpoints/latest/model")
+    shutil.copytree(folder, run / "checkpoints/step_000002/model")
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")
-    model = run / "checkpoints/latest/model"
+    model = run / "checkpoints/step_000002/model"
     for place, words in (
         (run, f"set it to {model}"),
-        (run / "checkpoints/latest", f"set it to {model}"),
+        (run / "checkpoints/step_000002", f"set it to {model}"),
         (adapters, "adapters alone: merge them"),
         (run / "checkpoints", "model.path is a model's folder"),
     ):

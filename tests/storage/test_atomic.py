@@ -5,15 +5,21 @@ import os
 from pathlib import Path
 
 import pytest
-from small_runs.trained import train_small_run
+from small_runs.trained import Listener, small_recipe, train_small_run
 
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.evaluation.session import find_model
 from grpo_replay.storage import atomic
 from grpo_replay.storage.checkpoint import (
     RunState,
     begin_checkpoint,
     complete_checkpoint,
+    missing_at,
+    point_latest,
     temporary_folder,
 )
+from grpo_replay.training.checkpoint_writer import removed_if_unwritable
+from grpo_replay.training.run import run_training
 
 
 @pytest.fixture
@@ -91,20 +97,82 @@ def test_a_failed_write_leaves_only_the_old_file(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_file_systems_that_cannot_flush_folders_are_supported(tmp_path, monkeypatch):
-    real, number = os.fsync, errno.EINVAL
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOSYS, errno.EPERM])
+def test_a_file_system_without_links_permissions_and_flushing_loses_no_run(
+    tmp_path, processes, monkeypatch, number
+):
+    """What it lacks is said before the first step; a resume goes on there as well."""
 
-    def fsync(descriptor):
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
-            raise OSError(number, "no")
-        real(descriptor)
+    def lacking(*_, **__):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    atomic.write_text_whole(tmp_path / "a.txt", "text")
-    assert (tmp_path / "a.txt").read_text() == "text"
-    number = errno.EIO
+    for name in ("symlink", "chmod", "fsync"):
+        monkeypatch.setattr(os, name, lacking)
+    sections = {
+        "run": {"steps": 2},
+        "checkpoint": {"every_steps": 1},
+        "replay": {"warmup_steps": 0},
+    }
+    for resume in (False, True):
+        listener = Listener()
+        run_training(small_recipe(**sections), tmp_path / "run", resume, listener)
+        said = [text for text in listener.at_start if "the file system of" in text]
+        assert len(said) == 3, said
+        assert "symbolic links" in said[0] and "permissions" in said[1] and "flush" in said[2]
+        names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+        assert names == ["step_000001", "step_000002"]
+        assert find_model(str(tmp_path / "run")).step == 2
+
+
+def test_an_old_link_to_the_latest_checkpoint_does_not_stay_where_none_can_be_made(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "latest").symlink_to("step_000001")
+
+    def lacking(*_, **__):
+        raise OSError(errno.ENOTSUP, "no")
+
+    monkeypatch.setattr(os, "symlink", lacking)
+    point_latest(tmp_path / "step_000002")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_renames_no_folders_is_refused_when_the_run_begins(
+    tmp_path, monkeypatch
+):
+    def lacking(*_, **__):
+        raise OSError(errno.ENOTSUP, "no")
+
+    monkeypatch.setattr(os, "rename", lacking)
+    with pytest.raises(OSError, match="no"):
+        missing_at(tmp_path)
+
+
+def test_a_flush_that_fails_is_no_flush_that_is_missing(tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError, match="no"):
         atomic.write_text_whole(tmp_path / "a.txt", "text")
+
+
+@pytest.mark.parametrize(
+    "number, space, other",
+    [(errno.ENOSPC, True, False), (errno.EDQUOT, True, False), (errno.EPERM, False, True),
+     (errno.EROFS, False, True), (errno.EIO, False, True)],
+)  # fmt: skip
+def test_free_space_is_asked_for_only_where_there_is_none(tmp_path, number, space, other):
+    error = OSError(number, os.strerror(number))
+    with (
+        pytest.raises(OutputDirectoryError) as raised,
+        removed_if_unwritable(tmp_path / "checkpoint"),
+    ):
+        raise error
+    with pytest.raises(OutputDirectoryError) as named, atomic.named_if_unwritable(tmp_path):
+        raise error
+    for text in (str(raised.value), str(named.value), atomic.describe_write_failure(error)):
+        assert ("free " in text, "choose another" in text) == (space, other), text
 
 
 def test_what_json_has_no_word_for_is_null_at_any_depth():

@@ -16,6 +16,7 @@ from grpo_replay.engine.weights import expected_adapters, write_adapters
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import ModelSection
 from grpo_replay.sampling.server.routes import UPDATING, Refused, Unreachable, VllmServer, block_on
+from grpo_replay.storage.atomic import try_operation
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "grpo-replay-weights-"
@@ -46,7 +47,8 @@ class FolderTransfer:
                 "sampling.servers.weight_transfer to the path of a folder that trainer and servers "
                 "share"
             ) from error
-        os.chmod(self._held.path, 0o755)  # a server may run as another user
+        # A server may run as another user.
+        try_operation(os.chmod, self._held.path, 0o755)
         self.path = self._held.path / "none"
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
