@@ -234,7 +234,7 @@ def _written(
 
     try:
         listed = [dict(row) for row in rows]
-        lines = [json.dumps(row, ensure_ascii=False, default=_plain) for row in listed]
+        lines = [json.dumps(row, default=_plain) for row in listed]
     except (TypeError, ValueError) as error:
         raise UsageError(
             "prompts: expected rows that map names to texts, numbers and lists of them, such as "

@@ -83,10 +83,11 @@ def report_error(error: Exception) -> int:
 
 def _foreign_place(error: Exception) -> str | None:
     """The innermost line of a traceback that is neither of this package nor of an installed one:
-    code that the recipe names. None without one."""
+    code that the recipe names. None without one. (Compiled code names files that are not there.)"""
     own = (str(Path(__file__).parent.parent), *sysconfig.get_paths().values(), sys.base_prefix)
     frames = [each for each in traceback.extract_tb(error.__traceback__)
-              if not each.filename.startswith((*own, "<"))]  # fmt: skip
+              if not each.filename.startswith((*own, "<"))
+              and Path(each.filename).exists()]  # fmt: skip
     return f"{frames[-1].filename} line {frames[-1].lineno}, {frames[-1].name}" if frames else None
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from grpo_replay.errors import DatasetError, did_you_mean, first_line, no_such_path
 from grpo_replay.hub import use_cache_without_hub
+from grpo_replay.recipe.base import whole_characters
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path, shown
 
@@ -301,7 +302,7 @@ def _message(value: Any) -> ChatMessage:
     message = {key: each for key, each in given.items() if each is not None}
     if not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise ValueError(f"has the message {shown(value)}, expected {{role: text, content: text}}")
-    return message
+    return whole_characters(message)
 
 
 def answer_text(value: Any) -> str:
@@ -328,7 +329,7 @@ def text(value: Any) -> str:
         )
     if not value.strip():
         raise ValueError("is empty: fill it in, or remove the row")
-    return value
+    return whole_characters(value)
 
 
 def statement_text(problem: ProblemStatement) -> str:

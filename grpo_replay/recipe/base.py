@@ -1,5 +1,7 @@
 """The base classes of recipe sections, and the field types they share."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -31,6 +33,21 @@ def distinct(values: list[T]) -> list[T]:
     if len(set(values)) < len(values):
         raise ValueError(f"one of {values} is named more than once")
     return values
+
+
+_HALF = re.compile(".{0,20}[\ud800-\udfff].{0,20}", re.DOTALL)
+
+
+def whole_characters(value: T) -> T:
+    """The value, if all text in it is valid Unicode: no tokenizer and no file takes a half of the
+    pair of surrogates that is an emoji in JSON. Raises ValueError for one."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if half := _HALF.search(text):
+        raise ValueError(
+            f"has half a character, in {half[0]!r}: write it whole, as UTF-8 or with both of its "
+            "\\u escapes, or remove it"
+        )
+    return value
 
 
 def one_of(functions: OpenList) -> Any:

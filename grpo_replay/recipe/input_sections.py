@@ -14,6 +14,7 @@ from grpo_replay.recipe.base import (
     Section,
     distinct,
     one_of,
+    whole_characters,
 )
 from grpo_replay.recipe.open_lists import SAMPLERS
 
@@ -139,6 +140,11 @@ class PromptsSection(Section):
     """Python format string with the placeholder `{problem}`."""
     max_prompt_length: Positive = 1024
     """In tokens. Longer prompts are skipped and counted."""
+
+    @field_validator("template", "system_prompt", "user_template")
+    @classmethod
+    def _is_whole(cls, given: Any) -> Any:
+        return whole_characters(given)
 
     @field_validator("user_template")
     @classmethod

@@ -309,7 +309,7 @@ class RunDirectory:
         path = self.log_path(attempt, rank)
         with named_if_unwritable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handler = _AttemptLog(path, encoding="utf-8")
+            handler = _AttemptLog(path, encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         for earlier in [h for h in root.handlers if isinstance(h, _AttemptLog)]:

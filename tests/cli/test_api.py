@@ -15,7 +15,8 @@ from small_runs.experiments import write_run
 
 import grpo_replay
 from grpo_replay import api
-from grpo_replay.errors import RecipeError, UsageError
+from grpo_replay.errors import DatasetError, RecipeError, UsageError
+from grpo_replay.prompts.prompt_set import read_source
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.run_directory import RunDirectory
 
@@ -88,6 +89,9 @@ def test_rows_become_a_file_beside_the_run_and_a_callback_hears_steps(started, t
     assert prompts.id_field is None
     api.train("tiny", tmp_path / "b", prompts=[{"problem": "1+1", "answer": np.int64(2)}])
     assert json.loads((tmp_path / "b.prompts.jsonl").read_text())["answer"] == 2
+    api.train("tiny", tmp_path / "c", prompts=[{"problem": "\ud83d", "answer": "1"}])
+    with pytest.raises(DatasetError, match=r"c.prompts.jsonl:1: field 'problem' has half"):
+        read_source(started[-1].recipe.prompts)
     text = (tmp_path / "a" / "run.prompts.jsonl").read_text()
     assert [json.loads(line)[id_field] for line in text.splitlines()] == ["é0", "é1", "é2"]
 

@@ -167,6 +167,14 @@ def test_an_error_in_code_that_is_no_part_of_the_package_names_its_line(monkeypa
     assert f"KeyError in {__file__} line {line}, fails" in found.stderr.splitlines()[-1]
 
 
+def test_compiled_code_of_a_library_is_not_called_code_of_the_user(monkeypatch):
+    def fails():
+        exec(compile("raise TypeError", "pyarrow/error.pxi", "exec"))
+
+    monkeypatch.setattr("grpo_replay.cli.plan_command.run", lambda _: fails())
+    assert f"TypeError in {__file__}" in call("plan").stderr.splitlines()[-1]
+
+
 def test_an_error_of_the_package_itself_is_our_bug(monkeypatch):
     monkeypatch.setattr("grpo_replay.cli.plan_command.run", int)  # raises TypeError
     found = call("plan")

@@ -9,9 +9,10 @@ import pytest
 
 from grpo_replay.engine.models import byte_tokenizer
 from grpo_replay.errors import DatasetError
+from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
-from grpo_replay.recipe import PromptsSection
+from grpo_replay.recipe import EvalSection, PromptsSection
 from grpo_replay.recipe.layers import is_on_hub
 
 TOKENIZER = byte_tokenizer()
@@ -146,12 +147,32 @@ def test_only_the_text_after_the_last_marker_is_the_answer(jsonl):
         ({"problem": "p", "answer": True}, r":3: field 'answer' found True"),
         ({"problem": "p", "answer": ["1"]}, r":3: field 'answer' found \['1'\]"),
         ({"problem": 5, "answer": "1"}, r":3: field 'problem' found 5"),
+        ({"problem": "a \ud83d b", "answer": "1"}, r":3: field 'problem' has half .*ud83d"),
+        ({"problem": "p", "answer": "x\ude00"}, r":3: field 'answer' has half .*ude00"),
+        ({"problem": [{"role": "user", "content": "\ud83d"}], "answer": "1"}, ":3: .*has half"),
+        (
+            {"problem": [{"role": "user", "content": "p", "more": ["\ud83d"]}], "answer": "1"},
+            ":3: .*has half",
+        ),
         ("{broken", r":3: "),
         ('["a", "b"]', r":3: "),
     ],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(jsonl, row, match):
     refused(jsonl({"problem": "ok", "answer": "1"}, "", row), match)
+
+
+def test_half_a_character_is_refused_in_ids_and_benchmarks_too_and_a_whole_one_is_not(jsonl):
+    whole = {"problem": "\ud83d\ude00", "answer": "\ud83d\ude00", "id": "\ud83d\ude00"}
+    assert found(jsonl(whole), id_field="id") == [("😀", "😀")]
+    path = jsonl(whole, whole | {"id": "\ud83d"})
+    refused(path, r"problems.jsonl:2: field 'id' has half", id_field="id")
+    for field in ("problem", "answer"):
+        (benchmark,) = find_benchmarks(
+            EvalSection(benchmarks=[jsonl(whole, whole | {field: "\ud83d"})])
+        )
+        with pytest.raises(DatasetError, match=f"problems.jsonl:2: field '{field}' has half"):
+            load_problems(benchmark, EvalSection())
 
 
 def test_a_bad_row_of_parquet_is_refused_with_its_file_and_row(tmp_path):

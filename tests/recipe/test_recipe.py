@@ -166,6 +166,14 @@ REFUSED = {
     ),
     "another placeholder": (["prompts.user_template={problem} {x}"], "user_template"),
     "LaTeX braces": (["prompts.user_template={problem} \\boxed{}"], "user_template"),
+    "half an emoji": (
+        ['prompts.user_template="\\ud83d {problem}"'],
+        "user_template: has half a char",
+    ),
+    "half an emoji for the chat template": (
+        ['prompts.template={persona: ["\\ud83d"]}'],
+        "prompts.template: has half a char",
+    ),
     "offload without its stage": (
         ["engine.offload=everything", "engine.zero_stage=2"],
         "zero_stage 3, not 2",

@@ -164,6 +164,13 @@ def test_the_commit_is_that_of_this_checkout_or_none(tmp_path, monkeypatch):
     assert run_directory._git_commit() is None
 
 
+def test_half_a_character_is_no_trouble_for_the_log(tmp_path, capsys):
+    log = RunDirectory(tmp_path / "run").open_log(1)
+    logging.getLogger("grpo_replay").warning("a reward function printed: \ud83d")
+    assert log.read_text().endswith("printed: \\ud83d\n")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_log_on_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     directory = RunDirectory(tmp_path / "run")
     directory.open_log(1)
