@@ -4,6 +4,7 @@ Standard library alone: verifier processes load it.
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -35,7 +36,7 @@ def source_text(place: str) -> str:
     if there is none."""
     source = place.rpartition(":")[0]
     name = source if source.endswith(".py") else f"{source.replace('.', '/')}.py"
-    found = (Path(folder, name) for folder in (os.getcwd(), *sys.path))
+    found = (Path(folder, name) for folder in (*sys.path, os.getcwd()))
     file = next((path for path in found if path.is_file()), None)
     return "" if file is None else file.read_text(encoding="utf-8", errors="replace")
 
@@ -49,9 +50,9 @@ def load_function(place: str) -> Any:
 
 
 def load_source(place: str) -> Any:
-    """The module of `module:function` or `file.py:function`. Modules are found from the working
-    directory and in the environment; a file may import modules of its own folder. Raises whatever
-    the import raises."""
+    """The module of `module:function` or `file.py:function`. Modules are found in the environment
+    and then in the working directory; a file may import modules of its own folder, which comes last
+    as well: a `types.py` there is nobody else's. Raises whatever the import raises."""
     refuse_missing_file(place)
     source = place.rpartition(":")[0]
     return _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
@@ -63,14 +64,23 @@ def _load_module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def _is_taken(path: Path) -> bool:
+    """Whether the name of a file is that of another module, loaded or not."""
+    name = path.stem
+    if name in sys.modules or name in sys.stdlib_module_names:
+        return True
+    other = importlib.machinery.PathFinder.find_spec(name)
+    return other is not None and other.origin != str(path)
+
+
 def _load_file(path: Path) -> Any:
     path = path.resolve()
-    name = path.stem if path.stem not in sys.modules else f"user_file_{path.stem}"
+    name = f"user_file_{path.stem}" if _is_taken(path) else path.stem
     for known in (path.stem, name):
         if getattr(sys.modules.get(known), "__file__", None) == str(path):
             return sys.modules[known]
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)

@@ -23,6 +23,7 @@ from grpo_replay.collection.messages import (
     decode_delivery,
     encode,
 )
+from grpo_replay.distributed.environment import PYTHON_MODULE, import_path
 from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES, log_tail
 
@@ -77,7 +78,10 @@ class Link:
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         with settings.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "grpo_replay.collection.collector_process", str(file)],
+                [
+                    *(sys.executable, *PYTHON_MODULE),
+                    *("grpo_replay.collection.collector_process", str(file)),
+                ],
                 env=collector_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -140,10 +144,9 @@ class Link:
 def collector_environment() -> dict[str, str]:
     """This process's environment without a GPU and without the variables of a rank."""
     scrubbed = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
-    paths = [path for path in sys.path if path]
     return {
         **scrubbed,
-        "PYTHONPATH": os.pathsep.join(paths),
+        **import_path(),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }

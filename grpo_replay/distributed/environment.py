@@ -1,8 +1,9 @@
-"""This process's place among the ranks, and the launcher that started it.
+"""This process's place among the ranks, the launcher that started it, and how it starts others.
 
 The place comes from environment variables of our launcher, torchrun, DeepSpeed's launcher or Slurm.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -21,6 +22,9 @@ LAUNCHER_VARIABLE = "GRPO_REPLAY_LAUNCHER"
 """Process id of `launch_ranks`, set for the ranks that it starts."""
 PRINTED_VARIABLE = "GRPO_REPLAY_PRINTED"
 """File with the errors that the ranks of `launch_ranks` have printed."""
+PYTHON_MODULE = ("-P", "-m")
+"""Options of a Python that runs a module: with -P no file of the working directory, a `types.py`
+say, stands for a module of Python's or of a library. `import_path` has the directory last."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -141,6 +145,15 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         return int(text)
     except ValueError as error:
         raise LaunchError(f"{name} is {text!r}: expected a whole number") from error
+
+
+def import_path() -> dict[str, str]:
+    """PYTHONPATH for a Python that imports what this one does, from the working directory last."""
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed
+        here = os.getcwd()
+        folders = [each for each in sys.path if each not in ("", here)]
+        return {"PYTHONPATH": os.pathsep.join([*folders, here])}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def available_cores() -> int:

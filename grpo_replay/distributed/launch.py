@@ -11,13 +11,15 @@ from typing import Any
 from grpo_replay.distributed.environment import (
     LAUNCHER_VARIABLE,
     PRINTED_VARIABLE,
+    PYTHON_MODULE,
+    import_path,
     threads_per_rank,
 )
 from grpo_replay.distributed.failures import name_ranks
 from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import FOLLOWED, INTERRUPTED, LaunchError, UsageError
 
-PROGRAM = ("-m", "grpo_replay")
+PROGRAM = (*PYTHON_MODULE, "grpo_replay")
 _SAVE_SECONDS = 3600
 """What ranks have for their checkpoint after a signal, before torch's agent kills them."""
 _FOLLOW_SECONDS = 29
@@ -73,6 +75,7 @@ def _variables(ranks: int, threads: int | None) -> dict[str, str]:
     """What the ranks find in their environment."""
     loopback = "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else "lo0"
     return {
+        **import_path(),
         LAUNCHER_VARIABLE: str(os.getpid()),
         "OMP_NUM_THREADS": str(threads_per_rank(threads, ranks)),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback,

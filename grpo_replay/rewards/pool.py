@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_replay.distributed.environment import PYTHON_MODULE, import_path
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.terminal.console import printable
 
@@ -196,7 +197,7 @@ class VerifierProcess:
             names = json.dumps(list(functions))
             arguments = [names, memory_limit_mib, os.getpid(), theirs.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-uPm", "grpo_replay.rewards.verifier_worker"]
+                [sys.executable, "-u", *PYTHON_MODULE, "grpo_replay.rewards.verifier_worker"]
                 + [str(each) for each in arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -293,10 +294,9 @@ class VerifierProcess:
 
 def _environment() -> dict[str, str]:
     # Same packages, but no GPU: a reward function must not use the trainer's GPU memory.
-    paths = [path for path in sys.path if path]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        **import_path(),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import zmq
 from fake_server import FakeServer
+from shadowing import write_shadowing_files
 from small_runs.asynchronous import async_recipe
 
 from grpo_replay.collection import link as link_module
@@ -60,8 +61,9 @@ def deliver(link: Link, delivery: Delivery) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path):
+def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path, monkeypatch):
     """By default the asynchronous runs of tests/training start and kill one."""
+    monkeypatch.chdir(write_shadowing_files(tmp_path / "work"))
     server = FakeServer()
     server.label, server.tokens = "run/0", [3, 1]
     link = Link(settings(server.url, tmp_path))

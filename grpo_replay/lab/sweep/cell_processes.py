@@ -10,7 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores, stop_with_parent
+from grpo_replay.distributed.environment import (
+    CORES_VARIABLE,
+    PYTHON_MODULE,
+    available_cores,
+    import_path,
+    stop_with_parent,
+)
 from grpo_replay.lab.sweep.cells import STARTED, Cell, CellState, shell_command, train_arguments
 
 ENTRY = "grpo_replay.lab.sweep.cell_processes"
@@ -40,10 +46,12 @@ class Launcher:
         """Start a new cell, or resume a started one, in a free place."""
         # For trackers that keep all runs in one place, where `seed-42` says nothing.
         name = f"{cell.root.name}/{cell.name}"
-        environment = {**self._environment, "WANDB_NAME": name, "TRACKIO_NAME": name}
+        names = {"WANDB_NAME": name, "TRACKIO_NAME": name}
+        environment = {**self._environment, **import_path(), **names}
         if self._gpus:
             environment[GPUS_VARIABLE] = self._gpus[place]
-        words = [sys.executable, "-m", ENTRY, str(os.getpid()), *train_arguments(cell, state)]
+        entry = [sys.executable, *PYTHON_MODULE, ENTRY, str(os.getpid())]
+        words = [*entry, *train_arguments(cell, state)]
         cell.log.parent.mkdir(parents=True, exist_ok=True)
         with cell.log.open("ab", buffering=0) as log:
             process = subprocess.Popen(

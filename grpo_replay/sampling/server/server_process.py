@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.distributed.environment import rank_environment
+from grpo_replay.distributed.environment import PYTHON_MODULE, import_path, rank_environment
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.recipe import SamplingSection, ServersSection
 from grpo_replay.sampling.server import guard as server_guard
@@ -98,7 +98,7 @@ def launch_servers(
 
 def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[str]:
     """The command line of a server with these EngineArgs."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, *PYTHON_MODULE, "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if value is True:
@@ -176,7 +176,7 @@ def _launch(
     command: list[str], environment: dict[str, str], host: str, port: int, folder: Path
 ) -> LaunchedServer:
     log = folder / f"vllm-server-{port}.log"
-    guarded = [sys.executable, server_guard.__file__, str(os.getpid()), *command]
+    guarded = [sys.executable, "-P", server_guard.__file__, str(os.getpid()), *command]
     with log.open("ab") as output:
         guard = subprocess.Popen(
             guarded,
@@ -192,6 +192,7 @@ def _launch(
 
 def _server_environment(device: str | None, on_gpu: bool) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
+    environment |= import_path()
     set_environment(environment, on_gpu)
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that update weights
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # and adapters
