@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 
+def has_module(name: str) -> bool:
+    """Whether a module or package can be imported. A folder without a module in it, such as the
+    `wandb/` that wandb leaves in the working directory, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def is_place(text: str) -> bool:
     """True for the forms `module:function` and `file.py:function`."""
     place, separator, name = text.rpartition(":")

@@ -2,7 +2,6 @@
 these libraries know which names and values they take.
 """
 
-import importlib.util
 import os
 import sys
 from contextlib import redirect_stdout
@@ -12,6 +11,7 @@ import torch
 
 from grpo_replay.engine.deepspeed_engine import deepspeed_config
 from grpo_replay.engine.weights import lora_config, refused_as
+from grpo_replay.named_functions import has_module
 from grpo_replay.recipe import LoraSection, Recipe, ZeroSection
 
 
@@ -38,5 +38,5 @@ def _check_zero(arguments: dict[str, Any], on_cuda: bool) -> None:
 
 
 def _check_lora(settings: LoraSection) -> None:
-    if settings.r is not None and importlib.util.find_spec("peft") is not None:
+    if settings.r is not None and has_module("peft"):
         lora_config(settings, settings.target_modules)

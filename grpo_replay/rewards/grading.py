@@ -3,9 +3,9 @@
 import atexit
 import threading
 from functools import cache
-from importlib.util import find_spec
 
 from grpo_replay.errors import UsageError
+from grpo_replay.named_functions import has_module
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.types import Verdict
@@ -23,7 +23,7 @@ def grade(completion: str, answer: str, verifier: str = "boxed") -> Verdict:
     """
     if verifier not in BUILTIN_VERIFIERS:
         raise UsageError(f"verifier {verifier!r}: use {', '.join(BUILTIN_VERIFIERS)}")
-    if verifier != "minerva" and find_spec("math_verify") is None:
+    if verifier != "minerva" and not has_module("math_verify"):
         raise UsageError(
             f"verifier {verifier} needs math-verify, which is not installed: "
             "pip install 'grpo-replay[grade]', or verifier minerva"

@@ -1,13 +1,13 @@
 """Experiment trackers behind one interface: TensorBoard, Weights & Biases and trackio."""
 
 import importlib
-import importlib.util
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo_replay.named_functions import has_module
 from grpo_replay.recipe import Recipe, TrackingSection
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def missing_trackers(tracking: TrackingSection) -> list[str]:
         f"tracking.report_to names {name!r}, which is not installed: "
         f"pip install 'grpo-replay[{name}]', or remove it from the list"
         for name in tracking.report_to
-        if name != "tensorboard" and importlib.util.find_spec(name) is None
+        if name != "tensorboard" and not has_module(name)
     ]
 
 

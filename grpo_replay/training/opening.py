@@ -4,7 +4,6 @@ A start runs every check, then opens every stage; the dry run runs the same chec
 nothing. No check changes anything on disk, so a start that is refused leaves nothing.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -36,6 +35,7 @@ from grpo_replay.engine.processes import memory_of_gpu
 from grpo_replay.engine.weights import MISSING_PEFT, parameter_counts
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_evaluation, read_from_hub
+from grpo_replay.named_functions import has_module
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.recipe.layers import is_on_hub
@@ -453,15 +453,15 @@ def missing_packages(recipe: Recipe) -> list[str]:
     missing = missing_trackers(recipe.tracking)
     has_vllm = sampling.vllm_in_ranks or sampling.servers_launched
     samples = sampling.collection.replay_journal is None
-    if has_vllm and samples and importlib.util.find_spec("vllm") is None:
+    if has_vllm and samples and not has_module("vllm"):
         missing.append(
             f"sampling.backend {sampling.backend}: vLLM is not installed here: pip install "
             "'grpo-replay[vllm]', or use sampling.backend hf"
         )
-    if recipe.model.lora.r is not None and importlib.util.find_spec("peft") is None:
+    if recipe.model.lora.r is not None and not has_module("peft"):
         missing.append(MISSING_PEFT)
     package = ATTENTION_PACKAGES.get(attention)
-    if package is not None and importlib.util.find_spec(package) is None:
+    if package is not None and not has_module(package):
         missing.append(
             f"model.attn_implementation {attention}: {package} is not installed here; use sdpa"
         )

@@ -1,5 +1,5 @@
-"""Files of the working folder stand for no module of Python's or of a library, and are still found
-as reward functions."""
+"""What is in the working folder stands for no module of Python or of a library, and its files are
+still found as reward functions."""
 
 import importlib.util
 import json
@@ -13,9 +13,10 @@ from shadowing import write_shadowing_files
 
 import grpo_replay
 from grpo_replay.distributed.environment import import_path
-from grpo_replay.named_functions import load_function, source_text
-from grpo_replay.recipe import RewardSection
+from grpo_replay.named_functions import has_module, load_function, source_text
+from grpo_replay.recipe import RewardSection, TrackingSection
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.storage.tracking import missing_trackers
 
 SHORT = [
     f"--set={each}"
@@ -97,3 +98,24 @@ def test_every_python_that_the_package_starts_leaves_such_files_alone():
     starting = [text for text in texts if "*PYTHON_MODULE" in text]
     assert len(starting) == 5  # ranks, verifiers, collector, cells, servers
     assert all("import_path()" in text for text in starting)
+
+
+def test_an_empty_folder_of_the_name_of_a_package_is_not_the_package(folder, monkeypatch):
+    """wandb leaves a folder `wandb/` where it ran."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    names = [name for name in ("wandb", "trackio", "vllm", "no_such") if not has_module(name)]
+    assert "no_such" in names
+    for name in names:
+        (folder / name).mkdir()
+        assert importlib.util.find_spec(name) is not None  # what Python takes for a package
+        assert not has_module(name)
+    assert has_module("numpy") and has_module("json")
+
+
+def test_a_tracker_of_which_only_a_folder_is_there_is_named_before_the_run(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    for name in ("wandb", "trackio"):
+        if not has_module(name):
+            (folder / name).mkdir()
+            (found,) = missing_trackers(TrackingSection(report_to=[name]))
+            assert f"pip install 'grpo-replay[{name}]'" in found

@@ -25,7 +25,7 @@ def test_a_completion_is_graded_also_from_threads():
 def test_a_name_that_is_no_verifier_and_a_missing_package_are_said(monkeypatch):
     with pytest.raises(UsageError, match=f"'boxd': use {', '.join(BUILTIN_VERIFIERS)}"):
         grade("", "", verifier="boxd")
-    monkeypatch.setattr("grpo_replay.rewards.grading.find_spec", lambda name: None)
+    monkeypatch.setattr("grpo_replay.rewards.grading.has_module", lambda name: False)
     with pytest.raises(UsageError, match=r"pip install 'grpo-replay\[grade\]', or verifier minerv"):
         grade("", "")
     assert grade(r"\boxed{1}", "1", verifier="minerva").status == "correct"

@@ -29,7 +29,7 @@ def opener(folder: Path, **sections) -> RunOpener:
 
 
 def test_a_package_that_the_attention_needs_is_named(monkeypatch):
-    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(opening, "has_module", lambda _: False)
     recipe = resolve_recipe([{"model": {"attn_implementation": "flash_attention_2"}}])
     (named,) = missing_packages(recipe)
     assert "model.attn_implementation" in named and "flash_attn" in named
