@@ -96,7 +96,7 @@ def is_lost_peer(error: BaseException) -> bool:
     server or tracker that refuses a connection says the same in other code."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
-    if rank_environment().world_size == 1:
+    if not _has_joined():
         return False
     seen: set[int] = set()
     current: BaseException | None = error
@@ -108,6 +108,12 @@ def is_lost_peer(error: BaseException) -> bool:
                 return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def _has_joined() -> bool:
+    """Whether this process is one of several ranks that meet. A command without ranks does not ask
+    for the variables of a launcher, which may be half set."""
+    return _RENDEZVOUS in sys.modules and rank_environment().world_size > 1
 
 
 def is_reported_elsewhere(error: BaseException) -> bool:
@@ -171,7 +177,7 @@ def exit_rank(exit_code: int) -> NoReturn:
     engine with CUDA graphs aborted a process that was torn down around it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if rank_environment().is_launched and exit_code != 0:
+    if exit_code != 0 and _has_joined():
         os._exit(exit_code)
     leave_run()  # NCCL complains on stderr about a group that is left open
     if "vllm" in sys.modules:

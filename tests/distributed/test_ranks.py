@@ -185,6 +185,7 @@ def test_lost_peers_are_told_from_real_errors(monkeypatch):
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
     for name, value in place.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "grpo_replay.distributed.rendezvous", SimpleNamespace())
     text = "Read error [127.0.0.1]:9105: Connection reset by peer. This is typical"
     gloo = raised_in("torch.distributed.distributed_c10d", RuntimeError(text))
     wrapped = ValueError("while gathering")
@@ -227,6 +228,27 @@ def test_rank_modules_load_without_torch():
 
 
 MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("--version", 0), ("aes --reference 1,2 --candidate a=1,2", 0), ("inspect-buffer gone", 3),
+     ("train tiny", 4)],
+)  # fmt: skip
+def test_only_a_command_with_ranks_asks_for_the_variables_of_a_launcher(words, code):
+    """Of which WORLD_SIZE alone is set. One message, and no traceback."""
+    command = [sys.executable, "-m", "grpo_replay", *words.split()]
+    alone = environment() | {"WORLD_SIZE": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=alone)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("WORLD_SIZE is 2 but RANK is not set") == (code == 4)
+
+
+def test_a_fault_in_a_command_without_ranks_is_reported_whatever_a_launcher_has_set(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delitem(sys.modules, "grpo_replay.distributed.rendezvous", raising=False)
+    assert not is_lost_peer(TypeError("a bug"))
 
 
 def test_what_a_failed_rank_printed_is_not_lost():
