@@ -264,6 +264,8 @@ class ServersSection(Section):
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
             raise ValueError("expected host:port with a port of 1 to 65535")
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError("expected an IPv6 address in brackets, such as [::1]:8300")
         return address
 
     @property
@@ -273,7 +275,8 @@ class ServersSection(Section):
 
     @property
     def host(self) -> str:
-        return self.address.rpartition(":")[0]
+        """Without the brackets of an IPv6 address."""
+        return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def base_port(self) -> int:

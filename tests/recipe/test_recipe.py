@@ -183,6 +183,10 @@ REFUSED = {
         ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1, localhost:8000]"],
         "servers.urls: 'localhost:8000'",
     ),
+    "an IPv6 address of servers without brackets": (
+        ["sampling.servers.address=::1:8300"],
+        r"servers.address: expected an IPv6 address in brackets, such as \[::1\]:8300",
+    ),
     "a server's URL with a query": (
         ["sampling.backend=vllm_server", "sampling.servers.urls=['http://a:1/?key=x']"],
         r"servers.urls: 'http://a:1/\?key=x': the address .* ends before",

@@ -289,6 +289,26 @@ def test_a_launched_server_leaves_every_rank_its_gpu_whoever_started_the_ranks(
     assert [server.log.read_text() for server in launched] == ["2\n", "3\n"]
 
 
+@pytest.mark.parametrize(
+    ("address", "host", "url"),
+    [("[::1]:{}", "::1", "http://[::1]:{}"), ("[::]:{}", "::", "http://[::1]:{}"),
+     ("0.0.0.0:{}", "0.0.0.0", "http://127.0.0.1:{}")],
+)  # fmt: skip
+def test_a_server_listens_on_the_address_of_the_recipe_and_is_reached_there(
+    tied, monkeypatch, tmp_path, address, host, url
+):
+    (port,) = free_ports(1)
+    echo = lambda _, *place: [sys.executable, "-c", f"print({place!r})"]  # noqa: E731
+    monkeypatch.setattr(server_process, "server_command", echo)
+    servers = {"launch": 1, "address": address.format(port)}
+    recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
+    (server,) = launch_servers(recipe.sampling, {}, on_gpu=False, log_folder=tmp_path)
+    server.guard.wait(60)
+    server.stop()
+    assert server.url == url.format(port)
+    assert server.log.read_text() == f"{(host, port)!r}\n"
+
+
 def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch, tmp_path):
     place_ranks(monkeypatch, world_size=16, ranks_here=8)
     monkeypatch.setattr(server_process, "_launch", lambda *_: pytest.fail("a server was launched"))

@@ -186,7 +186,8 @@ def _launch(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    reachable = f"[{reachable}]" if ":" in reachable else reachable
     return LaunchedServer(f"http://{reachable}:{port}", log, guard)
 
 
@@ -236,7 +237,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
 
 
 def _why_not_bound(host: str, port: int) -> str | None:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
