@@ -26,6 +26,9 @@ PYTHON_MODULE = ("-P", "-m")
 """Options of a Python that runs a module: with -P no file of the working directory, a `types.py`
 say, stands for a module of Python's or of a library. `import_path` has the directory last."""
 _PR_SET_PDEATHSIG = 1
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""From here on Slurm's step ids are of one task that no `srun` started: a batch script (…FB), the
+interactive shell of `salloc` (…FA)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,13 @@ class RankEnvironment:
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
     """This process's place, from WORLD_SIZE and its companions, else from a Slurm job step.
 
-    Rank 0 of 1 if neither is set; a Slurm batch script outside `srun` is not a rank. Raises
+    Rank 0 of 1 if neither is set; a batch script and the shell of `salloc` are no ranks. Raises
     LaunchError for variables that are missing or contradict each other.
     """
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ:
         found = _from_variables(environ)
-    elif "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
+    elif "SLURM_PROCID" in environ and _is_step_of_srun(environ):
         found = _from_slurm(environ)
     else:
         return RankEnvironment()
@@ -93,6 +96,11 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
         master_port=_integer(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
         is_launched=True,
     )
+
+
+def _is_step_of_srun(environ: Mapping[str, str]) -> bool:
+    name = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environ else "SLURM_STEPID"
+    return 0 <= _integer(environ, name, -1) < _FIRST_SPECIAL_STEP
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:

@@ -37,7 +37,7 @@ def run_on_main(
     A GrpoReplayError of `action` is raised on rank 0, and on the others as a PeerFailure.
     `action` must not call collectives.
     """
-    future = _started(action) if comm.is_main else None
+    future = start_in_thread(action) if comm.is_main else None
     while not comm.broadcast_json(future is not None and bool(wait([future], poll_seconds).done)):
         pass  # rank 0 is still working
     error = None if future is None else future.exception()
@@ -48,7 +48,8 @@ def run_on_main(
     return None if future is None else future.result()
 
 
-def _started(action: Callable[[], _Result]) -> "Future[_Result]":
+def start_in_thread(action: Callable[[], _Result]) -> "Future[_Result]":
+    """The future result of `action`, which runs in a thread while this one can hear signals."""
     future: Future[_Result] = Future()
 
     def work() -> None:

@@ -3,16 +3,23 @@
 import datetime
 import os
 import socket
+import sys
+import time
+from concurrent.futures import wait
 from typing import Any
 
 import torch.distributed as dist
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import LAUNCHER_VARIABLE, RankEnvironment
-from grpo_replay.distributed.failures import name_ranks, run_collectively
+from grpo_replay.distributed.failures import name_ranks, run_collectively, start_in_thread
 from grpo_replay.errors import LaunchError, first_line
 from grpo_replay.recipe import Recipe
 from grpo_replay.version import __version__
+
+POLL_SECONDS = 0.1
+QUIET_SECONDS = 10.0
+"""How long ranks wait for each other before they say for whom."""
 
 
 def form_group(environment: RankEnvironment, backend: str, timeout: datetime.timedelta) -> None:
@@ -21,8 +28,8 @@ def form_group(environment: RankEnvironment, backend: str, timeout: datetime.tim
     try:
         if not environment.is_launched:
             place["store"] = dist.HashStore()  # no port: many runs may share a machine
-        elif LAUNCHER_VARIABLE in os.environ:
-            place["store"] = _loopback_store(environment, timeout)
+        else:
+            place["store"] = _meet(environment, timeout)
         dist.init_process_group(backend, timeout=timeout, **place)
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
@@ -34,16 +41,56 @@ def form_group(environment: RankEnvironment, backend: str, timeout: datetime.tim
         ) from error
 
 
-def _loopback_store(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    """The store of ranks on one machine. Rank 0 listens on the loopback interface, where torch
-    would listen on every one."""
-    address, is_main = ("127.0.0.1", environment.master_port), environment.rank == 0
+def _meet(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
+    """The store of the ranks, once all have come. Says for whom it waits, and hears signals: torch
+    waits in C++, which is deaf to them. Raises RuntimeError if the time is up."""
+    started, said = time.monotonic(), False
+    connecting = start_in_thread(lambda: _open_store(environment, timeout))
+    missing = list(range(environment.world_size))
+    while True:
+        connected = connecting.done()
+        if connected:
+            missing = _missing(connecting.result(), environment.rank, missing)
+        if not missing:
+            return connecting.result()
+        waited = time.monotonic() - started
+        whom = name_ranks(missing if connected else [0])
+        if waited > timeout.total_seconds():
+            raise RuntimeError(f"{whom} did not come in {waited:.0f} s")
+        if waited > QUIET_SECONDS and not said:
+            said = True
+            place = f"{environment.master_addr}:{environment.master_port}"
+            print(
+                f"rank {environment.rank} of {environment.world_size} waits for {whom} at {place} "
+                f"(for {timeout.total_seconds():.0f} s; Ctrl-C ends the wait)",
+                file=sys.stderr,
+                flush=True,
+            )
+        wait([connecting], POLL_SECONDS) if not connected else time.sleep(POLL_SECONDS)
+
+
+def _missing(store: dist.Store, rank: int, among: list[int]) -> list[int]:
+    """The ranks that have not come. Says that this one has."""
+    store.set(f"arrived/{rank}", "")
+    return [each for each in among if not store.check([f"arrived/{each}"])]
+
+
+def _open_store(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
+    """The store that rank 0 serves, or torchrun's agent. Ranks on one machine that we started meet
+    on the loopback interface: rank 0 listens there, where torch would listen on every one."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ours = LAUNCHER_VARIABLE in os.environ
+    serves = environment.rank == 0 and (ours or not has_agent)
+    address = ("127.0.0.1" if ours else environment.master_addr, environment.master_port)
     listening: dict[str, Any] = {}
-    if is_main:
+    if serves and ours:
         listening["master_listen_fd"] = socket.create_server(address).detach()
-    return dist.TCPStore(
-        *address, environment.world_size, is_master=is_main, timeout=timeout, **listening
-    )
+    store = dist.TCPStore(
+        *address, environment.world_size, is_master=serves, timeout=timeout,
+        wait_for_workers=False, **listening,
+    )  # fmt: skip
+    # An agent that starts its ranks again keeps what the first ones wrote.
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def refuse_disagreement(comm: Comm, recipe: Recipe) -> None:

@@ -37,6 +37,12 @@ SLURM = {
 }  # fmt: skip
 
 
+SALLOC = {
+    "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+}  # fmt: skip
+
+
 ALONE = """
 import json, torch
 from core_engine import engine_recipe
@@ -75,6 +81,9 @@ def test_a_process_without_a_launcher_is_rank_0_of_1():
             SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "7"},
             RankEnvironment(9, 1, 16, 8, "ib0", 7, True),
         ),
+        # The shell of `salloc`, a batch script: one task, whatever the job has.
+        (SALLOC, RankEnvironment()),
+        (SALLOC | {"SLURM_STEP_ID": "4294967291"}, RankEnvironment()),
         # torchrun inside a Slurm step: torchrun's ranks, not Slurm's tasks
         (SLURM | TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, True)),
     ],
