@@ -43,7 +43,7 @@ def source_text(place: str) -> str:
     if there is none."""
     source = place.rpartition(":")[0]
     name = source if source.endswith(".py") else f"{source.replace('.', '/')}.py"
-    found = (Path(folder, name) for folder in (*sys.path, os.getcwd()))
+    found = (Path(folder, name) for folder in (*sys.path, _working_directory()))
     file = next((path for path in found if path.is_file()), None)
     return "" if file is None else file.read_text(encoding="utf-8", errors="replace")
 
@@ -66,9 +66,17 @@ def load_source(place: str) -> Any:
 
 
 def _load_module(name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if (here := _working_directory()) not in sys.path:
+        sys.path.append(here)
     return importlib.import_module(name)
+
+
+def _working_directory() -> str:
+    """The working directory; where it was removed, the name by which Python finds none."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _is_taken(path: Path) -> bool:

@@ -109,7 +109,23 @@ def main() -> None:
 
     # A notebook's kernel names its own, which may not be installed here. Figures go to files.
     os.environ.pop("MPLBACKEND", None)
-    exit_as_rank(app)
+    exit_as_rank(_run_app)
+
+
+def _run_app() -> None:
+    """The commands, and the help and version, whose output may not fit on a disk either."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        from grpo_replay.cli.error_boundary import exit_code_of
+        from grpo_replay.terminal.console import lead_nowhere
+
+        code = exit_code_of(error)
+        lead_nowhere(sys.stdout)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

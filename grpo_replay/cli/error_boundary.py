@@ -40,7 +40,9 @@ def _reader_is_gone() -> bool:
 
 def _end_quietly(error: BrokenPipeError) -> int:
     """Let Python's last flush go nowhere; returns the exit code that the command had, else 0."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    from grpo_replay.terminal.console import lead_nowhere
+
+    lead_nowhere(sys.stdout)
     return int(getattr(error.__context__, "exit_code", 0))
 
 
@@ -58,7 +60,12 @@ def report_error(error: Exception) -> int:
     from grpo_replay.terminal.quiet import without_secrets
 
     _log(error)
-    error = _of_a_bad_path(error) or _of_a_missing_extra(error) or error
+    error = (
+        _of_a_removed_directory(error)
+        or _of_a_bad_path(error)
+        or _of_a_missing_extra(error)
+        or error
+    )
     if is_lost_peer(error):
         error = lost_contact(error)
     elif reason := _failed_write(error):
@@ -98,6 +105,20 @@ def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:
     name = str(error.filename)
     short = name if len(name) <= 100 else f"{name[:60]}… ({len(name):,} characters)"
     return DataError(f"{short}: {error.strerror}; check the path and its permissions")
+
+
+def _of_a_removed_directory(error: Exception) -> GrpoReplayError | None:
+    """The error to show if there is no working directory any more, where relative paths begin."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return DataError(
+            "the working directory was removed while this process is in it: change to one that "
+            "exists (cd), and start again"
+        )
+    return None
 
 
 def _of_a_missing_extra(error: Exception) -> GrpoReplayError | None:

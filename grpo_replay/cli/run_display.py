@@ -149,7 +149,8 @@ class RunDisplay(Observer):
         print_result(
             result.run_dir,
             result.summary,
-            open_console(file=cast(TextIO, GuardedStream(sys.stdout))),
+            # The run is finished and on disk, whether its summary can be printed or not.
+            open_console(file=cast(TextIO, GuardedStream(sys.stdout, may_fail=True))),
         )
 
 

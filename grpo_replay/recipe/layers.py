@@ -300,8 +300,10 @@ def _changed(value: Any, key: str, change: Callable[[str], str]) -> Any:
 
 def short_path(path: str) -> str:
     """`path` as messages show it: relative if it is below the working directory."""
-    inside = os.path.isabs(path) and Path(path).is_relative_to(Path.cwd())
-    return os.path.relpath(path) if inside else path
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed
+        if os.path.isabs(path) and Path(path).is_relative_to(Path.cwd()):
+            return os.path.relpath(path)
+    return path
 
 
 def is_on_hub(source: str) -> bool:

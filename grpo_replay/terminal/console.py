@@ -184,18 +184,32 @@ class GuardedStream:
             is_gone = error.errno in _READER_GONE
             if not (is_gone or self._may_fail):
                 raise
-            self._lead_nowhere()
+            lead_nowhere(self._stream)
             if is_gone:
                 self.on_lost()
 
-    def _lead_nowhere(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def lead_nowhere(stream: Any) -> None:
+    """Lead the descriptor of a stream to the null device, so that what it still holds is dropped
+    instead of failing when Python ends."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _open_nowhere(number: int, name: str) -> None:
+    """Open the null device as a standard stream. A file that is opened later would else get its
+    number, and with it what is written to the stream."""
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    mode = "r" if name == "stdin" else "w"
+    setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 @contextmanager
@@ -211,8 +225,12 @@ def guarded_stderr() -> Iterator[GuardedStream]:
 
 
 def prepare_streams() -> None:
-    """Prepare stdout and stderr for a whole command, its first act: characters that stdout lacks
-    become `?`, and no failed write to stderr fails more than that message."""
+    """Prepare stdout and stderr for a whole command, its first act: those that are closed, as some
+    services start programs, become the null device; characters that stdout lacks become `?`, and no
+    failed write to stderr fails more than that message."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _open_nowhere(number, name)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     sys.stderr = cast(TextIO, GuardedStream(sys.stderr, may_fail=True))
