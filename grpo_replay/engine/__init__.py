@@ -4,9 +4,17 @@ every size, policy module, models, weight names.
 May import replay and the floors below; torch, transformers and deepspeed.
 """
 
+import sys
 from dataclasses import dataclass
 
+from grpo_replay.errors import UsageError
 from grpo_replay.types import RolloutOutcome
+
+if sys.flags.optimize > 1:
+    raise UsageError(
+        f"PYTHONOPTIMIZE is {sys.flags.optimize} (or python was started with -OO): Python drops "
+        "docstrings then, and transformers reads its own. Unset it, or set it to 1"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
