@@ -343,11 +343,18 @@ def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedMode
 
 @contextmanager
 def _named_refusals(model: ModelSection) -> Iterator[None]:
-    """Raises RecipeError for an attention that the model or this machine does not have."""
+    """Raises RecipeError for an attention that the model or this machine does not have, ModelError
+    for weights that need a package which is not installed, such as quantised ones."""
     try:
         yield
     except (ImportError, ValueError, ModelError) as error:
-        if not isinstance(error, ImportError) and "attention implementation" not in str(error):
+        of_attention = "attention implementation" in str(error) or "FlashAttention" in str(error)
+        if not of_attention and isinstance(error, ImportError):
+            raise ModelError(
+                f"model.path {short_path(model.path)!r}: its weights need what is not installed: "
+                f"{first_line(error)}; install it, or name a model whose weights are not quantised"
+            ) from error
+        if not of_attention:
             raise
         raise RecipeError(
             f"model.attn_implementation {model.attn_implementation}: {first_line(error)}; sdpa and "

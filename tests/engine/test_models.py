@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -276,3 +278,29 @@ def test_a_model_of_text_and_images_is_refused_by_name(tmp_path):
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"gemma3 is not a model of text alone .*gemma3_text"):
         load_config(ModelSection(path=str(tmp_path)))
+
+
+def test_weights_that_need_a_package_do_not_blame_the_attention(tmp_path):
+    model = ModelSection(path="builtin:tiny")
+    load_policy(model, 0).save_pretrained(tmp_path)
+    load_tokenizer(model).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    four_bit = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": four_bit}))
+    with pytest.raises(ModelError, match="quantised") as raised:
+        load_policy(ModelSection(path=str(tmp_path)), 0)
+    assert str(tmp_path) in str(raised.value) and "bitsandbytes" in str(raised.value)
+    assert "attn_implementation" not in str(raised.value)
+    with pytest.raises(RecipeError, match="attn_implementation flash_attention_2: FlashAttention"):
+        load_policy(ModelSection(path="builtin:tiny", attn_implementation="flash_attention_2"), 0)
+
+
+def test_a_python_that_drops_docstrings_is_named():
+    """transformers reads its own docstrings; the commands that need no model still run."""
+    words = ([sys.executable, "-OO", "-m", "grpo_replay", *each.split()] for each in (
+        "train tiny --dry-run", "aes --reference 1,2 --candidate a=1,2",
+    ))  # fmt: skip
+    refused, done = (subprocess.run(each, capture_output=True, text=True) for each in words)
+    assert refused.returncode == 2 and refused.stderr.count("PYTHONOPTIMIZE is 2") == 1
+    assert "Traceback" not in refused.stderr
+    assert done.returncode == 0, done.stderr
