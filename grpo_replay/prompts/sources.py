@@ -9,6 +9,7 @@ import csv
 import glob
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -137,6 +138,8 @@ def read_hub_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
     try:
         rows = datasets.load_dataset(source, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        if unwritten := _cache_failure(error):
+            raise DatasetError(f"dataset {source!r}: {unwritten}") from error
         raise DatasetError(
             f"dataset {source!r} (config {options['name']}, split {options['split']!r}) is not "
             f"in the local cache and cannot be fetched from the hub: {first_line(error)}."
@@ -154,7 +157,23 @@ def _by_datasets(source: str, kind: str, path: Path, options: Mapping[str, Any])
         return datasets.load_dataset(kind, data_files=glob.escape(str(path)), **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
         reason = first_line(error.__cause__ or error)
-        raise DatasetError(f"{source}: cannot be read: {reason}") from error
+        unread = _cache_failure(error, path) or f"cannot be read: {reason}"
+        raise DatasetError(f"{source}: {unread}") from error
+
+
+def _cache_failure(error: Exception, path: Path | None = None) -> str | None:
+    """What `datasets` could not do in its cache, where it writes what it reads; None for a failure
+    to read `path` itself."""
+    cause = error.__cause__ or error
+    place = getattr(cause, "filename", None)
+    if not isinstance(cause, OSError) or place is None:
+        return None
+    if path is not None and os.path.abspath(str(place)) == os.path.abspath(path):
+        return None
+    return (
+        f"the cache of `datasets` cannot be written: {place}: {cause.strerror}; set HF_HOME to a "
+        "folder that can be (it is below the home folder by default)"
+    )
 
 
 def _saved_rows(path: Path, source: str) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from grpo_replay.engine.models import byte_tokenizer
 from grpo_replay.errors import DatasetError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
+from grpo_replay.prompts import sources
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
 from grpo_replay.recipe import EvalSection, PromptsSection
@@ -281,3 +282,19 @@ def test_a_folder_that_exists_is_not_of_the_hub(tmp_path, monkeypatch):
     assert is_on_hub("owner/name")
     (tmp_path / "owner/name").mkdir(parents=True)
     assert not is_on_hub("owner/name")
+
+
+def test_a_home_that_cannot_be_written_is_not_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    import datasets
+
+    path = tmp_path / "q.csv"
+    path.write_text("problem,answer\n1+1,2\n")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/nowhere/datasets")
+    refused(path, "q.csv: the cache of `datasets` cannot be written: /proc/nowhere.*set HF_HOME")
+
+    def fails(*_, **__):
+        raise PermissionError(13, "Permission denied", "/nonexistent")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    monkeypatch.setattr(sources, "use_cache_without_hub", lambda: None)
+    refused("owner/name", "'owner/name': the cache of .* /nonexistent: Permission .* set HF_HOME")
