@@ -23,10 +23,16 @@ PRIORITIES = "grpo_replay/replay/priorities.py"
 LOSS = "grpo_replay/replay/loss.py"
 BATCH = "grpo_replay/replay/batch.py"
 ADVANTAGES = "grpo_replay/replay/advantages.py"
+RESUMING = "grpo_replay/training/resuming.py"
+BOXED = "grpo_replay/rewards/boxed.py"
 ARRIVALS = "grpo_replay/collection/arrivals.py"
 FROZEN = (
     "tests/training/test_trainer.py::"
     "test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values"
+)
+BOXED_TABLE = (
+    "tests/rewards/test_boxed.py::"
+    "test_the_verdicts_of_the_table_are_right_but_for_those_that_are_known"
 )
 BY_HAND = "tests/replay/test_loss.py::test_clipped_surrogate_by_hand"
 
@@ -205,6 +211,20 @@ KNOWN = (
         "else round(rollouts)\n", "else int(rollouts)\n",
         "tests/replay/test_compose.py::test_counts_by_hand",
     ),
+    Known(
+        "several uses of one fresh rollout in a pool draw count once", COMPOSE,
+        "uses = Counter(entry.rollout_id for entry in batch.draw.entries)",
+        "uses = Counter({entry.rollout_id for entry in batch.draw.entries})",
+        "tests/replay/test_compose.py::"
+        "test_pool_counts_every_use_of_a_fresh_rollout_that_is_drawn_again",
+    ),
+    Known(
+        "the updates of a step have the largest share each, and the last the rest", COMPOSE,
+        "update_N=np.repeat(np.arange(updates), [len(draw.entries) for draw in draws])",
+        "update_N=np.arange(count) // -(-count // updates)",
+        "tests/replay/test_compose.py::"
+        "test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_batch_evenly",
+    ),
     # Asynchronous collection
     Known(
         "straddlers in the log-prob gap", ASYNCHRONOUS,
@@ -269,10 +289,15 @@ KNOWN = (
         "tests/collection/test_intake.py::test_the_journal_alone_repeats_every_selection",
     ),
     Known(
-        "recorded steps are repeated under another recipe",
-        "grpo_replay/training/resuming.py",
+        "recorded steps are repeated under another recipe", RESUMING,
         "    if last > step:\n",
         "    if last > step + 99:\n",
+        "tests/training/test_journal_rules.py::"
+        "test_steps_after_the_checkpoint_are_repeated_with_their_own_updates",
+    ),
+    Known(
+        "one recorded step is repeated under another recipe", RESUMING,
+        "    if last > step:\n", "    if last > step + 1:\n",
         "tests/training/test_journal_rules.py::"
         "test_steps_after_the_checkpoint_are_repeated_with_their_own_updates",
     ),
@@ -310,5 +335,52 @@ KNOWN = (
         "a, b = adapters\n        before = weight.float()\n"
         "        merged = weight + self.scaling * (b @ a)",
         "tests/engine/test_lora.py::test_adapters_are_merged_in_fp32_and_rounded_once",
+    ),
+    Known(
+        "another process may have made one step more", RESUMING,
+        ".step > start.state.step:", ".step > start.state.step + 1:",
+        "tests/training/test_resuming.py::"
+        "test_a_run_that_another_process_took_on_by_one_step_meanwhile_is_refused",
+    ),
+    Known(
+        "a decimal may be a quarter of a digit further below its number", BOXED,
+        "bool(-sympy.Rational(1, 2) <= beyond) and bool(beyond < 1)",
+        "bool(-sympy.Rational(1, 4) <= beyond) and bool(beyond < sympy.Rational(5, 4))",
+        BOXED_TABLE,
+    ),
+    Known(
+        "a decimal may be a quarter of a digit further above its number", BOXED,
+        "bool(-sympy.Rational(1, 2) <= beyond) and bool(beyond < 1)",
+        "bool(-sympy.Rational(3, 4) <= beyond) and bool(beyond < sympy.Rational(3, 4))",
+        BOXED_TABLE,
+    ),
+    Known(
+        "the interval of an accuracy leaves out the accuracy",
+        "grpo_replay/evaluation/statistics.py",
+        "return min(share, max(0.0, low)), max(share, high)", "return max(0.0, low), high",
+        "tests/evaluation/test_statistics.py::"
+        "test_the_interval_of_an_accuracy_has_the_accuracy_in_it",
+    ),
+    Known(
+        "sign flips weight benchmarks by their problems", "grpo_replay/evaluation/statistics.py",
+        "np.concatenate([each / len(each) for each in differences])",
+        "np.concatenate(differences)",
+        "tests/evaluation/test_statistics.py::"
+        "test_sign_flips_of_the_mean_weight_benchmarks_equally",
+    ),
+    Known(
+        "the frontier keeps the worse of two points of equal cost",
+        "grpo_replay/lab/report/costs.py",
+        "points.sort(key=lambda point: (point[0], -point[1]))",
+        "points.sort(key=lambda point: (point[0], point[1]))",
+        "tests/lab/report/test_report.py::"
+        "test_of_evaluations_of_equal_cost_the_best_alone_is_on_the_frontier",
+    ),
+    Known(
+        "the tokens of a server are those of its busiest engine",
+        "grpo_replay/sampling/server/routes.py",
+        "return sum(map(float, counts))", "return max(map(float, counts))",
+        "tests/sampling/server/test_server_requests.py::"
+        "test_the_tokens_of_a_server_are_those_of_all_its_engines",
     ),
 )  # fmt: skip

@@ -178,6 +178,10 @@ def test_sign_flips_of_the_mean_weight_benchmarks_equally():
     signings only +++ and --- reach 5/4."""
     differences = [np.array([1.0]), np.array([0.25, 0.25])]
     assert sign_flip_p_value(differences, 100, np.random.default_rng(0)) == 2 / 8
+    # Means 1 and -1 add up to 0, which all signings reach. Of four problems that count alike, one
+    # gained and three lost, ten of sixteen would.
+    differences = [np.array([1.0]), np.array([-1.0, -1.0, -1.0])]
+    assert sign_flip_p_value(differences, 100, np.random.default_rng(0)) == 1.0
 
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 16)])
@@ -202,6 +206,16 @@ def test_none_of_thirty_problems_solved_leaves_a_tenth_possible():
     assert accuracy_interval([np.zeros(30), np.ones(9)]) == pytest.approx(
         share_bounds([[0] * 30, [1] * 9])
     )
+
+
+@pytest.mark.parametrize("solved", [0.0, 1.0])
+def test_the_interval_of_an_accuracy_has_the_accuracy_in_it(solved):
+    """Five benchmarks of four problems, all solved or none: of 20 problems five more are lost and
+    five won, so that the mean with them, and the interval around it, is away from the end."""
+    low, high = accuracy_interval([np.full(4, solved)] * 5)
+    lower, upper = share_bounds([[solved] * 4] * 5)
+    assert lower > 0.0 if solved == 0.0 else upper < 1.0  # without the accuracy itself
+    assert (low, high) == pytest.approx((min(lower, solved), max(upper, solved)))
 
 
 @pytest.mark.parametrize(

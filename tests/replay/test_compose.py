@@ -124,6 +124,17 @@ def test_pool_counts_a_draw_in_the_birth_step_as_a_use():
     assert sum(uses.values()) == 4 * 12  # none in the warm-up
 
 
+def test_pool_counts_every_use_of_a_fresh_rollout_that_is_drawn_again():
+    """Eight draws with replacement from four rollouts: one of them at least is drawn twice."""
+    settings = replay_settings(composition="pool", ratio=1.0, with_replacement=True)
+    buffer = ReplayBuffer(settings, G)
+    batch = buffer_step(buffer, fresh_of(1, 1), 1, G, np.random.default_rng(0))
+    uses = Counter(ids(batch.draw.rollouts))
+    assert sum(uses.values()) == 8
+    stored = buffer.column("rollout_id").tolist()
+    assert buffer.column("times_used").tolist() == [uses[i] for i in stored]
+
+
 def test_pool_of_queries_takes_whole_groups():
     settings = replay_settings(
         composition="pool", unit="query", priority="group_std", max_age_steps=3
@@ -172,20 +183,23 @@ def test_buffer_only_inserts_before_it_draws_and_draws_without_survivors():
     assert history[3][0][:4] == [304, 305, 306, 307]  # the newest 20 of 8 + 8 + 16
 
 
+@pytest.mark.parametrize("sizes", [(4, 4, 3), (4, 3, 3), (3, 3, 3)])
 @pytest.mark.parametrize("changes", [{}, {"with_replacement": False, "unused_first": True}])
 def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_batch_evenly(
-    changes,
+    changes, sizes
 ):
+    count = sum(sizes)
     buffer, twin = (ReplayBuffer(fifo(ratio=1.0, **changes), G) for _ in range(2))
     for each in (buffer, twin):
         each.insert(fresh_of(1, 3), 1)
-    batch = compose_batch(buffer, [], 2, 11, np.random.default_rng(0), draws=3)
-    assert batch.draw.update_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    batch = compose_batch(buffer, [], 2, count, np.random.default_rng(0), draws=3)
+    first, second, third = sizes
+    assert batch.draw.update_N.tolist() == [0] * first + [1] * second + [2] * third
     assert batch.draw.updates == 3
     rng = np.random.default_rng(0)
-    draws = [twin.draw(size, 2, rng) for size in (4, 4, 3)]
+    draws = [twin.draw(size, 2, rng) for size in sizes]
     assert ids(batch.rollouts) == [i for draw in draws for i in ids(draw.rollouts)]
-    assert batch.draw.ages.tolist() == [1] * 11
+    assert batch.draw.ages.tolist() == [1] * count
     np.testing.assert_array_equal(
         batch.draw.probabilities, np.concatenate([draw.probabilities for draw in draws])
     )

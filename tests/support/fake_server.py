@@ -57,6 +57,7 @@ class FakeServer:
         self.seconds = 0.0
         self.generates: bool | None = True  # None: does not count tokens
         self.generated = 0
+        self.engines = 1  # each counts its own tokens
         self.served = 0
         self.hung_up = 0  # completions whose client had closed the connection
         self.in_flight = self.most_in_flight = 0
@@ -140,14 +141,17 @@ class FakeServer:
             self.requests.append(Request(method, parts.path, query, body))
 
     def _metrics(self) -> str:
-        """As Prometheus prints a counter."""
+        """As Prometheus prints a counter: one line for every engine."""
         if self.generates is None:
             return ""
         self.generated += 100 * (self.generates and self.in_flight > 0)
         name = "vllm:generation_tokens_total"
-        return (
-            f'# TYPE {name} counter\n{name}{{engine="0",model_name="policy"}} {self.generated}.0\n'
-        )
+        each, rest = divmod(self.generated, self.engines)
+        lines = [f"# TYPE {name} counter"]
+        for engine in range(self.engines):
+            tokens = each + (engine < rest)
+            lines.append(f'{name}{{engine="{engine}",model_name="policy"}} {tokens}.0')
+        return "\n".join([*lines, ""])
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self._lock:

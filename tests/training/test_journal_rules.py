@@ -96,7 +96,7 @@ UPDATES = [
 @pytest.mark.parametrize(("change", "named"), UPDATES)
 def test_steps_after_the_checkpoint_are_repeated_with_their_own_updates(tmp_path, change, named):
     run = recorded(tmp_path / "run", steps=5)
-    for step in (3, 0):
+    for step in (4, 3, 0):
         with pytest.raises(RecipeError, match="step 5") as refused:
             resuming.refuse_other_steps(recipe(change), run, step)
         assert f"changes: {named}. Resume" in str(refused.value)

@@ -2,6 +2,7 @@
 What it changes is remembered."""
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,19 @@ def test_a_run_goes_on_to_no_fewer_steps_than_it_has_and_beside_no_other_process
         train_small_run(run, resume=True, **OURS)
     running.unlock()
     assert files_of(run) == before
+
+
+def test_a_run_that_another_process_took_on_by_one_step_meanwhile_is_refused(
+    one_update_run, tmp_path
+):
+    path = Path(shutil.copytree(one_update_run.path, tmp_path / "run", symlinks=True))
+    shutil.rmtree(checkpoint(path, 12))
+    recipe, run_dir = one_update_run.recipe, RunDirectory(path)
+    start = resuming.find_start(recipe, run_dir, Comm(), resume=True)
+    assert start.state.step == 11
+    shutil.copytree(checkpoint(one_update_run.path, 12), checkpoint(path, 12))
+    with ExitStack() as stack, pytest.raises(OutputDirectoryError, match="newer checkpoint"):
+        resuming.take_directory(recipe, run_dir, Comm(), start, stack)
 
 
 def test_a_resume_with_changes_keeps_the_history_and_still_verifies(run, ours_run, processes):

@@ -17,6 +17,7 @@ from grpo_replay.cli.app import app
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.report import costs
 from grpo_replay.lab.report.collect import collect
+from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import measure
 
 SEEDS = (1, 2, 3)
@@ -370,6 +371,23 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
     frontier = {(round(p["cost"], 6), p["arm"], p["step"]) for p in document["frontier"]}
     assert len(frontier) > 2
     assert frontier <= {(round(c, 6), name, step) for c, _, name, step in best}
+
+
+def test_of_evaluations_of_equal_cost_the_best_alone_is_on_the_frontier(sweep):
+    """Counted in steps, every arm's evaluations cost the same."""
+    arms = {arm.name: list(arm.runs.values()) for arm in collect([str(sweep)]).arms}
+    steps = costs.usable_axes(arms["ours"], [])[0]
+    expected, highest = [], -1.0
+    for place, step in enumerate((0, 4, 8, 12)):
+        medians = {
+            name: np.median([accuracies(sweep / name / f"seed-{seed}")[place] for seed in SEEDS])
+            for name in ARMS
+        }
+        assert sum(value > highest for value in medians.values()) > 1  # the worse would be new too
+        highest = max(medians.values())
+        expected.append((float(step), pytest.approx(highest)))
+    found = costs.frontier(arms, steps, Outcome())
+    assert [(point["cost"], point["accuracy"]) for point in found] == expected
 
 
 def test_no_cost_is_read_off_a_line_between_the_base_and_the_end(copy, capsys):

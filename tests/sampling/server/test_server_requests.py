@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_policy_server import EOS, OUTLINE, FakePolicyServer
-from fake_server import GENERATE, Answer
+from fake_server import GENERATE, Answer, FakeServer
 from safetensors.torch import load_file
 from server_helpers import sampled_during
 from small_runs.asynchronous import async_recipe
@@ -56,6 +56,13 @@ def test_another_program_on_the_port_of_a_server_is_no_answer(monkeypatch, answe
         block_on(server.weight_label())
     with pytest.raises(Unreachable, match="/reset_prefix_cache"):
         server.drop_cached_prompts()
+
+
+def test_the_tokens_of_a_server_are_those_of_all_its_engines():
+    server = FakeServer()
+    server.engines, server.generated = 3, 100
+    assert block_on(VllmServer(server.url, "run").generated_tokens(30)) == 100
+    server.stop()
 
 
 def requests_of_many_kinds() -> list[GenerationRequest]:
