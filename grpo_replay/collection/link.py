@@ -108,7 +108,7 @@ class Link:
             delivery = decode_delivery(self._deliveries.recv(zmq.NOBLOCK))
             self._heard = True
             if isinstance(delivery.body, Failure):
-                raise _as_error(delivery.body, self._log)
+                raise as_error(delivery.body, self._log)
             self.report = delivery.report
             yield delivery
         self._refuse_gone()
@@ -152,7 +152,7 @@ def collector_environment() -> dict[str, str]:
     }
 
 
-def _as_error(failure: Failure, log: Path) -> Exception:
+def as_error(failure: Failure, log: Path) -> Exception:
     """The collector's error, as the class of the same name. CollectorError for one that is not
     ours."""
     kind = getattr(errors, failure.kind, None)

@@ -24,19 +24,11 @@ from grpo_replay.collection.messages import (
     Step,
     Version,
 )
-from grpo_replay.errors import CollectorError, JournalError, LedgerError, SamplerError
+from grpo_replay.errors import CollectorError, JournalError, LedgerError, SamplerError, ServersLost
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.stop import StopToken
 
 PER_STEP, STEPS = 2, 4
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    fake.seconds = 0.02
-    yield fake
-    fake.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +42,7 @@ def threads(monkeypatch) -> Iterator[None]:
 
 
 def recipe(server: FakeServer, **sections) -> Recipe:
-    servers = {"urls": [server.url], "request_timeout_seconds": 1.0}
+    servers = {"urls": [server.url], "request_timeout_seconds": 60.0}
     return resolve_recipe(
         [
             {
@@ -155,14 +147,15 @@ def test_a_trainer_that_stands_still_gets_no_more_groups_than_it_may_use(
     run.go_live()
     collector = ThreadedLink.made[0]._collector
 
+    more = int(running > 0)  # that run do not count
+
     def started_in_the_end() -> int:
-        deadline = time.monotonic() + 10
-        while collector._started < credits_sent()[-1] and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while collector._started < credits_sent()[-1] + more and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.3)  # for those that run, and one too many
         return collector._started
 
-    more = int(running > 0)  # that run do not count
     assert bound + more <= (first := started_in_the_end()) <= bound + running
     run.step()
     last = credits_sent()[-1]
@@ -284,6 +277,15 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     ledger.check(STEPS)
     lost = [record for record in read_journal(tmp_path) if isinstance(record, Restart)]
     assert ledger.closed["lost"].rollouts == sum(record.rollouts for record in lost)
+    run.close()
+
+
+def test_a_collector_that_lost_its_last_server_ends_the_run_with_that_error(server, tmp_path):
+    server.seconds, server.generates = 600.0, False
+    servers = {"urls": [server.url], "request_timeout_seconds": 0.2}
+    run = Run(recipe(server, sampling={"servers": servers}), tmp_path)
+    with pytest.raises(ServersLost, match=r"generated no token for 0\.2 s"):
+        run.step()
     run.close()
 
 

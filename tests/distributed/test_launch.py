@@ -179,7 +179,7 @@ def test_single_processes_share_a_machine_without_fighting_for_a_port():
         "from datetime import timedelta; "
         "from grpo_replay.distributed.environment import rank_environment; "
         "from grpo_replay.distributed.rendezvous import form_group; "
-        "form_group(rank_environment(), 'gloo', timedelta(seconds=5)); "
+        "form_group(rank_environment(), 'gloo', timedelta(seconds=60)); "
         "print('in', flush=True); input()"
     )
     both = [

@@ -1,11 +1,13 @@
 """Requests of one step to fake servers that fail in chosen ways. Needs no vLLM."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from fake_server import Answer, FakeServer
+from server_helpers import wait_for
 from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError, ServersLost
@@ -31,7 +33,7 @@ def fakes() -> Iterator[Callable[[int], list[FakeServer]]]:
         fake.stop()
 
 
-def make_pool(fakes: list[FakeServer], seconds: float = 5.0) -> Servers:
+def make_pool(fakes: list[FakeServer], seconds: float = 60.0) -> Servers:
     section = ServersSection(max_in_flight=4, request_timeout_seconds=seconds)
     return Servers([VllmServer(fake.url, "run") for fake in fakes], section)
 
@@ -42,8 +44,10 @@ def run(pool: Servers, count: int, version: int = 0) -> list[Completion]:
 
 async def other_tasks() -> int:
     """Tasks of the background loop, once those that are being cancelled have ended."""
-    await asyncio.sleep(0.2)
-    return len(asyncio.all_tasks()) - 1
+    deadline = time.monotonic() + 30
+    while (left := len(asyncio.all_tasks()) - 1) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return left
 
 
 def test_ranks_share_the_requests_in_flight():
@@ -159,44 +163,42 @@ def test_a_completion_may_take_as_long_as_the_server_generates(fakes):
     assert pool.lost == {}, "neither the slow one nor the one that was idle meanwhile"
 
 
-@pytest.mark.timeout(30)
 def test_a_server_that_generates_nothing_for_too_long_is_lost(fakes):
     servers = fakes(2)
-    servers[0].seconds, servers[0].generates = 8.0, False
-    pool = make_pool(servers, 0.4)
-    started = time.monotonic()
-    assert len(run(pool, 6)) == 6
-    assert time.monotonic() - started < 6, "what waited for it was cut"
+    servers[0].seconds, servers[0].generates = 600.0, False
+    pool = make_pool(servers, 1.0)
+    assert len(run(pool, 6)) == 6, "what waited for it was cut"
     assert list(pool.lost) == [servers[0].url]
 
 
-@pytest.mark.timeout(30)
 def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes, monkeypatch):
     """One request finds that the server was restarted; the others there could wait forever."""
     servers = fakes(2)
-    servers[0].statuses, servers[0].label, servers[0].seconds = [500], "default", 8.0
+    servers[0].statuses, servers[0].label, servers[0].seconds = [500], "default", 600.0
     monkeypatch.setattr(dispatcher, "MAX_RETRIES", 1)
-    pool = make_pool(servers, 60.0)
-    started = time.monotonic()
+    pool = make_pool(servers, 600.0)
     assert len(run(pool, 8)) == 8
-    assert time.monotonic() - started < 5
     assert list(pool.lost) == [servers[0].url]
 
 
-def test_an_abandoned_iterator_cancels_its_requests(fakes):
+def test_an_abandoned_iterator_cancels_its_requests(fakes, monkeypatch):
+    """Requests are cancelled, not waited for: the server goes on when all of that is over."""
     (server,) = fakes(1)
-    server.seconds = 0.05
+    answer, go_on, held = server.sample, threading.Event(), []
+
+    def sample_later(body):
+        held.append(body)
+        assert go_on.wait(250)
+        return answer(body)
+
     iterator = sample(make_pool([server]), make_requests(count=16), STOP, 0)
     next(iterator)
-    server.seconds = 1.0
-    time.sleep(0.2)
-    started = time.monotonic()
+    monkeypatch.setattr(server, "sample", sample_later)
+    assert wait_for(lambda: len(held) == 4, 60)
     iterator.close()
     assert block_on(other_tasks()) == 0
-    assert time.monotonic() - started < 0.5, "requests are cancelled, not waited for"
-    while server.in_flight:
-        time.sleep(0.05)
-    assert server.hung_up == 4, "vLLM aborts a request whose connection is closed"
+    go_on.set()
+    assert wait_for(lambda: server.hung_up == 4, 60), "vLLM aborts one whose connection is closed"
 
 
 def test_a_completion_survives_that_the_server_closes_the_kept_connection(fakes):

@@ -1,0 +1,15 @@
+"""A server for a collector."""
+
+from collections.abc import Iterator
+
+import pytest
+from fake_server import FakeServer
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """Answers within 20 ms."""
+    fake = FakeServer()
+    fake.seconds = 0.02
+    yield fake
+    fake.stop()
