@@ -10,7 +10,7 @@ import pytest
 from buffer_makers import make_rollout
 from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
-from small_runs.trained import GROUP, PROMPTS, small_recipe
+from small_runs.trained import GROUP, PROMPTS
 
 from grpo_replay.collection.arrivals import Arrivals
 from grpo_replay.collection.messages import CollectorSettings, Drop, Report
@@ -19,7 +19,7 @@ from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.insertion import entries_of
-from grpo_replay.storage.checkpoint import RunState, checkpoint_name
+from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training import asynchronous
 from grpo_replay.training.asynchronous import (
     FollowerSource,
@@ -29,7 +29,6 @@ from grpo_replay.training.asynchronous import (
     trained_ages,
 )
 from grpo_replay.training.rollout_source import Parts, StepRecord, StepRollouts
-from grpo_replay.training.run import Run
 from grpo_replay.training.trainer import count_step
 from grpo_replay.types import ComposedBatch, Draw
 
@@ -76,10 +75,15 @@ def main_source(recipe: Recipe) -> tuple[MainSource, Waiting]:
 
 
 def parts_of(recipe: Recipe) -> Parts:
-    unused, sampler = SimpleNamespace(), SimpleNamespace(policy_version=2, paused_seconds=0.0)
+    servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
+    sampler = SimpleNamespace(
+        policy_version=2, paused_seconds=0.0, stop_token_ids=(1, 5),
+        servers=SimpleNamespace(all=servers),
+    )  # fmt: skip
     buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
-    scorer = SimpleNamespace(first_error=None)
-    return Parts(recipe, Comm(), unused, sampler, scorer, unused, unused, buffer, unused)
+    unused, scorer = SimpleNamespace(), SimpleNamespace(first_error=None)
+    run_dir = SimpleNamespace(path=Path("run"))
+    return Parts(recipe, Comm(), unused, sampler, scorer, range(11), unused, buffer, run_dir)
 
 
 URLS = ["http://127.0.0.1:1"]
@@ -120,12 +124,10 @@ def test_buffer_only_waits_for_rollouts_that_may_be_drawn_again():
 
 def test_the_first_error_of_a_collectors_verifiers_is_kept():
     source, intake = main_source(async_recipe(URLS))
-    source._times = SimpleNamespace(step=lambda *_: None)
-    source._server_sampler = lambda: SimpleNamespace(paused_seconds=0.0)
-    source._step_rollouts = lambda *_: SimpleNamespace(measured=("a rollout",))
+    intake.cut = lambda step: []
     for error in ("the first", "another"):
         intake.newest_report = Report(first_error=error)
-        source._take_arrived(3, 0.0)
+        source.take(3)
         assert source.parts.scorer.first_error == "the first"
 
 
@@ -140,18 +142,6 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
         assert not intake.is_ready()
         intake.arrivals.take_in(group((0, index), version))
     assert intake.is_ready()
-
-
-def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
-    saved = []
-    run = object.__new__(Run)
-    run.recipe, run.state, run.comm = small_recipe(), RunState(step=3), Comm()
-    run.run_dir = SimpleNamespace(checkpoints=tmp_path)
-    run.trainer = SimpleNamespace(train_step=lambda: None)
-    run._checkpoint = lambda: saved.append(run.state.step)
-    assert run._step() is False and saved == [3]
-    (tmp_path / checkpoint_name(3)).mkdir()
-    assert run._step() is False and saved == [3]
 
 
 def test_a_stop_while_a_step_waits_takes_nothing():
@@ -300,15 +290,11 @@ def test_a_recorded_step_is_repeated_without_waiting():
     assert intake.done == [], "nothing samples yet"
 
 
-def test_a_collector_is_started_with_the_servers(tmp_path):
+def test_a_collector_is_started_with_the_servers():
     source, intake = main_source(async_recipe(URLS))
-    source.parts.run_dir, source.parts.prompts = SimpleNamespace(path=tmp_path), range(11)
-    servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
-    source.parts.sampler.servers = SimpleNamespace(all=servers)
-    source.parts.sampler.stop_token_ids = (1, 5)
     source._go_live()
     settings = CollectorSettings(
-        source.recipe, "run-7", ["a", "b"], (1, 5), tmp_path / "log" / "collector.log"
+        source.recipe, "run-7", ["a", "b"], (1, 5), Path("run/log/collector.log")
     )
     assert intake.done == [("go_live", settings, 11, 2)]
     source.parts.sampler.on_switch("a", 3)

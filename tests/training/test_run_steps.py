@@ -184,6 +184,17 @@ def test_a_stop_saves_the_step_and_says_once_who_asked(tmp_path, monkeypatch, ca
     assert "a test" in said
 
 
+def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path, monkeypatch):
+    """A step without rollouts is none. As after a resume, step 3 is the last that was made."""
+    made = Made(tmp_path, monkeypatch, state=RunState(step=3))
+    made.run.trainer.train_step = lambda: None
+    assert made.train() == RunResult(tmp_path, 3, True, None)
+    assert [step for step, _ in made.saved] == [3]
+    (made.run.run_dir.checkpoints / checkpoint_name(3)).mkdir()
+    assert made.train().interrupted
+    assert [step for step, _ in made.saved] == [3]
+
+
 @pytest.mark.parametrize(("due", "interrupted"), [((), False), ((5,), True)])
 def test_a_stop_during_the_last_step_ends_the_run_unless_its_evaluation_is_due(
     tmp_path, monkeypatch, due, interrupted
