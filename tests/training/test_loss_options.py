@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +105,33 @@ def test_dr_grpo_divides_neither_by_sigma_nor_by_length(tmp_path, processes):
 # --- truncated importance sampling ----------------------------------------------------------------
 
 
+WEIGHTED = {
+    "run": {"steps": 1}, "sampling": {"logprob_gap_limit": 0.1}, "batch": ONE_UPDATE,
+    "replay": {"preset": "grpo"},
+}  # fmt: skip
+
+
+@contextmanager
+def too_high() -> Iterator[None]:
+    """A sampler whose log-probs are 0.05 too high."""
+    original = HfSampler.generate
+
+    def generate(sampler, requests):
+        for completion in original(sampler, requests):
+            completion.sampler_logprobs[:] += np.float32(0.05)
+            yield completion
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HfSampler, "generate", generate)
+        yield
+
+
+@pytest.fixture(scope="module")
+def unweighted(tmp_path_factory, processes) -> FinishedRun:
+    with too_high():
+        return train_small_run(tmp_path_factory.mktemp("plain") / "run", **WEIGHTED)
+
+
 @pytest.mark.parametrize(
     "bounds, weight, bounded",
     [
@@ -111,25 +140,11 @@ def test_dr_grpo_divides_neither_by_sigma_nor_by_length(tmp_path, processes):
         ({"low": 0.98, "action": "mask"}, 0, 1),
     ],
 )
-def test_sampler_weights_scale_the_gradient(
-    tmp_path, processes, monkeypatch, bounds, weight, bounded
-):
-    """A sampler whose log-probs are 0.05 too high: all weights are e^-0.05, the bound, or 0."""
-    original = HfSampler.generate
-
-    def generate(sampler, requests):
-        for completion in original(sampler, requests):
-            completion.sampler_logprobs[:] += np.float32(0.05)
-            yield completion
-
-    monkeypatch.setattr(HfSampler, "generate", generate)
-    sections = {
-        "run": {"steps": 1}, "sampling": {"logprob_gap_limit": 0.1}, "batch": ONE_UPDATE,
-        "replay": {"preset": "grpo"},
-    }  # fmt: skip
-    plain = train_small_run(tmp_path / "plain", **sections)
-    found = train_small_run(tmp_path / "capped", **sections, loss={"sampler_ratio": bounds})
-    first, plain_first = found.metrics[0], plain.metrics[0]
+def test_sampler_weights_scale_the_gradient(tmp_path, unweighted, bounds, weight, bounded):
+    """All weights are e^-0.05, the bound, or 0."""
+    with too_high():
+        found = train_small_run(tmp_path / "run", **WEIGHTED, loss={"sampler_ratio": bounds})
+    first, plain_first = found.metrics[0], unweighted.metrics[0]
     assert first["sampler/weight_mean"] == pytest.approx(weight, abs=1e-5)
     assert first["sampler/weight_capped_fraction"] == bounded
     assert first["grad_norm"] == pytest.approx(weight * plain_first["grad_norm"], rel=1e-4)
@@ -194,25 +209,7 @@ def test_a_run_with_a_veto_masks_parts_of_negative_rollouts_alone(tmp_path, proc
     assert sum(share > 0 for share, _ in found) >= 2
 
 
-# --- the learning rate ----------------------------------------------------------------------------
-
-
-def test_updates_are_made_at_the_learning_rate_of_their_step(tmp_path, processes):
-    """Two steps up, then linearly down; the rates are also measured on the weights."""
-    with rates_of_updates() as measured:
-        run = train_small_run(
-            tmp_path / "run",
-            optimizer={"learning_rate": 1e-3, "warmup_steps": 2, "schedule": "linear"},
-            run={"steps": 4},
-        )
-    expected = [5e-4, 1e-3, 1e-3, 5e-4]
-    assert [line["learning_rate"] for line in run.metrics] == pytest.approx(expected)
-    updates = [line["updates"] for line in run.metrics]
-    assert min(updates) > 0
-    assert measured == pytest.approx(np.repeat(expected, updates).tolist(), rel=1e-3)
-
-
-# --- refills --------------------------------------------------------------------------------------
+# --- the learning rate, and refills ---------------------------------------------------------------
 
 
 def half_hopeless(folder: Path) -> dict:
@@ -236,12 +233,31 @@ def rounds_of(run: FinishedRun, step: int) -> list[int]:
     return rounds
 
 
-def test_dropped_groups_are_refilled_up_to_the_limit(tmp_path, processes):
-    run = train_small_run(
-        tmp_path / "run", prompts=half_hopeless(tmp_path), sampling={"max_refills": 2},
-        run={"steps": 4},
-    )  # fmt: skip
-    taken = 0
+@pytest.fixture(scope="module")
+def refilled(tmp_path_factory, processes) -> tuple[FinishedRun, list[float]]:
+    """A run with refills and a schedule, two steps up, then linearly down; and the learning rate of
+    every update, measured on the weights."""
+    folder = tmp_path_factory.mktemp("refilled")
+    with rates_of_updates() as measured:
+        run = train_small_run(
+            folder / "run", prompts=half_hopeless(folder), sampling={"max_refills": 2},
+            optimizer={"learning_rate": 1e-3, "warmup_steps": 2, "schedule": "linear"},
+            run={"steps": 4},
+        )  # fmt: skip
+    return run, measured
+
+
+def test_updates_are_made_at_the_learning_rate_of_their_step(refilled):
+    run, measured = refilled
+    expected = [5e-4, 1e-3, 1e-3, 5e-4]
+    assert [line["learning_rate"] for line in run.metrics] == pytest.approx(expected)
+    updates = [line["updates"] for line in run.metrics]
+    assert min(updates) > 0
+    assert measured == pytest.approx(np.repeat(expected, updates).tolist(), rel=1e-3)
+
+
+def test_dropped_groups_are_refilled_up_to_the_limit(refilled):
+    run, taken = refilled[0], 0
     for step in steps_of(run):
         rows = run.rollouts(step)
         rounds = rounds_of(run, step)
