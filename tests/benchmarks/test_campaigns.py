@@ -11,7 +11,7 @@ import pytest
     "verifier, count",
     [
         ("minerva", 240),
-        ("math_verify", 12),
+        pytest.param("math_verify", 12, marks=pytest.mark.slow),
         pytest.param("boxed", 60, marks=pytest.mark.slow),
     ],
 )
