@@ -16,6 +16,7 @@ from naive_sampler import (
     naive_completion,
     qwen3,
 )
+from tiny_policy import by_key
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.distributed.comm import Comm
@@ -32,14 +33,6 @@ BOTH_EOS = (EOS, SECOND_EOS)
 
 def sampler_of(model, eos_ids=BOTH_EOS, **settings):
     return copied_sampler(model, eos_ids, PAD, **settings)
-
-
-def by_key(completions):
-    found = {}
-    for completion in completions:
-        assert completion.key not in found, "a request was answered twice"
-        found[completion.key] = completion
-    return found
 
 
 def assert_same(first, second, atol=0.0):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import random_config, random_model
+from processes_left import is_alive
 from safetensors.torch import load_file
 from server_helpers import free_ports, kill_child_of, wait_for
 from tiny_policy import changed, named_tensors, tiny_recipe
@@ -372,26 +373,18 @@ def test_the_guard_ends_its_whole_process_group(ending, tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
     try:
         numbers = [int(parent.stdout.readline()) for _ in range(2)]
-        assert all(_alive(number) for number in numbers)
+        assert all(is_alive(number) for number in numbers)
         if ending == "parent is killed":
             parent.kill()
         elif ending == "guard is told to stop":
             os.kill(numbers[0], signal.SIGTERM)
         else:
             kill_child_of(numbers[0])
-        assert wait_for(lambda: not any(map(_alive, numbers)), seconds=20)
+        assert wait_for(lambda: not any(map(is_alive, numbers)), seconds=20)
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_ranks_of_an_engine_have_the_requests_of_all_of_them_in_rank_order():

@@ -17,7 +17,7 @@ from fake_policy_server import EOS, FakePolicyServer
 from tiny_policy import Policy, make_requests, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.recipe import LoraSection, ServersSection
+from grpo_replay.recipe import LoraSection, Recipe, ServersSection
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer
@@ -124,6 +124,11 @@ def frozen(server: LaunchedServer) -> Iterator[None]:
     finally:
         for pid in members:
             os.kill(pid, signal.SIGCONT)
+
+
+def open_sampler(recipe: Recipe) -> VllmServerSampler:
+    """That of a run of one rank, of the recipe's own model."""
+    return VllmServerSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
 
 
 def wait_for(condition: Any, seconds: float) -> bool:

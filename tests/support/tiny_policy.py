@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,9 +119,11 @@ def many_long_prompts(tokens: int) -> list[GenerationRequest]:
     ]
 
 
-def by_key(completions: Sequence[Completion]) -> dict[RequestKey, Completion]:
-    found = {completion.key: completion for completion in completions}
-    assert len(found) == len(completions), "a completion came twice"
+def by_key(completions: Iterable[Completion]) -> dict[RequestKey, Completion]:
+    found: dict[RequestKey, Completion] = {}
+    for completion in completions:
+        assert completion.key not in found, "a request was answered twice"
+        found[completion.key] = completion
     return found
 
 

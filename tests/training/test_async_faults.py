@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from fake_policy_server import FakePolicyServer
@@ -11,6 +10,7 @@ from small_runs.asynchronous import (
     collector_pids,
     same_weights_as_journal,
     train_async_run,
+    written_steps,
 )
 
 from grpo_replay.collection.journal import read_journal
@@ -28,10 +28,6 @@ class Stopped(Exception):
 
 def crash() -> None:
     raise Stopped
-
-
-def steps_of(folder: Path) -> int:
-    return len((folder / "metrics.jsonl").read_text().splitlines())
 
 
 def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
@@ -97,7 +93,7 @@ def test_the_last_server_that_is_lost_ends_the_run_with_a_checkpoint(tmp_path, p
     with pytest.raises(ServersLost, match=lonely.url):
         train_async_run(recipe, tmp_path / "run", after={2: lonely.stop})
     assert collector_pids() == []
-    done = steps_of(tmp_path / "run")
+    done = written_steps(tmp_path / "run")
     assert 2 <= done < 6
     (checkpoint,) = (tmp_path / "run/checkpoints").glob("step_*")
     assert checkpoint.name == f"step_{done:06d}"

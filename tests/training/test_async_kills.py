@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fake_policy_server import FakePolicyServer
 from server_helpers import wait_for
-from small_runs.asynchronous import async_recipe, replay_run
+from small_runs.asynchronous import async_recipe, replay_run, written_steps
 from small_runs.trained import FinishedRun, same_weights
 
 from grpo_replay.lab.verification.verify import verify_run
@@ -45,11 +45,6 @@ def start(folder: Path, urls: list[str], **sections) -> subprocess.Popen:
         )  # fmt: skip
 
 
-def steps_of(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
 def family(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
@@ -67,8 +62,8 @@ def test_a_run_killed_twice_is_the_run_of_its_journal(server, tmp_path, processe
     folder = tmp_path / "run"
     for _ in range(2):
         run = start(folder, [server.url])
-        goal = steps_of(folder) + chance.randint(1, 3)
-        assert wait_for(lambda goal=goal: steps_of(folder) >= goal, 200)
+        goal = written_steps(folder) + chance.randint(1, 3)
+        assert wait_for(lambda goal=goal: written_steps(folder) >= goal, 200)
         time.sleep(chance.uniform(0, 0.5))
         members = family(run)
         run.kill()
@@ -85,10 +80,10 @@ def test_a_run_killed_twice_is_the_run_of_its_journal(server, tmp_path, processe
 def test_sigterm_in_a_wait_ends_it_with_a_checkpoint_and_no_process(server, tmp_path, processes):
     folder = tmp_path / "run"
     run = start(folder, [server.url])
-    assert wait_for(lambda: steps_of(folder) >= 2, 200)
+    assert wait_for(lambda: written_steps(folder) >= 2, 200)
     server.seconds = 60.0  # the next step waits for completions
     time.sleep(2)
-    step, members = steps_of(folder), family(run)
+    step, members = written_steps(folder), family(run)
     run.send_signal(signal.SIGTERM)
     assert run.wait(40) == 0
     assert all_gone(members, 60)

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from edited_columns import edit
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
@@ -79,19 +80,6 @@ def whole_run(tmp_path_factory):
 @pytest.fixture
 def run(whole_run, tmp_path):
     return shutil.copytree(whole_run, tmp_path / "run")
-
-
-def edit(path, column, change, row=None):
-    """Rewrite one column of a file, keeping its marks."""
-    table = pq.read_table(path)
-    values = table[column].to_pylist()
-    row = next(i for i, v in enumerate(values) if v is not None) if row is None else row
-    values[row] = change(values[row])
-    index = table.column_names.index(column)
-    array = pa.array(values, table.schema.field(index).type)
-    table = table.set_column(index, table.schema.field(index), array)
-    pq.write_table(table, path)
-    return row
 
 
 def drop_row(path, row=0):

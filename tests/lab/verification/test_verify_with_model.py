@@ -4,9 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from edited_columns import edit
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -31,15 +31,6 @@ def run(one_update_run, tmp_path) -> Path:
 def failed(run: Path, with_model: bool = True) -> set[str]:
     report = verify_run(run, _policies(open_source(run)) if with_model else None)
     return {check.name for check in report.checks if not check.passed}
-
-
-def edit(path: Path, column: str, row: int, change) -> None:
-    table = pq.read_table(path)
-    values = table[column].to_pylist()
-    values[row] = change(values[row])
-    index = table.column_names.index(column)
-    field = table.schema.field(index)
-    pq.write_table(table.set_column(index, field, pa.array(values, field.type)), path)
 
 
 def kept_row(path: Path) -> int:
@@ -83,7 +74,7 @@ def test_a_changed_or_missing_metric_is_named(run, name):
 
 def test_log_probs_that_the_weights_did_not_give_are_named(run):
     path = run / "rollouts" / "step_000009.parquet"
-    edit(path, "behavior_logprobs", kept_row(path), lambda v: [v[0] - 0.01, *v[1:]])
+    edit(path, "behavior_logprobs", lambda v: [v[0] - 0.01, *v[1:]], kept_row(path))
     assert "behaviour log-probs" in failed(run)
     assert "behaviour log-probs" not in failed(run, with_model=False)
 

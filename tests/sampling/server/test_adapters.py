@@ -9,18 +9,16 @@ import torch
 from fake_policy_server import OUTLINE, FakePolicyServer
 from fake_server import GENERATE
 from peft import PeftModel
-from server_helpers import sampled_during
+from server_helpers import open_sampler, sampled_during
 from small_runs.asynchronous import async_recipe, replay_run, train_async_run
 from small_runs.trained import same_weights
 from tiny_policy import make_requests
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.weights import expected_adapters
 from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.lab.verification.verify import verify_run
-from grpo_replay.recipe import Recipe, ServersSection
-from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server import weight_transfer
 from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer, block_on
@@ -41,10 +39,6 @@ def server() -> Iterator[FakePolicyServer]:
     server.outline = OUTLINE.replace(plain, wrapped)  # as vLLM prints it
     yield server
     server.stop()
-
-
-def open_sampler(recipe: Recipe) -> VllmServerSampler:
-    return VllmServerSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
 
 
 def filled(sampler: VllmServerSampler, value: float) -> list[tuple[str, torch.Tensor]]:
@@ -211,6 +205,7 @@ def test_a_server_that_does_not_take_the_adapter_is_lost_with_the_way_out(server
     sampler.close()
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_knows_the_version_of_every_rollout(server, tmp_path: Path, processes):
     """By the adapters that its requests named. The journal alone gives the same adapters."""
     named = {}

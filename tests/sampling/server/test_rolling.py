@@ -6,23 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 from fake_policy_server import FakePolicyServer
+from server_helpers import open_sampler
 from small_runs.asynchronous import async_recipe
 from tiny_policy import changed, make_requests, named_tensors, push
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import ServersLost
-from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.server.weight_transfer import switch_server
-from grpo_replay.tiny import BASE_DIR
 
 
-def open_sampler(urls: Sequence[str], sync_folder: Path, **servers: object) -> VllmServerSampler:
+def sampler_on(urls: Sequence[str], sync_folder: Path, **servers: object) -> VllmServerSampler:
     section = {"sampling": {"servers": {"weight_transfer": str(sync_folder), **servers}}}
-    return VllmServerSampler.open(
-        SamplerOpening.of(async_recipe(urls, section), str(BASE_DIR), Comm())
-    )
+    return open_sampler(async_recipe(urls, section))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +27,7 @@ def rolling(tmp_path_factory) -> Iterator[SimpleNamespace]:
     server by another one on its port."""
     folder = tmp_path_factory.mktemp("sync")
     servers = [FakePolicyServer(), FakePolicyServer()]
-    sampler = open_sampler([server.url for server in servers], folder)
+    sampler = sampler_on([server.url for server in servers], folder)
     yield SimpleNamespace(servers=servers, sampler=sampler, folder=folder)
     sampler.close()
     for server in servers:
@@ -141,7 +137,7 @@ def test_a_server_may_come_later_but_one_must_be_there(tied, tmp_path):
     first, second = FakePolicyServer(), FakePolicyServer()
     urls = [first.url, second.url]
     second.stop()
-    opened = open_sampler(urls, tmp_path / "sync")
+    opened = sampler_on(urls, tmp_path / "sync")
     try:
         second = FakePolicyServer(port_of(second))
         assert has_version(second, push(opened, tied.model))
@@ -151,7 +147,7 @@ def test_a_server_may_come_later_but_one_must_be_there(tied, tmp_path):
     first.stop()
     second.stop()
     with pytest.raises(ServersLost, match=r"sampling\.servers\.urls"):
-        open_sampler(urls, tmp_path / "other")
+        sampler_on(urls, tmp_path / "other")
 
 
 def test_a_server_whose_prompt_cache_is_not_emptied_has_not_the_new_version():

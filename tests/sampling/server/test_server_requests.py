@@ -10,16 +10,14 @@ import pytest
 from fake_policy_server import EOS, OUTLINE, FakePolicyServer
 from fake_server import GENERATE, Answer, FakeServer
 from safetensors.torch import load_file
-from server_helpers import sampled_during
+from server_helpers import open_sampler, sampled_during
 from small_runs.asynchronous import async_recipe
 from tiny_policy import changed, make_requests, named_tensors, tiny_recipe
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe
-from grpo_replay.sampling.sampler_protocol import Sampler, SamplerOpening
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.sampling.server.routes import Unreachable, VllmServer, block_on
-from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.types import GenerationRequest
 
@@ -29,10 +27,6 @@ def recipe_of(mode: str, url: str, folder: Path, **vllm: object) -> Recipe:
     if mode == "async":
         return async_recipe([url], {"sampling": {"servers": servers}})
     return tiny_recipe(BASE_DIR, backend="vllm_server", servers=servers, vllm=vllm)
-
-
-def open_sampler(recipe: Recipe) -> Sampler:
-    return VllmServerSampler.open(SamplerOpening.of(recipe, str(BASE_DIR), Comm()))
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])

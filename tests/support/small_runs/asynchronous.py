@@ -46,6 +46,12 @@ def train_async_run(
     return FinishedRun(path, recipe)
 
 
+def written_steps(folder: Path) -> int:
+    """How many steps the metrics of a run have, which may still be going on."""
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
 def collector_pids() -> list[int]:
     """Collectors that this process started and that live."""
     return [
