@@ -2,9 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
-from functools import cache
 
-import core_engine
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from core_engine import (
     PlainTraining,
     engine_recipe,
     first_gradient,
+    make_rows,
     open_engine,
     parameters,
     plain_logprobs,
@@ -29,20 +28,9 @@ from grpo_replay.engine.engine_state import ENGINE_TAG, MASTER, MOMENTS, read_sa
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import LossSection
-from grpo_replay.replay.batch import TrainRow
 
 STAGES = [0, 1, 2, 3]
 STATE = (MASTER, *MOMENTS)
-
-
-def make_rows(*arguments, **options) -> list[TrainRow]:
-    """`core_engine.make_rows`, which samples them, once for each set of arguments."""
-    return list(_made(*arguments, **options))
-
-
-@cache
-def _made(*arguments, **options) -> list[TrainRow]:
-    return core_engine.make_rows(*arguments, **options)
 
 
 def one_update(processes, rows, **sections):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,15 @@ def make_rows(
 ) -> list[TrainRow]:
     """Completions, up to `per_prompt` of each prompt, that the tiny model sampled, with behaviour
     log-probs that put their ratios on every side of every clip, none so near an edge that rounding
-    could carry it across. All prompts begin with the same `prefix` random tokens."""
+    could carry it across. All prompts begin with the same `prefix` random tokens. Sampled once for
+    the same arguments: a test changes no array of them."""
+    return list(_sampled_rows(count, seed, temperature, per_prompt, prefix))
+
+
+@cache
+def _sampled_rows(
+    count: int, seed: int, temperature: float, per_prompt: int, prefix: int
+) -> list[TrainRow]:
     rng = np.random.default_rng(seed)
     model, recipe = tiny_model(), engine_recipe()
     tokenizer = load_tokenizer(recipe.model)
