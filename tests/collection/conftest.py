@@ -1,4 +1,4 @@
-"""A server for a collector."""
+"""What tests of the collector share."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from fake_server import FakeServer
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    """Answers within 20 ms."""
+    """A server that answers within 20 ms."""
     fake = FakeServer()
     fake.seconds = 0.02
     yield fake

@@ -6,7 +6,7 @@ import psutil
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not."""
+    """Whether a process is there, and no zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -14,7 +14,7 @@ def is_alive(pid: int) -> bool:
 
 
 def ends(pid: int, seconds: float = 60.0) -> bool:
-    """Whether it is gone within the time."""
+    """Whether a process is gone within `seconds`."""
     deadline = time.monotonic() + seconds
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)

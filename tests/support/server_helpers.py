@@ -127,7 +127,7 @@ def frozen(server: LaunchedServer) -> Iterator[None]:
 
 
 def open_sampler(recipe: Recipe) -> VllmServerSampler:
-    """That of a run of one rank, of the recipe's own model."""
+    """The sampler of a run of one rank, for the recipe's own model."""
     return VllmServerSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
 
 

@@ -51,7 +51,7 @@ class ThreadedLink:
             self._deliveries.put(encode(delivery))
 
     def _work(self) -> None:
-        """As `collector_process.main`."""
+        """Run the collector, and report its failure, as `collector_process.main` does."""
         asyncio.set_event_loop(self._loop)
         code = 0
         try:
