@@ -127,7 +127,6 @@ def test_a_completion_with_a_log_prob_too_few_stops_the_run(fakes, monkeypatch):
         run(make_pool([server]), 1)
 
 
-@pytest.mark.timeout(30)
 def test_an_unexpected_error_reaches_the_caller(fakes, monkeypatch):
     """If it ended only its own task, the caller would wait forever."""
     (server,) = fakes(1)
@@ -154,7 +153,6 @@ def test_a_server_that_is_gone_is_dropped_and_the_last_one_stops_the_run(fakes):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(30)
 def test_a_completion_may_take_as_long_as_the_server_generates(fakes):
     servers = fakes(2)
     servers[0].seconds = 2.5
