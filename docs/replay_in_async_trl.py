@@ -127,15 +127,17 @@ class ReplayAsyncGRPOTrainer(AsyncGRPOTrainer):
     def _whole_groups(self, fresh: Sequence[Row]) -> list[list[Row]]:
         """The groups of which these are the last rows: TRL's micro-batches cut groups anywhere, and
         its limit of staleness may drop single rows, whose groups never become whole."""
+        size = self.args.num_generations
         for row in fresh:
             self._arriving[row["group_id"]].append(row)
-        size = self.args.num_generations
+        largest = max(map(len, self._arriving.values()))
+        if largest > size or not self._trained_groups.isdisjoint(self._arriving):
+            raise UsageError(f"a group has more rows than num_generations {size}: it forked")
         whole = [number for number, rows in self._arriving.items() if len(rows) == size]
         self._trained_groups.update(whole)  # as TRL's collator counts them
         groups = [self._arriving.pop(number) for number in whole]
-        limit = self.model_version - self.args.max_staleness - 1
         for number, rows in [*self._arriving.items()]:
-            if rows[0]["metrics"][VERSION] < limit:
+            if rows[0]["metrics"][VERSION] < self.model_version - self.args.max_staleness - 1:
                 del self._arriving[number]
         return groups
 

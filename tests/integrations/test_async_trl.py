@@ -158,3 +158,27 @@ def test_an_age_limit_that_is_not_above_the_staleness_is_refused(tmp_path, age, 
     with pytest.raises(UsageError, match=rf"max_age_steps {age}: rollouts are up to {age} steps"):
         replaying(tmp_path, settings={"max_age_steps": age}, weight_sync_steps=every)
     replaying(tmp_path, settings={"max_age_steps": age + 1}, weight_sync_steps=every)
+
+
+def rows_of(group_id, prompts):
+    """As TRL plans them, one for each of the prompts, which are a token."""
+    metrics = {"model_version": 0, "reward": 1.0}
+    return [
+        {"group_id": group_id, "input_ids": np.array([prompt, 5]), "advantage": 0.5,
+         "completion_mask": np.array([0, 1]), "old_log_probs": np.array([0.0, -0.5]),
+         "metrics": metrics}
+        for prompt in prompts
+    ]  # fmt: skip
+
+
+def test_conversations_that_fork_and_groups_of_several_prompts_are_refused(tmp_path):
+    trainer = replaying(tmp_path)
+    with pytest.raises(UsageError, match="several prompts"):
+        trainer.compose(rows_of(0, range(8)))
+    trainer = replaying(tmp_path)
+    with pytest.raises(UsageError, match="more rows than num_generations 8: it forked"):
+        trainer.compose(rows_of(0, [7] * 9))
+    trainer = replaying(tmp_path)
+    trainer.compose(rows_of(0, [7] * 8))
+    with pytest.raises(UsageError, match="more rows than num_generations 8: it forked"):
+        trainer.compose(rows_of(0, [7]))  # after its group was taken
