@@ -12,7 +12,7 @@ from grpo_replay.cli.options import InspectOptions
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
-from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.compute import Records, read_records, summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.source import Source, open_source
 from grpo_replay.lab.inspection.views import read_life
@@ -77,9 +77,10 @@ def _print_json(document: Any) -> None:
 
 
 def _screen(source: Source, options: InspectOptions, console: Console) -> None:
-    inspection = summarise(source)
+    records = read_records(source)
+    inspection = summarise(source, records)
     if options.plot is not None:
-        _plot(inspection, Path(options.plot), options.panel)
+        _plot(source, records, inspection, options)
     if options.as_json:
         # The keys that tools rely on come first.
         first = {
@@ -94,16 +95,20 @@ def _screen(source: Source, options: InspectOptions, console: Console) -> None:
         print_inspection(inspection, console)
 
 
-def _plot(inspection: Inspection, path: Path, panel: str | None) -> None:
+def _plot(
+    source: Source, records: Records, inspection: Inspection, options: InspectOptions
+) -> None:
+    assert options.plot is not None
+    path = Path(options.plot)
     with named_if_unwritable(path):
         if path.suffix.lower() == ".html":
-            from grpo_replay.lab.inspection.buffer_panels import write_page
+            from grpo_replay.lab.inspection.buffer_page import make_page, write_page
 
-            write_page(inspection, path)
+            write_page(make_page(source, records, inspection), path)
         else:
             from grpo_replay.lab.inspection.buffer_figures import plot_inspection
 
-            plot_inspection(inspection, path, panel)
+            plot_inspection(inspection, path, options.panel)
     open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 

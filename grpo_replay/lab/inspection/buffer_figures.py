@@ -1,9 +1,9 @@
 """Figures of an inspection: panels in two columns, or one panel as wide as a paper's column."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,9 +20,12 @@ from grpo_replay.terminal.plot_style import (
     whole_numbers,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Drawing = Callable[[Any, Inspection], None]
 
-_ROW_INCHES, _ONE_PANEL_INCHES, _GAP_INCHES = 1.5, 1.8, 0.2
+_ROW_INCHES, _ONE_PANEL_INCHES, _PAGE_INCHES, _GAP_INCHES = 1.5, 1.8, 1.9, 0.2
 
 
 def panels_of(inspection: Inspection) -> dict[str, Drawing]:
@@ -37,6 +40,26 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
         "stored": (inspection.replays and "buffer/rollouts" in inspection.trends, _stored),
     }
     return {name: draw for name, (data, draw) in known.items() if data}
+
+
+CAPTIONS = {
+    "staleness": "Ages of the rollouts stored now, and ages at use of all replays of the run.",
+    "uses": "How often the run has trained on each kept rollout, evicted ones included.",
+    "last-use": "Time between a draw and the use before it; 0 is a second draw in one batch.",
+    "clip": "Tokens whose gradient a clip or mask removed.",
+    "kl": "How far the policy has moved from the policy at birth.",
+    "stored": "Rollouts in the buffer after each step.",
+}
+"""One sentence on each panel."""
+
+
+def drawn_panels(inspection: Inspection) -> "Iterator[tuple[str, Figure]]":
+    """Each panel with data as a figure of its own, by name, within `figure_style`."""
+    with figure_style() as figure_class:
+        for name, draw in panels_of(inspection).items():
+            figure = figure_class(figsize=(COLUMN_INCHES, _PAGE_INCHES), layout="constrained")
+            draw(figure.subplots(), inspection)
+            yield name, figure
 
 
 def plot_inspection(inspection: Inspection, path: Path, panel: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """Computes an `Inspection` from a source: every number on the screen."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,17 +30,34 @@ from grpo_replay.replay.snapshot import read_snapshot_facts
 _MEANS = ("clip_fraction", "log_ratio_mean", "approx_kl", "ratio_mean", "ratio_squared_mean")
 
 
-def summarise(source: Source) -> Inspection:
-    """The inspection of a source. Raises SnapshotError if a file cannot be read."""
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The rollouts and draws of a source, and the replay settings of its step."""
+
+    settings: ReplaySection
+    stored: Rollouts  # after the inspected step, oldest first
+    log: Rollouts  # every rollout up to it; empty for a snapshot alone
+    draws: Draws
+
+
+def read_records(source: Source) -> Records:
+    """The records of a source. Raises SnapshotError if a file cannot be read."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if source.recipe is not None:
         settings, group_size = source.recipe.replay, source.recipe.sampling.group_size
     else:
         settings = ReplaySection.model_validate(facts["settings"])
         group_size = facts["group_size"]
-    step, stored = source.step, stored_after(source, settings, group_size)
     log, draws = read_log_and_draws(source)
-    replayed = of_stored(draws, settings)
+    return Records(settings, stored_after(source, settings, group_size, log), log, draws)
+
+
+def summarise(source: Source, records: Records | None = None) -> Inspection:
+    """The inspection of a source, or of its `records` if they have been read. Raises SnapshotError
+    if a file cannot be read."""
+    records = records or read_records(source)
+    settings, stored, log, draws = records.settings, records.stored, records.log, records.draws
+    step, replayed = source.step, of_stored(draws, settings)
     updates = source.recipe.draws_per_step if source.recipe else 1
     inspection = Inspection(
         path=str(source.path),

@@ -44,9 +44,12 @@ def entries_of_log(rows: Rollouts) -> list[Entry]:
     return [Entry(*each, payload=None) for each in zip(*ids, given, strict=True)]
 
 
-def stored_after(source: Source, settings: ReplaySection, group_size: int) -> Rollouts:
+def stored_after(
+    source: Source, settings: ReplaySection, group_size: int, log: Rollouts | None = None
+) -> Rollouts:
     """The rollouts stored after `source.step`, oldest first, as the snapshot has them; without one
-    the log is sent through a buffer. Raises SnapshotError if the run logged no rollouts."""
+    the log (given, or read) is sent through a buffer. Raises SnapshotError if the run logged no
+    rollouts."""
     if source.snapshot is not None:
         return read_stored(source.snapshot)
     if not settings.replays:
@@ -56,11 +59,12 @@ def stored_after(source: Source, settings: ReplaySection, group_size: int) -> Ro
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
             "buffer from; choose a step with a checkpoint"
         )
-    log, buffer = read_log(source.rollout_files), ReplayBuffer(settings, group_size)
-    survivors = log[log.kept]
+    log = read_log(source.rollout_files) if log is None else log
+    buffer, survivors = ReplayBuffer(settings, group_size), log[log.kept]
     for step, _ in source.rollout_files:
+        first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
         buffer.evict(step)
-        buffer.insert(entries_of_log(survivors[survivors.logged_step == step]), step)
+        buffer.insert(entries_of_log(survivors[first:last]), step)
         buffer.evict_ahead(step)
     return log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
 

@@ -54,6 +54,7 @@ DRAW = np.dtype(
         ("age", np.int64),  # training steps; updates if the run draws for each update
         ("update", np.int64),  # over the run; the step if a step makes one draw
         ("row", np.int64),  # of the rollout in the log; NO_ROW without one
+        ("probability", np.float64),  # of its first draw
         *((name, np.float64) for name in OUTCOMES),
     ]
 )
@@ -109,7 +110,7 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
     parts = []
     for _, path in tracked(files, "reading draws"):
         table = read_draw_table(path)
-        columns = {name: table[name] for name in ("rollout_id", "step", *OUTCOMES)}
+        columns = {name: table[name] for name in ("rollout_id", "step", "probability", *OUTCOMES)}
         by_update = "update" in table.column_names
         columns["age"] = table["age_updates" if by_update else "age_steps"]
         columns["update"] = table["update" if by_update else "step"]

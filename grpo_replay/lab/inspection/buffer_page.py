@@ -1,0 +1,169 @@
+"""The page of inspect-buffer: one HTML file with figures, tables and rollouts, without a network."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.lab.inspection.buffer_figures import CAPTIONS, drawn_panels
+from grpo_replay.lab.inspection.buffer_summary import Inspection
+from grpo_replay.lab.inspection.buffer_tables import (
+    TextTable,
+    Trend,
+    describe_settings,
+    occupancy_facts,
+    outcomes_table,
+    populations_table,
+    title_of,
+    trends_header,
+    trends_of,
+    trends_title,
+)
+from grpo_replay.lab.inspection.compute import Records
+from grpo_replay.lab.inspection.shown_rollouts import ShownRollouts, shown_rollouts
+from grpo_replay.lab.inspection.source import Source
+from grpo_replay.storage.atomic import write_text_whole
+from grpo_replay.terminal.console import printable
+from grpo_replay.terminal.plot_style import svg_element, svg_text
+
+_FOLDER = "lab/inspection"
+_CURVE_WIDTH, _CURVE_HEIGHT, _CURVE_POINTS = 220, 22, 110
+
+_COLUMNS = (
+    ("id", 4.8, "", "of the rollout"),
+    ("step", 4.2, "", "training step of its birth"),
+    ("prompt", 9, "left", "id of the prompt"),
+    ("state", 5.6, "left", "after the inspected step"),
+    ("verdict", 6.4, "left", "of the reward"),
+    ("reward", 4.8, "", ""),
+    ("advantage", 6, "", "in its group"),
+    ("tokens", 4.8, "", "of the completion"),
+    ("draws", 4.4, "", "times drawn from the buffer"),
+    ("clipped", 5, "", "tokens without a gradient, %: the most of any use"),
+    ("KL", 4.8, "", "nats per token from the policy at birth: the most of any use"),
+    ("completion", None, "left", "as the reward saw it"),
+)
+"""Heading, width in rem, side and meaning of the columns that the script fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageFigure:
+    """An SVG element, and one sentence that says what it shows."""
+
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """All that a page shows, apart from how it looks."""
+
+    title: str
+    settings: str
+    warnings: tuple[str, ...]
+    figures: tuple[PageFigure, ...]
+    tables: tuple[TextTable, ...]
+    trends_title: str
+    trends_header: tuple[str, str, str, str]
+    trends: tuple[Trend, ...]
+    age_unit: str
+    path: str
+    can_show: bool  # `inspect-buffer PATH --show ID` has what the page cuts
+    rollouts: ShownRollouts
+
+
+def make_page(source: Source, records: Records, inspection: Inspection) -> Page:
+    """The page of a source, of what was read and computed. Raises SnapshotError for an unreadable
+    file."""
+    return Page(
+        title=printable(title_of(inspection)),
+        settings=describe_settings(inspection),
+        warnings=inspection.warnings,
+        figures=tuple(_figures(inspection)),
+        tables=tuple(_tables(inspection)),
+        trends_title=trends_title(inspection),
+        trends_header=trends_header(inspection),
+        trends=trends_of(inspection),
+        age_unit=inspection.age_unit,
+        path=printable(inspection.path),
+        can_show=bool(source.rollout_files),
+        rollouts=shown_rollouts(source, records),
+    )
+
+
+def _figures(inspection: Inspection) -> list[PageFigure]:
+    return [
+        PageFigure(svg_element(svg_text(figure, name), name), CAPTIONS[name])
+        for name, figure in drawn_panels(inspection)
+    ]
+
+
+def _tables(inspection: Inspection) -> list[TextTable]:
+    found = []
+    if inspection.replays:
+        found.append(TextTable("occupancy", (), tuple(occupancy_facts(inspection))))
+    if inspection.populations:
+        found.append(populations_table(inspection))
+    if any(age > 0 for age in inspection.by_age):
+        found.append(outcomes_table(inspection))
+    return found
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Write a page as one file. Every text of the run is escaped or set as text by the script."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("grpo_replay", _FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = (files("grpo_replay") / _FOLDER / "buffer_page.js").read_text(encoding="utf-8")
+    text = environment.get_template("buffer_page.html").render(
+        page=page,
+        columns=_COLUMNS,
+        curves=[_curve(trend.values) for trend in page.trends],
+        curve_size=(_CURVE_WIDTH, _CURVE_HEIGHT),
+        data=script_data(_data(page)),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    write_text_whole(path, text)
+
+
+def _data(page: Page) -> dict[str, Any]:
+    """What the script reads: the rollouts, and how to speak of them."""
+    shown = _fields(page.rollouts)
+    return shown | {"age_unit": page.age_unit, "path": page.path if page.can_show else None}
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def script_data(document: Any) -> str:
+    """JSON that no text can break out of a script element with: without `<`, and in ASCII."""
+    text = json.dumps(document, default=_fields, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _curve(values: Sequence[float]) -> str:
+    """The points of a polyline through means of consecutive values, the largest at the top."""
+    cells = min(_CURVE_POINTS, len(values))
+    bounds = [len(values) * cell // cells for cell in range(cells + 1)]
+    means = [
+        sum(values[start:end]) / (end - start)
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    across, down = _CURVE_WIDTH / max(1, cells - 1), _CURVE_HEIGHT - 4
+    return " ".join(
+        f"{place * across:.1f},{2 + down * (1 - (mean - low) / span):.1f}"
+        for place, mean in enumerate(means)
+    )

@@ -1,0 +1,193 @@
+"""The tables of an inspection as text, for the screen and for the page. A legend explains only the
+columns that its table has."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_replay.lab.inspection.buffer_summary import TREND_LABELS, Inspection, StalenessRow
+
+MOST_ROWS = 12
+"""Rows of ages shown at most."""
+
+MISSING = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of text: names in the first column, numbers in the others."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    legend: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A metric over training: its means over the first and last eighth of the steps, and values."""
+
+    label: str
+    first: str
+    values: tuple[float, ...]
+    last: str
+
+
+def title_of(inspection: Inspection) -> str:
+    name = f" · {inspection.recipe_name}" if inspection.recipe_name else ""
+    return f"{inspection.path}{name} · step {inspection.step}"
+
+
+def describe_settings(inspection: Inspection) -> str:
+    """The replay settings in one line."""
+    settings = inspection.settings
+    if not inspection.replays:
+        return f"preset {settings['preset']}: this recipe does not replay"
+    law, age = settings["priority"], settings["max_age_steps"]
+    if law != "uniform":
+        law = f"{law}^{settings['priority_exponent']:g}"
+    shadow = "in shadow, nothing drawn was trained on · " if settings["shadow"] else ""
+    return (
+        f"{shadow}{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · "
+        f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · "
+        f"warm-up {settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AgeBin:
+    """Rollouts of one age, or of several: `4–7`."""
+
+    label: str
+    stored: int
+    replayed: int
+
+
+def age_bins(staleness: Sequence[StalenessRow]) -> tuple[AgeBin, ...]:
+    """Counts by age; with more than `MOST_ROWS` ages, of several ages at a time."""
+    width = max(1, -(-len(staleness) // MOST_ROWS))
+    bins = []
+    for start in range(0, len(staleness), width):
+        rows = staleness[start : start + width]
+        last = "" if width == 1 else f"–{start + width - 1}"
+        stored, replayed = sum(row.stored for row in rows), sum(row.replayed for row in rows)
+        bins.append(AgeBin(f"{start}{last}", stored, replayed))
+    return tuple(bins)
+
+
+def staleness_title(inspection: Inspection) -> str:
+    means = [
+        f"mean {sum(row.age * getattr(row, name) for row in inspection.staleness) / total:.1f} "
+        f"{name}"
+        for name in ("stored", "replayed")
+        if (total := sum(getattr(row, name) for row in inspection.staleness))
+    ]
+    return f"staleness: age in {inspection.age_unit}, {', '.join(means)}"
+
+
+def staleness_legend(inspection: Inspection) -> Iterator[str]:
+    limit = inspection.settings["max_age_steps"]
+    if inspection.replayed_rollouts:
+        yield "replayed: of the whole run"
+    if inspection.replays and limit is not None and inspection.age_unit == "steps":
+        yield f"age {limit}: the last draw, then the eviction"
+
+
+def occupancy_facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Names and values that say how full the buffer is."""
+    occupancy, limit = inspection.occupancy, inspection.settings["max_age_steps"]
+    stored, capacity = occupancy.stored_rollouts, inspection.settings["capacity_rollouts"]
+    yield "rollouts stored", f"{stored:,}"
+    yield f"of capacity {capacity:,}", f"{stored / capacity:.1%}"
+    expected = occupancy.expected_rollouts
+    if expected and limit is not None and expected < capacity:
+        steps = min(limit, inspection.step)
+        yield f"of {expected:,} kept in {steps} steps", f"{stored / expected:.1%}"
+    yield "groups stored", f"{occupancy.stored_groups:,}"
+    yield "completion tokens stored", f"{occupancy.stored_tokens:,}"
+    if occupancy.survivors_per_step is not None:
+        yield "rollouts kept per step", f"{occupancy.survivors_per_step:.1f}"
+    if survivors := sum(inspection.uses_over_run.values()):
+        uses = sum(number * count for number, count in inspection.uses_over_run.items())
+        never = inspection.uses_over_run.get(0, 0) / survivors
+        yield "uses of a kept rollout, with fresh", f"{uses / survivors:.2f}"
+        yield "kept rollouts never used", f"{never:.1%}"
+
+
+_POPULATION = (
+    ("rollouts", "rollouts", ",.0f"),
+    ("prompts", "prompts", ",.0f"),
+    ("top prompt's share", "largest_prompt_share", ".1%"),
+    ("A > 0", "positive_share", ".1%"),
+    ("mean |advantage|", "abs_advantage_mean", ".2f"),
+    ("tokens, mean", "tokens_mean", ",.0f"),
+    ("truncated", "truncated_share", ".1%"),
+)
+
+
+def populations_table(inspection: Inspection) -> TextTable:
+    found = inspection.populations
+    rows = []
+    for label, name, spec in _POPULATION:
+        values = [getattr(each, name) for each in found]
+        rows.append((label, *(MISSING if each is None else f"{each:{spec}}" for each in values)))
+    return TextTable("populations", ("", *(each.name for each in found)), tuple(rows))
+
+
+def outcomes_table(inspection: Inspection) -> TextTable:
+    """What training on rollouts of an age did; of more than `MOST_ROWS` ages some."""
+    by_age = inspection.by_age
+    ages = sorted(by_age)
+    places = np.linspace(0, len(ages) - 1, min(len(ages), MOST_ROWS)).round().astype(int)
+    rows = []
+    for age in (ages[place] for place in places):
+        each = by_age[age]
+        clipped = MISSING if math.isnan(each.clip_fraction) else f"{each.clip_fraction:.2%}"
+        numbers = (f"{each.ratio:.4f}", f"{each.ratio_ess:.3f}", f"{each.approx_kl:.4f}")
+        rows.append((str(age), f"{each.uses:,}", clipped, *numbers))
+    legend = ["clipped: tokens without a gradient; KL in nats per token"]
+    legend.append("ESS: effective share of tokens weighed by ratio")
+    if 0 in by_age:
+        legend.append("age 0: fresh rollouts")
+    if len(places) < len(ages):
+        legend.append(f"{len(places)} of {len(ages)} ages; --json has all")
+    header = ("age", "uses", "clipped", "ratio", "ESS", "KL")
+    return TextTable(f"outcomes by age at use, in {inspection.age_unit}", header, tuple(rows),
+                     tuple(legend))  # fmt: skip
+
+
+def trends_title(inspection: Inspection) -> str:
+    eighth = _eighth(inspection)
+    return f"over training: means of the first and the last {eighth} {_steps(eighth)}"
+
+
+def trends_of(inspection: Inspection) -> tuple[Trend, ...]:
+    eighth, trends = _eighth(inspection), []
+    for metric, points in inspection.trends.items():
+        first = [value for step, value in points if step <= eighth]
+        last = [value for step, value in points if step > inspection.step - eighth]
+        values = tuple(value for _, value in points)
+        trends.append(Trend(TREND_LABELS[metric], _mean(first), values, _mean(last)))
+    return tuple(trends)
+
+
+def trends_header(inspection: Inspection) -> tuple[str, str, str, str]:
+    eighth = _eighth(inspection)
+    return "", f"first {eighth}", " ", f"last {eighth}"
+
+
+def _eighth(inspection: Inspection) -> int:
+    return max(1, inspection.step // 8)
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else "steps"
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return MISSING
+    value = sum(values) / len(values)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,273 @@
+"""The rollouts of a page as a document: numbers, text, tokens, groups and every use."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grpo_replay.lab.inspection.compute import Records
+from grpo_replay.lab.inspection.rollout_columns import BATCH_ROWS
+from grpo_replay.lab.inspection.rollout_sample import (
+    RolloutFacts,
+    Sample,
+    choose_rollouts,
+    rollout_facts,
+)
+from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.token_text import Decoder, open_decoder
+from grpo_replay.replay.snapshot import SNAPSHOT_VERSION
+from grpo_replay.storage.parquet import open_parquet
+from grpo_replay.storage.rollout_log import LOG_ONLY, MASK, read_rollout_table
+
+PAGE_CHARACTERS, PAGE_TOKENS = 20_000_000, 2_000_000
+FEWEST_CHARACTERS, MOST_TOKENS_SHOWN = 2_000, 20_000
+"""The texts of a page share `PAGE_CHARACTERS` equally, the lists of tokens `PAGE_TOKENS`. A longer
+one is cut, and the page says so."""
+
+_READ = (
+    *("rollout_id", "group_id", "prompt_token_ids", "completion_token_ids", "completion_text"),
+    *("behavior_logprobs", "sampler_logprobs", "reward", "advantage", "verdict", "finish_reason"),
+    MASK.name,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One training on a rollout; outcomes are None where they are not defined."""
+
+    step: int
+    age: int
+    probability: float | None  # of a first draw; None: trained on as fresh
+    clipped: float | None  # % of tokens without a gradient
+    log_ratio: float | None  # nats, mean over tokens
+    kl: float | None  # nats per token
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rollout of a group."""
+
+    id: int
+    reward: float | None
+    advantage: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRollout:
+    """A rollout as a page shows it."""
+
+    id: int
+    group: int
+    step: int  # of its birth
+    prompt_id: str
+    prompt: int  # its place in `ShownRollouts.prompts`
+    text: str | None  # as the reward saw it, or decoded; None if neither is known
+    text_cut: int  # characters that were left out
+    token_ids: list[int]
+    tokens_cut: int
+    logprobs: list[float] | None  # nats, of each token
+    logprobs_of: str | None  # "the policy at birth", or of a dropped rollout "the sampler"
+    trained: list[int] | None  # 1 for a token that trains; None if all do
+    tokens: int
+    finish: str
+    verdict: str
+    reward: float | None
+    advantage: float | None
+    kept: bool
+    fate: str  # "stored", "evicted", "dropped" or "not stored"
+    draws: int
+    clipped: float | None  # % of tokens, the largest over its uses
+    kl: float | None  # nats per token, likewise
+    why: str | None  # the extreme for which it is in a sample
+    uses: list[Use]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRollouts:
+    """The rollouts of a page, in the order of their ids, and what they share."""
+
+    rollouts: list[ShownRollout]
+    groups: dict[int, list[Member]]  # by group id, all members
+    prompts: list[str]
+    pieces: dict[int, str]  # the text that each token adds
+    special: list[int]  # ids of special tokens
+    note: str  # which rollouts these are
+    reason: str  # why tokens are shown as ids; empty if they are not
+    has_uses: bool  # false for a lone snapshot, which counts draws and does not list them
+
+
+def shown_rollouts(source: Source, records: Records) -> ShownRollouts:
+    """The rollouts of a source, or a sample of them. Raises SnapshotError for an unreadable file."""
+    facts = rollout_facts(records, _times_used(source) if not source.rollout_files else None)
+    sample = choose_rollouts(facts)
+    decoder = open_decoder(source.path)
+    reader = _Reader(source, records, facts, sample, decoder)
+    for table in _tables(source, facts, sample):
+        reader.read(table)
+    found = sorted(reader.rollouts, key=lambda each: each.id)
+    return ShownRollouts(
+        rollouts=found,
+        groups=reader.groups,
+        prompts=reader.prompts,
+        pieces=decoder.pieces(token for each in found for token in each.token_ids),
+        special=decoder.special_ids(),
+        note=sample.note,
+        reason=decoder.reason,
+        has_uses=bool(source.rollout_files),
+    )
+
+
+def _times_used(source: Source) -> np.ndarray:
+    if source.snapshot is None:
+        return np.zeros(0, np.int64)
+    with open_parquet(source.snapshot, "buffer", SNAPSHOT_VERSION) as file:
+        return file.read(columns=["times_used"])["times_used"].to_numpy().astype(np.int64)
+
+
+def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.Table]:
+    """The rows of the sample's groups, a file or a batch at a time."""
+    groups = pa.array(np.unique(facts.rows.group_id[sample.rows]))
+    if source.rollout_files:
+        needed = set(facts.rows.logged_step[sample.rows].tolist())
+        whole = (read_rollout_table(path, _READ) for at, path in source.rollout_files if at in needed)
+        yield from (each.filter(pc.is_in(each["group_id"], groups)) for each in whole)
+    elif source.snapshot is not None:
+        with open_parquet(source.snapshot, "buffer", SNAPSHOT_VERSION) as file:
+            there = set(file.schema_arrow.names) - set(LOG_ONLY)
+            columns = [name for name in _READ if name in there]
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+                table = pa.Table.from_batches([batch])
+                yield table.filter(pc.is_in(table["group_id"], groups))
+
+
+@dataclass
+class _Reader:
+    """Makes the rollouts of the tables that it reads."""
+
+    source: Source
+    records: Records
+    facts: RolloutFacts
+    sample: Sample
+    decoder: Decoder
+    rollouts: list[ShownRollout] = field(default_factory=list)
+    groups: dict[int, list[Member]] = field(default_factory=dict)
+    prompts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = max(1, len(self.sample.rows))
+        self._characters = max(FEWEST_CHARACTERS, PAGE_CHARACTERS // count)
+        self._tokens = min(MOST_TOKENS_SHOWN, PAGE_TOKENS // count)
+        ids = self.facts.rows.rollout_id
+        self._row_of = {int(ids[row]): int(row) for row in self.sample.rows}
+        self._uses = _uses_of(self.source, self.records, self.sample)
+        self._known_prompts: dict[tuple[int, ...], int] = {}
+
+    def read(self, table: pa.Table) -> None:
+        members = table.select(["rollout_id", "group_id", "reward", "advantage", "verdict"])
+        for each in members.to_pylist():
+            member = Member(
+                each["rollout_id"],
+                _rounded(each["reward"]),
+                _rounded(each["advantage"]),
+                each["verdict"],
+            )
+            self.groups.setdefault(each["group_id"], []).append(member)
+        wanted = pa.array(list(self._row_of), pa.int64())
+        for row in table.filter(pc.is_in(table["rollout_id"], wanted)).to_pylist():
+            self.rollouts.append(self._rollout(row))
+
+    def _rollout(self, row: dict[str, Any]) -> ShownRollout:
+        at = self._row_of[row["rollout_id"]]
+        facts, known = self.facts, self.facts.rows[at]
+        token_ids = row["completion_token_ids"]
+        text = row.get("completion_text")
+        text = self.decoder.text(token_ids) if text is None else text
+        shown, cut = self._cut(text)
+        logprobs, whose = row["behavior_logprobs"], "the policy at birth"
+        if logprobs is None:
+            logprobs, whose = row["sampler_logprobs"], "the sampler"
+        mask = row.get(MASK.name)
+        return ShownRollout(
+            id=row["rollout_id"],
+            group=row["group_id"],
+            step=int(known.birth_step),
+            prompt_id=str(known.prompt_id),
+            prompt=self._prompt(row["prompt_token_ids"]),
+            text=shown,
+            text_cut=cut,
+            token_ids=token_ids[: self._tokens],
+            tokens_cut=max(0, len(token_ids) - self._tokens),
+            logprobs=np.round(logprobs[: self._tokens], 2).tolist() if logprobs else None,
+            logprobs_of=whose if logprobs else None,
+            trained=None if mask is None else [int(each) for each in mask[: self._tokens]],
+            tokens=len(token_ids),
+            finish=row["finish_reason"],
+            verdict=row["verdict"],
+            reward=_rounded(row["reward"]),
+            advantage=_rounded(row["advantage"]),
+            kept=bool(known.kept),
+            fate=self._fate(at),
+            draws=int(facts.draws_N[at]),
+            clipped=_rounded(100 * facts.clip_fraction_N[at]),
+            kl=_rounded(facts.approx_kl_N[at]),
+            why=self.sample.reasons.get(at),
+            uses=self._uses.get(at, []),
+        )
+
+    def _fate(self, row: int) -> str:
+        if self.facts.stored_N[row]:
+            return "stored"
+        if not self.facts.rows.kept[row]:
+            return "dropped"
+        return "evicted" if self.records.settings.replays else "not stored"
+
+    def _prompt(self, token_ids: Sequence[int]) -> int:
+        """The place of a prompt in `prompts`, to which a new one is added."""
+        key = tuple(token_ids)
+        if key not in self._known_prompts:
+            text = self.decoder.text(token_ids)
+            shown, cut = self._cut(f"token ids {list(token_ids)}" if text is None else text)
+            self._known_prompts[key] = len(self.prompts)
+            self.prompts.append(f"{shown} … and {cut:,} more characters" if cut else str(shown))
+        return self._known_prompts[key]
+
+    def _cut(self, text: str | None) -> tuple[str | None, int]:
+        """A text within its share, and the number of characters left out."""
+        if text is None:
+            return None, 0
+        return text[: self._characters], max(0, len(text) - self._characters)
+
+
+def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list[Use]]:
+    """Every use of the sample's rollouts by row, in time."""
+    log, draws = records.log, records.draws
+    if not len(log):
+        return {}
+    updates = source.recipe.draws_per_step if source.recipe else 1
+    mine = draws[np.isin(draws.row, sample.rows)]
+    drawn_when_taken = set(mine.row[mine.step == log.logged_step[mine.row]].tolist())
+    uses: dict[int, list[Use]] = {int(row): [] for row in sample.rows}
+    for row in sample.rows.tolist():
+        # With pool and FIFO, the use of a step that drew the rollout is in both logs.
+        if np.isfinite(log.tokens[row]) and row not in drawn_when_taken:
+            step = int(log.logged_step[row])
+            uses[row].append(_use(log[row], step, updates * (step - int(log.birth_step[row])), None))
+    for draw in mine:
+        uses[int(draw.row)].append(_use(draw, int(draw.step), int(draw.age), draw.probability))
+    return uses
+
+
+def _use(record: Any, step: int, age: int, probability: float | None) -> Use:
+    outcomes = (100 * record.clip_fraction, record.log_ratio_mean, record.approx_kl)
+    return Use(step, age, _rounded(probability), *(_rounded(each) for each in outcomes))
+
+
+def _rounded(value: float | None) -> float | None:
+    """Five digits; None for what is not a number."""
+    if value is None or not np.isfinite(value):
+        return None
+    return float(f"{float(value):.5g}")
