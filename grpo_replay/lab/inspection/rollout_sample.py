@@ -74,7 +74,7 @@ def choose_rollouts(facts: RolloutFacts) -> Sample:
     reasons: dict[int, str] = {}
     for name, values in _extremes(facts).items():
         for row in _largest(values, limit // _SHARE_OF_EXTREMES):
-            reasons[row] = f"{reasons[row]}, {name}" if row in reasons else name
+            reasons[row] = f"{reasons[row]}, {name}" if row in reasons else f"shown as {name}"
     chosen = np.array(sorted(reasons), dtype=np.int64)
     chosen = np.union1d(chosen, _whole_groups(rows, chosen, limit - len(chosen)))
     note = (

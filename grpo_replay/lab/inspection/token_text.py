@@ -59,8 +59,8 @@ def open_decoder(path: Path) -> Decoder:
     folder = path if path.is_dir() else path.parent
     found = [file for each in TOKENIZER_FOLDERS for file in folder.glob(f"{each}/tokenizer.json")]
     if not found:
-        places = ", ".join(TOKENIZER_FOLDERS)
-        return Decoder(reason=f"no tokenizer.json in {folder} (looked in {places})")
+        where = ", ".join(TOKENIZER_FOLDERS[:-1])
+        return Decoder(reason=f"no tokenizer.json in {folder} or its {where}")
     try:
         # Imported here: it is optional. It loads in milliseconds, unlike transformers.
         from tokenizers import Tokenizer

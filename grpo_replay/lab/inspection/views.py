@@ -14,6 +14,7 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.rebuild import REPEATS, WhatIf, stored_after
 from grpo_replay.lab.inspection.rollout_columns import OUTCOMES
 from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.token_text import open_decoder
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
 from grpo_replay.terminal.console import plain_table, print_table, printable
 
@@ -25,8 +26,9 @@ class Life:
     """Everything the files record about one rollout."""
 
     rollout: Mapping[str, Any]  # its row; token ids are lists
-    prompt_text: str | None  # with special tokens; None if no checkpoint has a tokenizer
+    prompt_text: str | None  # with special tokens; None without a tokenizer
     written_text: str | None  # the completion, likewise
+    no_text: str  # why there is no tokenizer; empty if there is
     group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
     uses: tuple[Mapping[str, Any], ...]  # step, age, probability of a draw (None: fresh), outcome
     fate: str  # one sentence
@@ -37,14 +39,16 @@ def read_life(source: Source, rollout_id: int) -> Life:
     rollout log."""
     step, row, group = _find(source, rollout_id)
     uses = _draws(source, rollout_id)
+    decoder = open_decoder(source.path)
     # With pool and FIFO, the use of a step that drew the rollout is in both logs.
     if row["tokens"] is not None and all(use["step"] != step for use in uses):
         fresh = {"step": step, "age_steps": step - row["birth_step"], "probability": None}
         uses.insert(0, fresh | {name: row[name] for name in OUTCOMES})
     return Life(
         rollout={name: value for name, value in row.items() if name not in OUTCOMES},
-        prompt_text=_decoded(source, row["prompt_token_ids"]),
-        written_text=_decoded(source, row["completion_token_ids"]),
+        prompt_text=decoder.text(row["prompt_token_ids"]),
+        written_text=decoder.text(row["completion_token_ids"]),
+        no_text=decoder.reason,
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
         uses=tuple(uses),
         fate=_fate(source, row),
@@ -95,17 +99,6 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
     if limit is not None and source.step - birth >= limit:
         return f"evicted by max_age_steps {limit} at the end of step {birth + limit}, if not before"
     return "evicted by the capacity"
-
-
-def _decoded(source: Source, token_ids: list[int]) -> str | None:
-    """The text of tokens, decoded with the tokenizer of the newest checkpoint."""
-    found = sorted(source.path.glob("checkpoints/step_*/model/tokenizer.json"))
-    if not found:
-        return None
-    # Imported here: only `--show` needs it. It loads in milliseconds, unlike transformers.
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(found[-1])).decode(token_ids, skip_special_tokens=False)
 
 
 _STATISTICS: tuple[tuple[str, str, str], ...] = (
@@ -171,7 +164,7 @@ def print_life(life: Life, console: Console) -> None:
     ]
     facts.append(("completion tokens", f"{len(row['completion_token_ids']):,}"))
     print_table(console, plain_table("", ("", ""), facts))
-    prompt = life.prompt_text or f"no tokenizer found; token ids {row['prompt_token_ids']}"
+    prompt = life.prompt_text or f"{life.no_text}; token ids {row['prompt_token_ids']}"
     console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
     seen, written = row["completion_text"], life.written_text
     console.print(f"\n[bold]completion, as the reward saw it[/bold]\n{escape(seen)}\n")

@@ -113,22 +113,43 @@ def _cost_difference(arm: Document, found: Document) -> Any:
     return at and at["difference"][found["shown"]["benchmark"]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """The cell of an arm, and the sentence of the legend that explains the column."""
+
+    cell: Callable[[Document], str]
+    legend: str = ""
+
+
 def report_table(found: Document) -> TextTable:
-    """One row for each arm. A column without a value is left out."""
-    columns: dict[str, Callable[[Document], str]] = {
-        "seeds": seeds_of,
-        "final, %": lambda arm: _final_cell(arm, found),
-        _ahead(found, _equal_final(found)): lambda arm: _points_cell(_final_difference(arm, found)),
-        _ahead(found, _equal_cost(found)): lambda arm: _points_cell(_cost_difference(arm, found)),
-        f"{_main_cost(found)} to\n{percent(shown_target(found) or 0.0)} %": (
-            lambda arm: _reach_cell(arm, found)
+    """One row for each arm. A column without a value is left out, and so is its legend."""
+    points = "Differences are in points, paired."
+    columns = {
+        "seeds": _Column(seeds_of),
+        "final, %": _Column(
+            lambda arm: _final_cell(arm, found), f"Final: {shown_title(found)}, after the last step."
         ),
-        f"pays at μ{_here(found)}": _break_even_cell,
+        _ahead(found, _equal_final(found)): _Column(
+            lambda arm: _points_cell(_final_difference(arm, found)), points
+        ),
+        _ahead(found, _equal_cost(found)): _Column(
+            lambda arm: _points_cell(_cost_difference(arm, found)), points
+        ),
+        f"{_main_cost(found)} to\n{percent(shown_target(found) or 0.0)} %": _Column(
+            lambda arm: _reach_cell(arm, found), _reach_legend(found)
+        ),
+        f"pays at μ{_here(found)}": _Column(_break_even_cell, _break_even_legend(found)),
     }
-    cells = {header: [cell(arm) for arm in found["arms"]] for header, cell in columns.items()}
+    cells = {header: [each.cell(arm) for arm in found["arms"]] for header, each in columns.items()}
     shown = {header: each for header, each in cells.items() if set(each) - {MISSING}}
+    legend = [columns[header].legend for header in shown if columns[header].legend]
+    if any("[" in cell for column in shown.values() for cell in column):
+        legend.append(
+            f"In brackets: 95 % intervals over seeds and problems, from {FEWEST_SEEDS} seeds on."
+        )
     names = [arm["name"] for arm in found["arms"]]
-    return TextTable(("arm", *shown), list(zip(names, *shown.values())), _legend(found))
+    rows = list(zip(names, *shown.values()))
+    return TextTable(("arm", *shown), rows, " ".join(dict.fromkeys(legend)))
 
 
 def _ahead(found: Document, where: str) -> str:
@@ -143,13 +164,17 @@ def _here(found: Document) -> str:
     return "" if mu is None else f"\n(here {mu:.2g})"
 
 
-def _legend(found: Document) -> str:
+def _reach_legend(found: Document) -> str:
     return (
-        f"Final: {shown_title(found)}, after the last step; differences are in points, paired. In "
-        f"brackets: 95 % intervals over seeds and problems, from {FEWEST_SEEDS} seeds on. Cost: "
-        f"{found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the same seeds, (n) if "
-        "only n of both reached it; ∞: not reached. Pays at μ: where that accuracy costs less than "
-        f"with {found['baseline']}, if generating a rollout costs μ times what training on it does."
+        f"Cost: {found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the same seeds, "
+        "(n) if only n of both reached it; ∞: not reached."
+    )
+
+
+def _break_even_legend(found: Document) -> str:
+    return (
+        f"Pays at μ: where that accuracy costs less than with {found['baseline']}, if generating a "
+        "rollout costs μ times what training on it does."
     )
 
 
