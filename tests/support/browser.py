@@ -77,7 +77,9 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         for address, test in (("about:blank", "==="), (url, "!==")):
             self.call("Page.navigate", url=address)
-            self.wait_for(f"document.readyState === 'complete' && location.href {test} 'about:blank'")
+            self.wait_for(
+                f"document.readyState === 'complete' && location.href {test} 'about:blank'"
+            )
 
     def value(self, expression: str) -> Any:
         """The JSON value of a JavaScript expression. Raises RuntimeError if it throws."""

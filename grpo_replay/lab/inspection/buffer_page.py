@@ -1,4 +1,4 @@
-"""The page of inspect-buffer: one HTML file with figures, tables and rollouts, without a network."""
+"""The page of inspect-buffer: one HTML file of figures, tables and rollouts; it loads nothing."""
 
 import base64
 import hashlib
@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,7 @@ def _curve(values: Sequence[float]) -> str:
     """The points of a polyline through means of consecutive values, the largest at the top."""
     cells = min(_CURVE_POINTS, len(values))
     bounds = [len(values) * cell // cells for cell in range(cells + 1)]
-    means = [
-        sum(values[start:end]) / (end - start)
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    ]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
     low, span = min(means), (max(means) - min(means)) or 1.0
     across, down = _CURVE_WIDTH / max(1, cells - 1), _CURVE_HEIGHT - 4
     return " ".join(

@@ -71,7 +71,7 @@ def age_bins(staleness: Sequence[StalenessRow]) -> tuple[AgeBin, ...]:
     bins = []
     for start in range(0, len(staleness), width):
         rows = staleness[start : start + width]
-        last = "" if width == 1 else f"–{start + width - 1}"
+        last = "" if len(rows) == 1 else f"–{rows[-1].age}"
         stored, replayed = sum(row.stored for row in rows), sum(row.replayed for row in rows)
         bins.append(AgeBin(f"{start}{last}", stored, replayed))
     return tuple(bins)

@@ -1,4 +1,4 @@
-"""Chooses the rollouts that a page shows: all of a small run, else its extremes and whole groups."""
+"""Chooses the rollouts of a page: all of a small run, else its extremes and whole groups."""
 
 from dataclasses import dataclass
 
@@ -78,9 +78,9 @@ def choose_rollouts(facts: RolloutFacts) -> Sample:
     chosen = np.array(sorted(reasons), dtype=np.int64)
     chosen = np.union1d(chosen, _whole_groups(rows, chosen, limit - len(chosen)))
     note = (
-        f"{len(chosen):,} of {len(rows):,} rollouts: the {limit // _SHARE_OF_EXTREMES} most extreme "
-        f"of each kind ({', '.join(_extremes(facts))}), and whole groups at equal distances over "
-        "the run."
+        f"{len(chosen):,} of {len(rows):,} rollouts: the {limit // _SHARE_OF_EXTREMES} most "
+        f"extreme of each kind ({', '.join(_extremes(facts))}), and whole groups at equal "
+        "distances over the run."
     )
     return Sample(chosen, reasons, note)
 

@@ -101,7 +101,7 @@ class ShownRollouts:
 
 
 def shown_rollouts(source: Source, records: Records) -> ShownRollouts:
-    """The rollouts of a source, or a sample of them. Raises SnapshotError for an unreadable file."""
+    """The rollouts of a source, or a sample. Raises SnapshotError for an unreadable file."""
     facts = rollout_facts(records, _times_used(source) if not source.rollout_files else None)
     sample = choose_rollouts(facts)
     decoder = open_decoder(source.path)
@@ -133,7 +133,9 @@ def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.
     groups = pa.array(np.unique(facts.rows.group_id[sample.rows]))
     if source.rollout_files:
         needed = set(facts.rows.logged_step[sample.rows].tolist())
-        whole = (read_rollout_table(path, _READ) for at, path in source.rollout_files if at in needed)
+        whole = (
+            read_rollout_table(path, _READ) for at, path in source.rollout_files if at in needed
+        )
         yield from (each.filter(pc.is_in(each["group_id"], groups)) for each in whole)
     elif source.snapshot is not None:
         with open_parquet(source.snapshot, "buffer", SNAPSHOT_VERSION) as file:
@@ -255,7 +257,9 @@ def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list
         # With pool and FIFO, the use of a step that drew the rollout is in both logs.
         if np.isfinite(log.tokens[row]) and row not in drawn_when_taken:
             step = int(log.logged_step[row])
-            uses[row].append(_use(log[row], step, updates * (step - int(log.birth_step[row])), None))
+            uses[row].append(
+                _use(log[row], step, updates * (step - int(log.birth_step[row])), None)
+            )
     for draw in mine:
         uses[int(draw.row)].append(_use(draw, int(draw.step), int(draw.age), draw.probability))
     return uses

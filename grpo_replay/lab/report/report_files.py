@@ -127,7 +127,8 @@ def report_table(found: Document) -> TextTable:
     columns = {
         "seeds": _Column(seeds_of),
         "final, %": _Column(
-            lambda arm: _final_cell(arm, found), f"Final: {shown_title(found)}, after the last step."
+            lambda arm: _final_cell(arm, found),
+            f"Final: {shown_title(found)}, after the last step.",
         ),
         _ahead(found, _equal_final(found)): _Column(
             lambda arm: _points_cell(_final_difference(arm, found)), points

@@ -48,8 +48,12 @@ def test_every_rollout_of_a_small_run_has_the_life_that_the_files_say(runs, pres
         assert [use.age for use in each.uses] == [use["age_steps"] for use in life.uses]
         for name, column, unit in (("probability", "probability", 1), ("kl", "approx_kl", 1),
                                    ("clipped", "clip_fraction", 100)):  # fmt: skip
-            logged = [use[column] and unit * use[column] for use in life.uses]
-            assert [getattr(use, name) for use in each.uses] == pytest.approx(logged, rel=1e-4)
+            logged = [use[column] for use in life.uses]
+            shown_values = [getattr(use, name) for use in each.uses]
+            assert [value is None for value in shown_values] == [value is None for value in logged]
+            assert [value for value in shown_values if value is not None] == pytest.approx(
+                [unit * value for value in logged if value is not None], rel=1e-4
+            )
         group = [(each.id, each.reward, each.verdict) for each in found.groups[each.group]]
         assert group == [(m["rollout_id"], m["reward"], m["verdict"]) for m in life.group]
         assert each.fate == FATES[life.fate.split()[0]]

@@ -2,7 +2,8 @@
 
 import io
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 
 import pytest
 from commands import run_inspect as run
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.lab.inspection.buffer_panels import print_inspection
+from grpo_replay.lab.inspection.buffer_summary import StalenessRow
+from grpo_replay.lab.inspection.buffer_tables import age_bins
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 
@@ -34,27 +37,73 @@ def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
     assert "NaN" not in captured.out and "Infinity" not in captured.out
 
 
+@pytest.mark.parametrize("width", [80, 97, 116, 120, 200])
 @pytest.mark.parametrize("preset", ["ours", "fifo"])
-def test_every_line_fits_a_narrow_terminal(runs, preset):
-    text = screen(runs[preset], 80)
-    assert max(len(line) for line in text.splitlines()) <= 80
+def test_every_line_fits_the_terminal_and_panels_are_as_wide_as_it_is(runs, preset, width):
+    text = screen(runs[preset], width)
+    widest = max(len(line) for line in text.splitlines() if "─" in line)
+    assert widest == min(width, 120)
+    assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
 
 
 def test_the_screen_shows_occupancy_and_ages(runs):
-    text = screen(runs["ours"])
+    text = " ".join(screen(runs["ours"]).split())
     for number in (
-        "92 rollouts",
-        "100.0% of 92 kept in 5 steps",
+        "rollouts stored 92",
+        "of 92 kept in 5 steps 100.0% ██████████",
         "mean 2.1 stored, mean 2.9 replayed",
     ):
         assert number in text
 
 
-def test_a_snapshot_alone_does_not_know_the_replays_by_age(runs):
-    assert "replays" in screen(runs["ours"])
+def test_the_screen_begins_with_bars_of_the_staleness(runs):
+    lines = screen(runs["ours"], 80).splitlines()
+    first = next(number for number, line in enumerate(lines) if "╭" in line)
+    assert lines[first].startswith("╭─ staleness: age in steps, mean 2.1 stored, mean 2.9 replayed")
+    document = asdict(summarise(open_source(runs["ours"])))
+    for line, row in zip(lines[first + 2 :], document["staleness"], strict=False):
+        counts = [row[name] for name in ("stored", "replayed") if row[name]]
+        assert line.split()[1] == str(row["age"])
+        assert len(re.findall(r"[▏▎▍▌▋▊▉█]+", line)) == len(counts)
+    total = sum(row["stored"] for row in document["staleness"])
+    newest = document["staleness"][0]["stored"]
+    longest = max(row["stored"] for row in document["staleness"])
+    assert f"{newest}" in lines[first + 2] and f"{newest / total:.0%}" in lines[first + 2]
+    cells = [line.count("█") for line in lines[first + 2 : first + 7]]
+    assert cells[0] == pytest.approx(newest / longest * 22, abs=1)
+
+
+def test_many_ages_are_counted_in_bins():
+    rows = [StalenessRow(age, stored=age, replayed=1) for age in range(30)]
+    bins = age_bins(rows)
+    assert [each.label for each in bins] == [f"{start}–{start + 2}" for start in range(0, 30, 3)]
+    assert [each.stored for each in bins] == [3 * start + 3 for start in range(0, 30, 3)]
+    assert [each.label for each in age_bins(rows[:12])] == [str(age) for age in range(12)]
+    assert [each.label for each in age_bins(rows[:13])][-2:] == ["10–11", "12"]
+
+
+def test_the_legend_explains_only_what_is_shown(runs):
+    whole = screen(runs["ours"])
+    for words in (
+        "replayed: of the whole run",
+        "ESS: effective",
+        "age 0: fresh",
+        "age 5: the last",
+    ):
+        assert words in whole
     alone = screen(runs["ours"] / "checkpoints/step_000024/buffer.parquet")
-    assert "stored now" in alone and "replays" not in alone
+    assert "age 5: the last draw" in alone
+    fifo, plain = screen(runs["fifo"]), screen(runs["grpo"])
+    assert "the last draw" not in fifo
+    for text, words in ((alone, ("replayed:", "ESS:", "age 0:")), (plain, ("replayed:", "ESS:"))):
+        assert not [each for each in words if each in text]
+
+
+def test_a_snapshot_alone_does_not_know_the_replays_by_age(runs):
+    assert "replayed" in screen(runs["ours"])
+    alone = screen(runs["ours"] / "checkpoints/step_000024/buffer.parquet")
+    assert "stored now" in alone and "replayed" not in alone
 
 
 def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):

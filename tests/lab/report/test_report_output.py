@@ -163,6 +163,21 @@ def test_the_terminal_has_the_verdict_first_and_cuts_no_number(findings):
         assert all(part in printed for cell in row for part in cell.split("\n"))
 
 
+def test_the_legend_explains_only_the_columns_that_are_there(findings):
+    whole = report_table(findings).legend
+    for word in ("Final: ", "Differences ", "Cost: ", "Pays at μ: "):
+        assert whole.count(word) == 1
+    assert "In brackets" in whole or not any(
+        "[" in x for r in report_table(findings).rows for x in r
+    )
+    alone = {**findings["arms"][0], "difference": None, "equal_cost": {}, "reach": []}
+    table = report_table({**findings, "arms": [alone]})
+    assert "Final: " in table.legend and list(table.header) == ["arm", "seeds", "final, %"]
+    for word in ("Differences ", "Cost: ", "Pays at μ: ", "∞"):
+        assert word not in table.legend
+    assert ("In brackets" in table.legend) == ("[" in table.rows[0][2])
+
+
 def difference(mean, interval, seeds, needed=None):
     one = {"mean": mean, "interval": interval, "seeds": seeds, "seeds_to_tell": needed}
     return {"mean": one}
