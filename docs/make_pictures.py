@@ -1,5 +1,5 @@
-"""Make the pictures of the README: the end of a run in the terminal, and the top of the buffer's
-page in Chromium.
+"""Make the pictures of the README: the end of a run in the terminal, and the buffer's page in
+Chromium, its figures and an opened rollout.
 
     grpo-replay train tiny --output-dir runs/tiny
     python docs/make_pictures.py runs/tiny
@@ -22,7 +22,9 @@ from grpo_replay.terminal.console import PlainConsole
 
 IMAGES = Path(__file__).resolve().parent / "images"
 CHROMIUM = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-            "--force-device-scale-factor=1"]  # fmt: skip
+            "--force-device-scale-factor=1", "--no-first-run", "--disable-sync",
+            "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+HIDE_ABOVE = "nav, h1, body > p, body > h2, .figures, .tables { display: none; }"
 
 
 def end_of_training(run: Path) -> str:
@@ -36,16 +38,29 @@ def end_of_training(run: Path) -> str:
 
 
 def screenshot_of_buffer(run: Path, picture: Path) -> None:
-    """The first rows of the page of `inspect-buffer RUN --plot page.html`."""
+    """The page of `inspect-buffer RUN --plot page.html`: its figures above its rollouts, of which
+    the one that was drawn most is opened."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        inspect = [sys.executable, "-m", "grpo_replay", "inspect-buffer", str(run)]
-        subprocess.run([*inspect, "--plot", str(page)], check=True)
-        command = [*CHROMIUM, "--window-size=1270,760", f"--user-data-dir={folder}/profile"]
-        subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], check=True)
-    with Image.open(picture) as full:
-        few_colours = full.convert("RGB").quantize(32)
-    few_colours.save(picture, optimize=True)
+        inspect = [sys.executable, "-m", "grpo_replay", "inspect-buffer", run.name]
+        subprocess.run([*inspect, "--plot", str(page)], cwd=run.parent, check=True)
+        text = page.read_text(encoding="utf-8")
+        data = text.partition('id="data">')[2].partition("</script>")[0]
+        rollouts = json.loads(data)["rollouts"]
+        opened = max(rollouts, key=lambda each: (each["draws"], each["kl"] or 0))["id"]
+        parts = []
+        for place, height in (("", 690), (f"#rollout-{opened}", 600)):
+            part = Path(folder) / f"part-{len(parts)}.png"
+            # The second part begins with the rollouts: a copy of the page without what is above.
+            page.write_text(text.replace("</style>", HIDE_ABOVE + "</style>") if place else text)
+            command = [*CHROMIUM, f"--window-size=1280,{height}", f"--screenshot={part}"]
+            profile = f"--user-data-dir={folder}/profile"
+            subprocess.run([*command, profile, page.as_uri() + place], check=True)
+            parts.append(Image.open(part).convert("RGB"))
+    whole = Image.new("RGB", (1280, sum(part.height for part in parts)))
+    for number, part in enumerate(parts):
+        whole.paste(part, (0, number * parts[0].height))
+    whole.quantize(128).save(picture, optimize=True)
 
 
 def main() -> None:

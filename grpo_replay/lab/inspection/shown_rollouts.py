@@ -250,16 +250,15 @@ def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list
     if not len(log):
         return {}
     updates = source.recipe.draws_per_step if source.recipe else 1
-    mine = draws[np.isin(draws.row, sample.rows)]
+    mine = draws[np.isin(draws.row, sample.rows)].view(np.recarray)
     drawn_when_taken = set(mine.row[mine.step == log.logged_step[mine.row]].tolist())
     uses: dict[int, list[Use]] = {int(row): [] for row in sample.rows}
     for row in sample.rows.tolist():
         # With pool and FIFO, the use of a step that drew the rollout is in both logs.
         if np.isfinite(log.tokens[row]) and row not in drawn_when_taken:
             step = int(log.logged_step[row])
-            uses[row].append(
-                _use(log[row], step, updates * (step - int(log.birth_step[row])), None)
-            )
+            age = updates * (step - int(log.birth_step[row]))
+            uses[row].append(_use(log[row], step, age, None))
     for draw in mine:
         uses[int(draw.row)].append(_use(draw, int(draw.step), int(draw.age), draw.probability))
     return uses
