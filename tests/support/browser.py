@@ -18,7 +18,7 @@ import pytest
 REQUIRE = "GRPO_REPLAY_REQUIRE_BROWSER"
 """With this variable at 1, as in CI, a missing browser is a failure."""
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 30.0
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage",
     "--no-first-run", "--disable-background-networking", "--disable-component-update",

@@ -29,6 +29,7 @@ from grpo_replay.lab.inspection.shown_rollouts import ShownRollouts, shown_rollo
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.console import printable
+from grpo_replay.terminal.html_page import render_page
 from grpo_replay.terminal.plot_style import svg_element, svg_text
 
 _FOLDER = "lab/inspection"
@@ -116,17 +117,10 @@ def _tables(inspection: Inspection) -> list[TextTable]:
 
 def write_page(page: Page, path: Path) -> None:
     """Write a page as one file. Every text of the run is escaped or set as text by the script."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("grpo_replay", _FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     script = (files("grpo_replay") / _FOLDER / "buffer_page.js").read_text(encoding="utf-8")
-    text = environment.get_template("buffer_page.html").render(
+    text = render_page(
+        _FOLDER,
+        "buffer_page.html",
         page=page,
         columns=_COLUMNS,
         curves=[_curve(trend.values) for trend in page.trends],

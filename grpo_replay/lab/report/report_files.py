@@ -16,6 +16,7 @@ from grpo_replay.lab.report.measure import Document, shown_target, shown_title
 from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
+from grpo_replay.terminal.html_page import render_page
 from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
 
 JSON_FILE = "report.json"
@@ -304,7 +305,7 @@ def write_report(experiment: Experiment, found: Document, folder: Path) -> None:
         write_text_whole(folder / JSON_FILE, text + "\n")
         svgs = _write_figures(figures, folder / "figures")
         write_text_whole(folder / "report.md", markdown(found, figures))
-        write_text_whole(folder / "report.html", render_page(found, figures, svgs))
+        write_text_whole(folder / "report.html", page_text(found, figures, svgs))
 
 
 def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
@@ -322,19 +323,12 @@ def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
     return svgs
 
 
-def render_page(found: Document, figures: Sequence[Figure], svgs: Mapping[str, str]) -> str:
+def page_text(found: Document, figures: Sequence[Figure], svgs: Mapping[str, str]) -> str:
     """The report as one self-contained HTML page: inline figures, no script, no network.
     `svgs` has the SVG element of each figure by its name. Every text is escaped."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("grpo_replay", "lab/report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report_page.html").render(
+    return render_page(
+        "lab/report",
+        "report_page.html",
         found=found,
         verdict=verdict(found),
         table=report_table(found),
