@@ -113,6 +113,7 @@ def test_a_click_shows_a_hostile_completion_as_text(opened, member):
     assert opened.value("document.title").endswith("synthetic-ours · step 6")
     assert count(opened, "script") == 2 and count(opened, "img, i, b") == 0
     assert opened.value("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.value("part('completion').scrollWidth <= part('completion').clientWidth")
     opened.click("#close")
     opened.wait_for("document.querySelector('aside').hidden")
     assert opened.complaints == []
