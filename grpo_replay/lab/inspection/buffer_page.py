@@ -73,6 +73,7 @@ class Page:
     trends_header: tuple[str, str, str, str]
     trends: tuple[Trend, ...]
     age_unit: str
+    in_shadow: bool  # draws were not trained on
     path: str
     can_show: bool  # `inspect-buffer PATH --show ID` has what the page cuts
     rollouts: ShownRollouts
@@ -91,6 +92,7 @@ def make_page(source: Source, records: Records, inspection: Inspection) -> Page:
         trends_header=trends_header(inspection),
         trends=trends_of(inspection),
         age_unit=inspection.age_unit,
+        in_shadow=records.settings.shadow,
         path=printable(inspection.path),
         can_show=bool(source.rollout_files),
         rollouts=shown_rollouts(source, records),

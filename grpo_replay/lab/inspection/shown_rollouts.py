@@ -36,7 +36,7 @@ _READ = (
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One training on a rollout; outcomes are None where they are not defined."""
+    """One training on a rollout, or in shadow a draw; outcomes that are not defined are None."""
 
     step: int
     age: int
@@ -251,7 +251,9 @@ def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list
         return {}
     updates = source.recipe.draws_per_step if source.recipe else 1
     mine = draws[np.isin(draws.row, sample.rows)].view(np.recarray)
-    drawn_when_taken = set(mine.row[mine.step == log.logged_step[mine.row]].tolist())
+    # In shadow a draw is no use.
+    at_once = (mine.step == log.logged_step[mine.row]) & (not records.settings.shadow)
+    drawn_when_taken = set(mine.row[at_once].tolist())
     uses: dict[int, list[Use]] = {int(row): [] for row in sample.rows}
     for row in sample.rows.tolist():
         # With pool and FIFO, the use of a step that drew the rollout is in both logs.
