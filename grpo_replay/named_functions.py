@@ -8,7 +8,9 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 
@@ -88,6 +90,13 @@ def _is_taken(path: Path) -> bool:
     return other is not None and other.origin != str(path)
 
 
+class _AsWritten(SourceFileLoader):
+    """Compiles a file as it is on disk: Python's own cache knows a file by its size and time."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _load_file(path: Path) -> Any:
     path = path.resolve()
     name = f"user_file_{path.stem}" if _is_taken(path) else path.stem
@@ -96,7 +105,7 @@ def _load_file(path: Path) -> Any:
             return sys.modules[known]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_AsWritten(name, str(path)))
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up by its name

@@ -7,6 +7,7 @@ Reading does not check values. A conversion raises ValueError with the value fou
 
 import csv
 import glob
+import hashlib
 import json
 import math
 import os
@@ -151,10 +152,15 @@ def read_hub_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
 
 
 def _by_datasets(source: str, kind: str, path: Path, options: Mapping[str, Any]) -> Any:
+    """The rows as they are on disk: the cache of `datasets` knows a file by its name and time, so
+    the digest of its content is made part of the key."""
     import datasets
 
     try:
-        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), **options)
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        given = {**options, "name": content, "data_files": glob.escape(str(path))}
+        return datasets.load_dataset(kind, **given)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
         reason = first_line(error.__cause__ or error)
         unread = _cache_failure(error, path) or f"cannot be read: {reason}"

@@ -1,6 +1,7 @@
 """Rows of problems from files and the hub: golds kept as text, bad rows refused by their place."""
 
 import json
+import os
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -181,6 +182,27 @@ def test_a_bad_row_of_parquet_is_refused_with_its_file_and_row(tmp_path):
     pq.write_table(pa.table({"problem": ["a", "b"], "answer": ["1", None]}), path)
     refused(path, "problems.parquet row 1: field 'answer' found None")
     refused(path, "problems.parquet row 0: .*'solution'", answer_field="solution")
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.jsonl"])
+def test_a_file_is_read_as_it_is_on_disk_even_with_its_old_time(tmp_path, name):
+    """As after an archive is unpacked over it: also where it has other rows, and as a benchmark."""
+    path = tmp_path / name
+    read = []
+    for golds in (["11"], ["99"], ["99", "98"]):
+        rows = [{"problem": "x", "answer": gold} for gold in golds]
+        if name == "rows.csv":
+            path.write_text("problem,answer\n" + "".join(f"x,{gold}\n" for gold in golds))
+        elif name == "rows.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        read.append([answer for _, answer in found(path)])
+        settings = EvalSection(benchmarks=[str(path)])
+        (benchmark,) = find_benchmarks(settings)
+        assert [each.answer for each in load_problems(benchmark, settings)] == golds
+    assert read == [["11"], ["99"], ["99", "98"]]
 
 
 def test_missing_sources_are_named(tmp_path, jsonl):

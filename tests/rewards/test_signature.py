@@ -1,6 +1,9 @@
 """Functions of the user are recognised by the names of their parameters."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -138,3 +141,17 @@ def test_async_functions_are_awaited_on_one_loop_and_extras_reach_the_worker():
         verdicts = list(opened.results().values())
         assert [verdict.reward for verdict in verdicts] == [3.0, -4.0, None]
         assert "takes no evaluation" in opened.first_error
+
+
+def test_a_file_is_compiled_as_it_is_on_disk_even_with_its_old_size_and_time(tmp_path):
+    """Python's own cache of compiled files knows them by both."""
+    file = tmp_path / "own.py"
+    program = "from grpo_replay.named_functions import load_function as load; import sys"
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    given = []
+    for number in (11, 99):
+        file.write_text(f"def score():\n    return {number}\n")
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        command = [sys.executable, "-c", f"{program}; print(load(sys.argv[1])())", f"{file}:score"]
+        given.append(subprocess.check_output(command, text=True, env=env))
+    assert given == ["11\n", "99\n"]
