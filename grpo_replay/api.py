@@ -230,10 +230,12 @@ def _written(
     rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None
 ) -> dict[str, Any]:
     """Write rows beside a run directory; returns the settings of `prompts` that name them."""
+    from grpo_replay.prompts.sources import as_meant
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
+    features = getattr(rows, "features", None)  # of a `datasets.Dataset`
     try:
-        listed = [dict(row) for row in rows]
+        listed = [as_meant(dict(row), features) for row in rows]
         lines = [json.dumps(row, default=_plain) for row in listed]
     except (TypeError, ValueError) as error:
         raise UsageError(

@@ -38,12 +38,13 @@ class ProblemRows:
         self.names: list[str] = (
             list(rows[0] if rows else ()) if isinstance(rows, Sequence) else rows.column_names
         )
+        self._features = None if isinstance(rows, Sequence) else rows.features
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return self._rows[index]
+        return as_meant(self._rows[index], self._features)
 
     def column(self, field: str) -> list[Any]:
         """The field's value in every row. `reward_model.ground_truth` is the value of
@@ -51,11 +52,9 @@ class ProblemRows:
         DatasetError if a row does not have the field."""
         column, rows = column_of(field, self.names), self._rows
         inside = [] if _plain(column) == _plain(field) else field.split(".")[1:]
-        if not isinstance(rows, Sequence) and column in self.names:
-            kind, values = getattr(rows.features[column], "dtype", ""), rows[column][:]
-            if kind in ("float16", "float32"):
-                values = [_as_written(value, kind) for value in values]
-            rows = ({column: value} for value in values)  # the other columns are not read
+        if self._features is not None and column in self.names:
+            values = rows[column][:]  # the other columns are not read
+            rows = (as_meant({column: value}, self._features) for value in values)
         return [self._value(index, row, field, inside) for index, row in enumerate(rows)]
 
     def _value(self, index: int, row: Any, field: str, inside: Sequence[str]) -> Any:
@@ -94,9 +93,28 @@ def _plain(name: str) -> str:
     return name.strip().casefold()
 
 
-def _as_written(value: float | None, kind: str) -> float | None:
-    """A number of 16 or 32 bits as its shortest decimal: 0.1, not 0.10000000149011612."""
-    return None if value is None else float(str(np.dtype(kind).type(value)))
+class DecimalFloat(float):
+    """A float with the decimal number that was written for it, and the numpy name of its type."""
+
+    def __new__(cls, decimal: str, kind: str = "float64") -> "DecimalFloat":
+        number = super().__new__(cls, decimal)
+        number.decimal, number.kind = Decimal(decimal), kind
+        return number
+
+    decimal: Decimal
+    kind: str
+
+
+def as_meant(value: Any, feature: Any) -> Any:
+    """A value of a `datasets` feature, in mappings too: a class by its name (None if it has none),
+    and a number of 16 or 32 bits as its shortest decimal: 0.1, not 0.10000000149011612."""
+    if isinstance(value, Mapping) and isinstance(feature, Mapping):
+        return {key: as_meant(each, feature.get(key)) for key, each in value.items()}
+    if value is not None and (kind := getattr(feature, "dtype", "")) in ("float16", "float32"):
+        return DecimalFloat(str(np.dtype(kind).type(value)), kind)
+    if isinstance(value, int) and (names := getattr(feature, "names", None)) is not None:
+        return names[value] if 0 <= value < len(names) else None
+    return value
 
 
 def read_local_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
@@ -244,10 +262,10 @@ def _json_rows(path: Path, source: str) -> tuple[list[Any], str, list[int] | Non
             is_array = path.suffix == ".json" and file.read(99).lstrip().startswith("[")
             file.seek(0)
             if is_array:
-                rows = json.load(file)
+                rows = json.load(file, parse_float=DecimalFloat)
             for number, text in enumerate(file, start=1):
                 if text.strip():
-                    rows.append(json.loads(text))
+                    rows.append(json.loads(text, parse_float=DecimalFloat))
                     lines.append(number)
     except (OSError, ValueError, RecursionError) as error:
         place = f"{source}:{number}" if number else source
@@ -332,11 +350,29 @@ def _message(value: Any) -> ChatMessage:
 
 def answer_text(value: Any) -> str:
     """A reference answer or an id as text. Text is unchanged; a number becomes its digits, without
-    a fraction if it is whole."""
+    zeros after those of its fraction."""
     if isinstance(value, float | Decimal) and math.isfinite(value):
-        return str(int(value)) if float(value).is_integer() else str(value)
+        return _digits(value)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return str(value) if is_whole else text(value)
+
+
+def _digits(value: float | Decimal) -> str:
+    """The decimal number that was written. Raises ValueError for a float that is too large for its
+    type to keep whole numbers apart, and has more digits than the type keeps."""
+    written = value if isinstance(value, Decimal) else Decimal(repr(value))
+    number = f"{getattr(value, 'decimal', written):f}"
+    if "." in number:
+        number = number.rstrip("0").rstrip(".")
+    if isinstance(value, float) and "." not in number:
+        kept = np.finfo(getattr(value, "kind", "float64"))
+        is_exact = abs(value) < 2 ** (kept.nmant + 1)
+        if not is_exact and len(number.strip("-0")) > kept.precision:
+            raise ValueError(
+                f"found {number} as a float, which stands for several whole numbers: write it as "
+                "an integer, or put it in quotes"
+            )
+    return "0" if number == "-0" else number
 
 
 def reference_answer(value: Any) -> str:

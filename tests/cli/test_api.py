@@ -96,6 +96,20 @@ def test_rows_become_a_file_beside_the_run_and_a_callback_hears_steps(started, t
     assert [json.loads(line)[id_field] for line in text.splitlines()] == ["é0", "é1", "é2"]
 
 
+def test_a_class_of_a_dataset_is_written_by_its_name(started, tmp_path):
+    import datasets
+
+    features = {
+        "problem": datasets.Value("string"),
+        "answer": datasets.ClassLabel(names=["A", "B"]),
+    }
+    rows = [{"problem": "x", "answer": 1}]
+    given = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    api.train("tiny", tmp_path / "a", prompts=given)
+    written = json.loads((tmp_path / "a.prompts.jsonl").read_text())
+    assert written == {"problem": "x", "answer": "B"}
+
+
 def test_a_function_is_named_by_its_file(started, tmp_path):
     for reward in (half_for_hint, shortness, "minerva"):
         api.train("tiny", tmp_path / "run", reward=reward)

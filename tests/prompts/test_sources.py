@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Callable
+from decimal import Decimal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,8 +16,9 @@ from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.prompts import sources
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
-from grpo_replay.recipe import EvalSection, PromptsSection
+from grpo_replay.recipe import EvalSection, PromptsSection, RewardSection
 from grpo_replay.recipe.layers import is_on_hub
+from grpo_replay.rewards.scorer import RewardScorer
 
 TOKENIZER = byte_tokenizer()
 
@@ -105,6 +108,78 @@ def test_numeric_answers_become_text_with_all_their_digits(jsonl):
     path = jsonl(*({"problem": "a", "answer": n} for n in numbers))
     texts = ["72", "-3", "18", "0.25", "12345678901234567"]
     assert [answer for _, answer in found(path)] == texts
+
+
+def parquet(path, answers):
+    pq.write_table(pa.table({"problem": ["x"] * len(answers), "answer": answers}), path)
+    return path
+
+
+def test_a_number_of_json_becomes_the_decimal_that_was_written(jsonl):
+    """602000000000000000000000 as a float is 601999999999999995805696."""
+    numbers = ("6.02e23", "1e-10", "-2.50", "0.12345678901234567891", "-0.0")
+    path = jsonl(*(f'{{"problem": "a", "answer": {number}}}' for number in numbers))
+    expected = ["602000000000000000000000", "0.0000000001", "-2.5", "0.12345678901234567891", "0"]
+    assert [answer for _, answer in found(path)] == expected
+    row = load_prompts(section(path), TOKENIZER, 0).sample(1)[0].row
+    assert row["answer"] == 6.02e23 and json.dumps(row["answer"]) == "6.02e+23"
+    with RewardScorer.open(RewardSection(function="boxed", workers=1)) as scorer:
+        for written in (r"6.02\times10^{23}", "6.02e23", expected[0]):
+            (verdict,) = scorer.score([(rf"\boxed{{{written}}}", expected[0], None)])
+            assert verdict.status == "correct", written
+
+
+def test_numbers_of_parquet_keep_their_digits(tmp_path):
+    large = Decimal("12345678901234567890.5")
+    columns = {
+        "decimal": (pa.array([large, Decimal("1.5")], pa.decimal128(30, 4)), [str(large), "1.5"]),
+        "uint64": (pa.array([2**63 + 1], pa.uint64()), [str(2**63 + 1)]),
+        "float64": (
+            pa.array([6.02e23, 0.1, 2.0**53 - 1]), ["602" + "0" * 21, "0.1", "9007199254740991"]
+        ),
+        "float32": (pa.array([0.1, 2e7], pa.float32()), ["0.1", "20000000"]),
+    }  # fmt: skip
+    for name, (answers, expected) in columns.items():
+        path = parquet(tmp_path / f"{name}.parquet", answers)
+        assert [answer for _, answer in found(path)] == expected, name
+    nested = parquet(tmp_path / "nested.parquet", pa.array([{"gold": np.float32(0.1)}]))
+    assert found(nested, answer_field="answer.gold") == [("x", "0.1")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("float64", 12345678901234567), ("float32", 16777217), ("float16", 2049)],
+)
+def test_a_float_that_stands_for_several_whole_numbers_is_refused(tmp_path, jsonl, kind, value):
+    floats = pa.array(np.array([1, value]).astype(kind))
+    refused(
+        parquet(tmp_path / "a.parquet", floats), r"a\.parquet row 1: field 'answer' found \d+ as"
+    )
+    if kind == "float64":
+        rounded = f'{{"problem": "a", "answer": {float(value)}}}'  # as a data frame writes it
+        refused(jsonl(rounded), r"jsonl:1: field 'answer' found 12345678901234568 as a float")
+
+
+def test_a_class_is_its_name(tmp_path):
+    """In a file, in a saved folder, inside a column, and in rows that Python gives."""
+    import datasets
+
+    letters = datasets.ClassLabel(names=list("ABCD"))
+    of_answer = {"answer": letters, "more": {"gold": letters}}
+    features = datasets.Features({"problem": datasets.Value("string"), **of_answer})
+    rows = [{"problem": "x", "answer": i, "more": {"gold": 3 - i}} for i in range(4)]
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    for source in ("a.parquet", "saved"):
+        assert [answer for _, answer in found(tmp_path / source)] == list("ABCD")
+        inside = found(tmp_path / source, answer_field="more.gold")
+        assert [answer for _, answer in inside] == list("DCBA")
+    row = load_prompts(section(tmp_path / "saved"), TOKENIZER, 0).sample(1)[0].row
+    assert row == {"problem": "x", "answer": "A", "more": {"gold": "D"}}
+    unlabelled = datasets.Dataset.from_list([{**rows[0], "answer": -1}], features=features)
+    unlabelled.to_parquet(tmp_path / "b.parquet")
+    refused(tmp_path / "b.parquet", r"b\.parquet row 0: field 'answer' found None")
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
