@@ -43,7 +43,7 @@ from grpo_replay.engine.microbatches import (
 )
 from grpo_replay.engine.model_trials import can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
-from grpo_replay.engine.saved_policies import write_model
+from grpo_replay.engine.saved_policies import write_model, write_tokenizer
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
 from grpo_replay.engine.weights import (
     LoraAdapters,
@@ -390,7 +390,7 @@ class DeepSpeedEngine:
         state = self._on_main(full_tensors(self._model, 2**29, dtype=dtype))
         if self._comm.is_main:
             write_model(folder, self._model, state, dtype)
-            self._tokenizer.save_pretrained(folder)
+            write_tokenizer(folder, self._tokenizer)
         self._comm.barrier()
 
     def save_adapter(self, folder: Path) -> None:

@@ -52,6 +52,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QWEN_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 """Both end a Qwen turn, but base and chat configurations name one each (QwenLM/Qwen3#927)."""
 
+OWN_SETTINGS = "own_settings"
+"""Attribute of a loaded policy with the content of the config.json that it was made from."""
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -171,7 +174,14 @@ def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreT
     switch_off_dropout(policy)
     if fp32_head:
         use_fp32_head(policy)
+    setattr(policy, OWN_SETTINGS, _own_settings(model))
     return policy.eval()
+
+
+def _own_settings(model: ModelSection) -> dict[str, Any]:
+    source = resolve_model_path(model.path)
+    place = f"model.path {short_path(model.path)!r}"
+    return _load(PreTrainedConfig.get_config_dict, source, place, "config.json", model)[0]
 
 
 def _random(

@@ -2,14 +2,23 @@
 adapter/, which belong to the base that the run's recipe names."""
 
 import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_replay.engine.models import base_digest, load_policy, refuse_other_base, section_at
+from grpo_replay.engine.models import (
+    OWN_SETTINGS,
+    base_digest,
+    load_policy,
+    refuse_other_base,
+    section_at,
+)
 from grpo_replay.engine.weights import ADAPTER, LoraAdapters, full_tensors, pushed_weights
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import ADAPTER_FOLDER, MODEL_FOLDER, read_state
@@ -28,6 +37,53 @@ def write_model(
         config = copy.deepcopy(model.config)
         config.dtype = dtype
         config.save_pretrained(folder)
+    _rewrite(folder / "config.json", lambda saved: _older_names(model, saved) | saved)
+
+
+def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a tokenizer in Hugging Face format, with names that transformers 4 knows too."""
+    tokenizer.save_pretrained(folder)
+
+    def renamed(saved: dict[str, Any]) -> dict[str, Any]:
+        if saved.get("tokenizer_class") == "TokenizersBackend":
+            saved["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(saved.get("extra_special_tokens"), list):
+            saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
+        return saved
+
+    _rewrite(folder / "tokenizer_config.json", renamed)
+
+
+def _older_names(model: PreTrainedModel, saved: dict[str, Any]) -> dict[str, Any]:
+    """Settings under names that transformers 5 drops: without them transformers 4 takes its own
+    defaults, without a word. They are those of the model's own config.json; of rotary embeddings
+    those that transformers 5 reads as `rope_parameters`."""
+    config, own = model.config, getattr(model, OWN_SETTINGS, {})
+    gone = {name: value for name, value in own.items() if name not in saved}
+    older = {name: getattr(config, name) for name in gone if name in config.attribute_map}
+    if "dtype" in saved:
+        older["torch_dtype"] = saved["dtype"]
+    settings = config.to_dict()
+    now = settings.pop("rope_parameters", None)
+    rotary = {name: value for name, value in gone.items() if "rope" in name or "rotary" in name}
+    for names in (rotary, _rotary_names(now or {})):
+        again = type(config).from_dict(copy.deepcopy(settings | names)).to_dict()
+        if again.get("rope_parameters") == now:
+            return older | names
+    return older
+
+
+def _rotary_names(now: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of one kind for all layers, as transformers 4 names them."""
+    outside = {name: now[name] for name in ("rope_theta", "partial_rotary_factor") if name in now}
+    scaling = {name: value for name, value in now.items() if name not in outside}
+    return outside | {"rope_scaling": None if now.get("rope_type") == "default" else scaling}
+
+
+def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    changed = change(json.loads(file.read_text(encoding="utf-8")))
+    text = json.dumps(changed, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
