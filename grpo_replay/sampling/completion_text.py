@@ -7,6 +7,14 @@ from typing import Any
 from grpo_replay.recipe import Recipe
 
 
+def decoded(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """The text that the tokens stand for: a tokenizer may say that spaces before punctuation are to
+    be removed (`clean_up_tokenization_spaces`), but the model wrote them."""
+    return tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionText:
     """Decodes completions: without special tokens, or if these are `kept` with all but one of
@@ -29,7 +37,7 @@ class CompletionText:
     def decode(self, token_ids: Sequence[int]) -> str:
         ended = len(token_ids) > 0 and token_ids[-1] in self.ends
         shown = token_ids[:-1] if ended else token_ids
-        return self.tokenizer.decode(shown, skip_special_tokens=not self.kept)
+        return decoded(self.tokenizer, shown, skip_special_tokens=not self.kept)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -15,6 +15,7 @@ import numpy as np
 from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.recipe.open_lists import SAMPLERS
+from grpo_replay.sampling.completion_text import decoded
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 SYNC_BUCKET_BYTES = 512 * 2**20
@@ -328,7 +329,7 @@ def name_stop_tokens(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -
 def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The ids of a text; none if they do not decode to it, as where a character is unknown."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids if tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text else []
+    return ids if decoded(tokenizer, ids) == text else []
 
 
 def model_length(

@@ -17,6 +17,7 @@ from grpo_replay.errors import ServersLost
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.completion_text import decoded
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.checkpoint import checkpoint_name, model_cards
@@ -276,7 +277,7 @@ def sample_rows(rollouts: Sequence[Rollout], count: int, tokenizer: Any) -> list
     return [
         {
             "rollout_id": rollout.rollout_id,
-            "prompt": tokenizer.decode(rollout.prompt_token_ids, skip_special_tokens=True),
+            "prompt": decoded(tokenizer, rollout.prompt_token_ids, skip_special_tokens=True),
             "completion": rollout.completion_text,
             "reward": rollout.reward,
             "verdict": rollout.verdict,

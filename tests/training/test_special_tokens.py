@@ -1,20 +1,28 @@
 """A reward that looks for a tag that the tokenizer calls special: what it sees, what is said."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from buffer_makers import make_rollout
 from commands import run_eval, run_inspect
 from fake_policy_server import EOS, OUTLINE, ZERO, FakePolicyServer
 from fake_server import Answer
 from small_runs.asynchronous import async_recipe, train_async_run
 from small_runs.trained import small_recipe, train_small_run
 from tagged_model import save_tagged
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import Unigram
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
 
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.recipe import ModelSection
 from grpo_replay.sampling.completion_text import CompletionText
+from grpo_replay.training.run import sample_rows
 from grpo_replay.training.silent_settings import notices_of_tags
 
 FILE = Path(__file__).parents[1] / "support" / "tagged_model.py"
@@ -49,6 +57,25 @@ def test_the_text_has_the_tags_but_not_the_end_token(tagged, ids, dropped, kept)
         recipe = small_recipe(**sections_of(tagged, special_tokens))
         assert CompletionText.of(recipe, tokenizer).decode(ids) == expected
         assert CompletionText.of(recipe, tokenizer).decode(np.array(ids, np.int32)) == expected
+
+
+def test_spaces_before_punctuation_stay_as_the_model_wrote_them(tmp_path):
+    """`x != y` is not `x!= y`, and " 's" is not "'s", whatever tokenizer_config.json says."""
+    words = ["<unk>", "<eos>", "▁x", "▁!", "=", "▁y", "▁'s", "▁,", "▁.", "▁n't"]
+    backend = Tokenizer(Unigram([(word, -1.0) for word in words], unk_id=0))
+    backend.pre_tokenizer, backend.decoder = Metaspace(), MetaspaceDecoder()
+    special = {"unk_token": "<unk>", "eos_token": "<eos>"}
+    cleaning = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=True, **special
+    )
+    cleaning.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = load_tokenizer(ModelSection(path=str(tmp_path)))
+    assert tokenizer.decode([2, 3, 4, 5]) == "x!= y"
+    assert CompletionText(tokenizer).decode([2, 3, 4, 5, 6, 7, 8, 9, 1]) == "x != y 's , . n't"
+    assert CompletionText(tokenizer, kept=True).decode([2, 3, 4]) == "x !="
+    rollout = replace(make_rollout(1), prompt_token_ids=np.array([2, 3, 4, 5], np.int32))
+    assert [row["prompt"] for row in sample_rows([rollout], 1, tokenizer)] == ["x != y"]
 
 
 def test_a_run_learns_to_write_a_tag_and_is_evaluated_and_shown_with_it(

@@ -17,6 +17,7 @@ from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.completion_text import decoded
 from grpo_replay.training.reward_watch import advice_on_cut_off
 from grpo_replay.types import Rollout
 
@@ -72,9 +73,9 @@ def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
     """The rollout as text; its reward is None if it did not come."""
     from grpo_replay.engine.models import load_tokenizer
 
-    prompt = load_tokenizer(model).decode(rollout.prompt_token_ids)
+    prompt = decoded(load_tokenizer(model), rollout.prompt_token_ids)
     return {
-        "prompt": str(prompt),
+        "prompt": prompt,
         "completion": rollout.completion_text,
         "verdict": rollout.verdict,
         "reward": rollout.reward,
