@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from grpo_replay.errors import LaunchError
 
 DEFAULT_MASTER_PORT = 29500
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 CORES_VARIABLE = "GRPO_REPLAY_CORES"
 """Cores that this process and its children may use, if fewer than the machine offers. A sweep sets
 it for runs that share a machine."""
@@ -162,6 +163,29 @@ def import_path() -> dict[str, str]:
         folders = [each for each in sys.path if each not in ("", here)]
         return {"PYTHONPATH": os.pathsep.join([*folders, here])}
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def named_gpus(environ: Mapping[str, str] | None = None) -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: numbers, or identifiers that all
+    begin with GPU- or MIG-, up to the first word that is neither (`0,-1,1` is GPU 0). None if it is
+    not set. Raises LaunchError for a GPU that is named twice, for which CUDA shows no GPU at all.
+    """
+    named = (os.environ if environ is None else environ).get(GPUS_VARIABLE)
+    if named is None:
+        return None
+    kind = named[:4] if named.startswith(("GPU-", "MIG-")) else None
+    found = list[str]()
+    for word in named.split(","):
+        number = re.match(r"\s*\+?(\d+)", word)
+        if not (word.startswith(kind) if kind else number):
+            break
+        found.append(word if kind or number is None else str(int(number[1])))
+    if len(set(found)) < len(found):
+        raise LaunchError(
+            f"{GPUS_VARIABLE} is {named!r}: it names a GPU twice, so that CUDA shows none; name "
+            "each once"
+        )
+    return found
 
 
 def available_cores() -> int:

@@ -7,10 +7,16 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from outside_ranks import environment
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.environment import RankEnvironment, first_slurm_host, rank_environment
+from grpo_replay.distributed.environment import (
+    RankEnvironment,
+    first_slurm_host,
+    named_gpus,
+    rank_environment,
+)
 from grpo_replay.distributed.failures import (
     PeerFailure,
     exit_rank,
@@ -128,6 +134,37 @@ def test_the_first_host_of_a_slurm_node_list(nodes, first):
 def test_contradicting_variables_are_refused(environ, said):
     with pytest.raises(LaunchError, match=said):
         rank_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("named", "gpus"),
+    [
+        ("0,1,2", ["0", "1", "2"]),
+        ("0, 1,2", ["0", "1", "2"]),
+        ("0,1,", ["0", "1"]),
+        ("0,-1,1", ["0"]),
+        ("2,,1", ["2"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1,GPU-8a,2", ["1"]),
+        ("GPU-8a,GPU-b1,0", ["GPU-8a", "GPU-b1"]),
+        ("MIG-8a,GPU-b1", ["MIG-8a"]),
+    ],
+)
+def test_gpus_are_read_as_cuda_reads_them(monkeypatch, named, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert named_gpus() == gpus
+    found = torch.cuda._parse_visible_devices()  # torch's own reading
+    assert [str(each) for each in found] == gpus
+
+
+@pytest.mark.parametrize("named", ["0,0,1", "0,1, 00", "GPU-8a,GPU-8a"])
+def test_a_gpu_that_is_named_twice_is_refused(monkeypatch, named):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert torch.cuda._parse_visible_devices() == []
+    with pytest.raises(LaunchError, match=r"CUDA_VISIBLE_DEVICES is .* twice"):
+        named_gpus()
 
 
 def test_the_lowest_failed_rank_raises_its_error_and_the_others_its_exit_code():

@@ -278,7 +278,7 @@ def test_a_launched_server_leaves_every_rank_its_gpu_whoever_started_the_ranks(
     tied, monkeypatch, tmp_path
 ):
     place_ranks(monkeypatch, world_size=2, ranks_here=2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1,2, 3,")
     says_its_gpu = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     monkeypatch.setattr(server_process, "server_command", lambda *_: says_its_gpu)
     servers = {"launch": 2, "address": f"127.0.0.1:{free_ports(2)[0]}"}

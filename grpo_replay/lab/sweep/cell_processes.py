@@ -12,15 +12,16 @@ from pathlib import Path
 
 from grpo_replay.distributed.environment import (
     CORES_VARIABLE,
+    GPUS_VARIABLE,
     PYTHON_MODULE,
     available_cores,
     import_path,
+    named_gpus,
     stop_with_parent,
 )
 from grpo_replay.lab.sweep.cells import STARTED, Cell, CellState, shell_command, train_arguments
 
 ENTRY = "grpo_replay.lab.sweep.cell_processes"
-GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 Process = subprocess.Popen[bytes]
@@ -74,10 +75,11 @@ def share_of_cores(jobs: int) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them; found without torch."""
-    named = os.environ.get(GPUS_VARIABLE)
+    """The GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them; found without torch. Raises
+    LaunchError for one that is named twice."""
+    named = named_gpus()
     if named is not None:
-        return [word.strip() for word in named.split(",") if word.strip()]
+        return named
     return [str(number) for number in range(len(list(_GPU_FOLDER.glob("*"))))]
 
 

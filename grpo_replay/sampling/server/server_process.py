@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.distributed.environment import PYTHON_MODULE, import_path, rank_environment
+from grpo_replay.distributed.environment import (
+    GPUS_VARIABLE,
+    PYTHON_MODULE,
+    import_path,
+    named_gpus,
+    rank_environment,
+)
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.recipe import SamplingSection, ServersSection
 from grpo_replay.sampling.server import guard as server_guard
@@ -198,16 +204,16 @@ def _server_environment(device: str | None, on_gpu: bool) -> dict[str, str]:
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that update weights
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # and adapters
     if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = device
+        environment[GPUS_VARIABLE] = device
     return environment
 
 
 def _visible_devices() -> list[str]:
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named:
-        return named.split(",")
+    named = named_gpus()
+    if named is not None:
+        return named
     return [str(index) for index in range(torch.cuda.device_count())]
 
 

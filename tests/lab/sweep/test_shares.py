@@ -79,3 +79,5 @@ def test_more_cells_than_gpus_take_the_gpus_by_turns(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert processes.shares_of_gpus(5) == ["0", "1", "0", "1", "0"]
     assert processes.shares_of_gpus(1) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 3,-1,2")
+    assert processes.shares_of_gpus(2) == ["0", "3"]
