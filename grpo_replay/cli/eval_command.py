@@ -16,7 +16,7 @@ from rich.progress import (
 
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
-from grpo_replay.distributed.environment import prepare_rank, rank_environment
+from grpo_replay.distributed.environment import prepare_rank, rank_environment, refuse_other_count
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluate import OnProgress
@@ -92,6 +92,7 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
         )
     check_output(output)
     environment = rank_environment()
+    refuse_other_count(environment, options.num_processes, "--num-processes")
     if not environment.is_launched and options.num_processes and options.num_processes > 1:
         from grpo_replay.distributed.launch import launch_ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.cli.run_display import RunDisplay, open_display
-from grpo_replay.distributed.environment import prepare_rank, rank_environment
+from grpo_replay.distributed.environment import prepare_rank, rank_environment, refuse_other_count
 from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.stop import StopToken
@@ -21,11 +21,13 @@ def run(options: TrainOptions) -> int:
     Raises UsageError for options that cannot be combined.
     """
     recipe = _read_recipe(options)
+    environment, ranks = rank_environment(), recipe.engine.num_processes
+    asked = ranks if ranks > 1 else options.num_processes
+    refuse_other_count(environment, asked, "engine.num_processes")
     _consider_code(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
     _check_options(options)
-    environment = rank_environment()
     run_dir = Path(options.output_dir) if options.output_dir else default_run_dir(recipe.name)
     if not options.resume and not environment.is_launched:
         RunDirectory(run_dir).refuse_occupied()

@@ -78,6 +78,21 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     return found
 
 
+def refuse_other_count(environment: RankEnvironment, asked: int | None, place: str) -> None:
+    """Raises LaunchError if a launcher gives this machine another number of ranks than were `asked`
+    for (None: whatever the launcher gives). Schedulers may set WORLD_SIZE=1 in every container,
+    which would leave all GPUs but one idle."""
+    given = environment.local_world_size
+    if not environment.is_launched or asked in (None, given):
+        return
+    raise LaunchError(
+        f"{place} is {asked}, but the environment says that a launcher started {given} "
+        f"rank{'s' * (given != 1)} on this machine (WORLD_SIZE or SLURM_PROCID is set): unset "
+        "WORLD_SIZE, RANK and LOCAL_RANK to let grpo-replay start the ranks itself, have the "
+        f"launcher start {asked}, or ask for {given} with --num-processes {given}"
+    )
+
+
 def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
     world_size = _integer(environ, "WORLD_SIZE")
     if world_size > 1:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from outside_ranks import environment
+from commands import run_eval, run_train
+from outside_ranks import RANK_NAMES, environment
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import (
@@ -16,6 +17,7 @@ from grpo_replay.distributed.environment import (
     first_slurm_host,
     named_gpus,
     rank_environment,
+    refuse_other_count,
 )
 from grpo_replay.distributed.failures import (
     PeerFailure,
@@ -27,6 +29,7 @@ from grpo_replay.distributed.failures import (
     run_collectively,
 )
 from grpo_replay.errors import DatasetError, LaunchError, RecipeError
+from grpo_replay.tiny import BASES
 
 TORCHRUN = {
     "WORLD_SIZE": "16", "RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",
@@ -134,6 +137,39 @@ def test_the_first_host_of_a_slurm_node_list(nodes, first):
 def test_contradicting_variables_are_refused(environ, said):
     with pytest.raises(LaunchError, match=said):
         rank_environment(environ)
+
+
+OF_A_POD = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "pod-0", "MASTER_PORT": "29500"}
+SLURM_STEP = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0",
+              "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}  # fmt: skip
+
+
+@pytest.mark.parametrize("environ", [OF_A_POD, SLURM_STEP])
+@pytest.mark.parametrize("asked", ["option", "recipe", "dry run", "eval"])
+def test_another_number_of_ranks_than_the_launcher_gives_is_refused(
+    monkeypatch, tmp_path, environ, asked
+):
+    """Some schedulers set WORLD_SIZE=1 in every container; seven of eight GPUs were idle."""
+    for name in RANK_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    out = str(tmp_path / "out.json")
+    of_recipe = ("engine.num_processes=2",)
+    given = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    with pytest.raises(
+        LaunchError, match=rf"is 2, but .* {given} ranks? .*--num-processes {given}"
+    ):
+        if asked == "eval":
+            run_eval(str(BASES["tiny"]), benchmarks=("tiny",), output=out, num_processes=2)
+        elif asked == "option":
+            run_train("tiny", output_dir=out, num_processes=2)
+        else:
+            dry = asked == "dry run"
+            run_train("tiny", output_dir=out, overrides=of_recipe, dry_run=dry)
+    refuse_other_count(rank_environment(), int(given), "engine.num_processes")
+    refuse_other_count(rank_environment(), None, "engine.num_processes")
+    refuse_other_count(rank_environment({}), 2, "engine.num_processes")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ def _run(name: str, *words: Any, **options: Any) -> int:
     return module.run(COMMANDS[name](*words, **options))
 
 
+def run_train(*words: Any, **options: Any) -> int:
+    return _run("train", *words, **options)
+
+
 def run_eval(*words: Any, **options: Any) -> int:
     return _run("eval", *words, **options)
 
