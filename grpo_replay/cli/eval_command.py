@@ -18,7 +18,7 @@ from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment, refuse_other_count
 from grpo_replay.errors import OutputDirectoryError, UsageError
-from grpo_replay.evaluation.comparison import compare
+from grpo_replay.evaluation.comparison import compare, notices_of_prompts
 from grpo_replay.evaluation.evaluate import OnProgress
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
@@ -182,6 +182,8 @@ def _compare(path_a: str, path_b: str, as_json: bool) -> int:
     """Print how evaluation B differs from A, with a paired test."""
     a, b = (read_report(Path(path)) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
+    for notice in notices_of_prompts(a, b):
+        print(notice, file=sys.stderr)
     if as_json:
         document = {
             "a": {"file": path_a, "model": a.model},

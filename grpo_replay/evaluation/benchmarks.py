@@ -324,6 +324,9 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
                 )
         first_prompt += len(problems_of[benchmark.name])
     document = _settings_document(settings, prompts, benchmarks, problems_of)
+    for name, described in document["benchmarks"].items():
+        prompt_of = {e.problem_index: e.prompt for e in samples if e.benchmark == name}
+        described["prompts_sha256"] = _digest(list(prompt_of.values()))
     document |= {"backend": sampling.backend, "max_completion_length": longest}
     if settings.reward not in BUILTIN_VERIFIERS:
         document["correct_score"] = recipe.reward.correct
@@ -423,6 +426,10 @@ def _settings_document(
     return document
 
 
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
 def _described(
     benchmark: Benchmark, settings: EvalSection, problems: Sequence[Problem]
 ) -> dict[str, Any]:
@@ -434,7 +441,7 @@ def _described(
         "source": benchmark.source,
         "split": benchmark.split,
         "file": None if file is None else str(file),
-        "problems_sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
+        "problems_sha256": _digest(rows),
         "seeds": sorted(seeds),
     }
     if benchmark.temperature is not None:

@@ -57,6 +57,17 @@ def compare(
     return {**{pair.name: _result([pair]) for pair in pairs}, "mean": _result(pairs)}
 
 
+def notices_of_prompts(a: EvaluationReport, b: EvaluationReport) -> list[str]:
+    """A notice for benchmarks whose problems the models read in other words."""
+    benchmarks = [each.settings["benchmarks"] for each in (a, b)]
+    given = [{name: each[name].get("prompts_sha256") for name in each} for each in benchmarks]
+    other = [name for name in a.sampled.benchmarks if given[0][name] != given[1][name]]
+    return [
+        f"A and B have other prompts for the same problems of {', '.join(other)}: their chat "
+        "templates, or prompts.date, differ"
+    ] * bool(other)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
     """One benchmark in both evaluations, with aligned problems."""

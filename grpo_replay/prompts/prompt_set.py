@@ -3,6 +3,7 @@
 The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
 
+import datetime
 import hashlib
 import json
 from collections import Counter
@@ -47,6 +48,8 @@ ORDER_STREAM = 0x70726F6D
 """Identifies the random stream of epoch orders ("prom" in ASCII)."""
 
 BUILTIN_SOURCES = tuple(f"builtin:{name}" for name in TASKS)
+CLOCK = "strftime_now"
+"""The function by which a chat template prints the date."""
 BATCH_PROMPTS = 2048
 """Prompts rendered and tokenised at once."""
 
@@ -247,6 +250,10 @@ def load_prompts(
             f"{unreadable} of {len(kept.ids)} prompts have characters that the tokenizer does not "
             "have: the model cannot read them"
         )
+    if section.in_chat and CLOCK in str(tokenizer.chat_template):
+        notices.append(
+            f"the chat template prints the date: it is {section.date} in all prompts (prompts.date)"
+        )
     return PromptSet(kept, seed, digest.hexdigest(), notices)
 
 
@@ -420,12 +427,26 @@ def _chat_texts(
         )
     from jinja2 import TemplateError
 
+    given = section.chat_template_kwargs
     try:
+        template = tokenizer.get_chat_template(given.get("chat_template"))
+        if CLOCK in template:
+            given = {**given, "chat_template": with_date(template, section.date)}
         return tokenizer.apply_chat_template(
-            list(chats), tokenize=False, add_generation_prompt=True, **section.chat_template_kwargs
+            list(chats), tokenize=False, add_generation_prompt=True, **given
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise RecipeError(
             f"prompts.template 'chat': the tokenizer's chat template failed: {error}; if it "
             "does not support system messages, set prompts.system_prompt null"
         ) from error
+
+
+def with_date(template: str, date: str) -> str:
+    """The chat template with a function `strftime_now` that returns the date, at midnight: it comes
+    before that of transformers, which asks the clock."""
+    time = datetime.datetime.fromisoformat(date)
+    codes = [f"%{pad}{letter}" for letter in "aAbBcdDeFGhHIjmMpRSTuUVwWxXyY" for pad in ("-", "")]
+    values = "".join(f" | replace({code!r}, {time.strftime(code)!r})" for code in codes)
+    # Jinja removes the newline after a block, so that the template begins as it did.
+    return f"{{% macro {CLOCK}(format) -%}}{{{{ format{values} }}}}{{%- endmacro %}}\n{template}"

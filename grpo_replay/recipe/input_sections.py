@@ -1,6 +1,7 @@
 """What a run starts from, the model and the prompts, and how completions are sampled: the backend,
 in-process vLLM, and vLLM servers."""
 
+import datetime
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -133,6 +134,9 @@ class PromptsSection(Section):
     template: Literal["chat", "plain"] | dict[str, Any] = "chat"
     """`chat`, or a mapping of variables such as `{enable_thinking: false}`, renders the tokenizer's
     chat template; `plain` formats only `user_template`."""
+    date: str = "2024-07-26"
+    """What a chat template that prints today's date prints instead (Llama, Granite, gpt-oss), so
+    that prompts are the same on every day, on every rank and in every evaluation."""
     system_prompt: str | None = PAPER_SYSTEM_PROMPT
     """System message of the chat template. If null, none, unless the template inserts its own
     (SmolLM2's does). Ignored by `plain`."""
@@ -145,6 +149,14 @@ class PromptsSection(Section):
     @classmethod
     def _is_whole(cls, given: Any) -> Any:
         return whole_characters(given)
+
+    @field_validator("date")
+    @classmethod
+    def _is_a_date(cls, date: str) -> str:
+        try:
+            return datetime.date.fromisoformat(date).isoformat()
+        except ValueError as error:
+            raise ValueError(f"{error}; expected year, month and day: 2024-07-26") from None
 
     @field_validator("user_template")
     @classmethod

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from commands import folder_of_generations, recipe_of_evaluation
@@ -25,6 +26,7 @@ from grpo_replay.recipe import load_recipe
 from grpo_replay.tiny import BASE_DIR
 
 FAST = ("eval.max_problems=4", "eval.samples=2")
+CHAT = ("prompts.template=chat", "prompts.system_prompt=null", "sampling.max_completion_length=16")
 
 
 @pytest.fixture
@@ -250,3 +252,20 @@ def test_options_and_outputs_that_cannot_be_are_refused_before_sampling(tmp_path
         run(EvalOptions("builtin:tiny", output=str(tmp_path / "x.txt")))
     with pytest.raises(OutputDirectoryError, match=r"not an evaluation file.*another name"):
         run(EvalOptions("builtin:tiny", output=str(other)))
+
+
+def test_a_comparison_notices_that_the_prompts_were_others(tmp_path, capsys):
+    """The same problems under a chat template that prints the date, on two dates."""
+    model = tmp_path / "model"
+    shutil.copytree(BASE_DIR, model)
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d') }}{{ messages[-1].content }}")
+    paths = [str(tmp_path / f"{name}.json") for name in ("a", "b", "c")]
+    for path, date in zip(paths, ("2024-07-26", "2024-07-26", "2024-07-31"), strict=True):
+        chat = (*CHAT, f"prompts.date={date}")
+        options = EvalOptions(str(model), benchmarks=("tiny_pair",), output=path)
+        assert run(replace(options, overrides=(*FAST, *chat))) == 0
+    capsys.readouterr()
+    for other, said in ((paths[1], ""), (paths[2], "prompts for the same problems of tiny_pair")):
+        assert run(EvalOptions(compare=(paths[0], other), as_json=True)) == 0
+        error = capsys.readouterr().err
+        assert said in error and bool(error) == bool(said)

@@ -1,7 +1,9 @@
 """Prompts: templates, messages, lengths, and an order that needs only a seed and a cursor."""
 
+import datetime
 import json
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from grpo_replay.engine.models import EOS_ID, PAD_ID, byte_tokenizer, load_tokenizer
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.prompts.prompt_set import load_prompts, render_prompt
-from grpo_replay.recipe import ModelSection, PromptsSection
+from grpo_replay.prompts.prompt_set import load_prompts, render_prompt, with_date
+from grpo_replay.recipe import ModelSection, PromptsSection, load_recipe, recipe_to_yaml
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,47 @@ def test_variables_reach_the_chat_template_and_one_that_does_not_serve_is_refuse
         tokenizer.chat_template = template
         with pytest.raises(RecipeError, match=r"prompts\.|System role"):
             load_prompts(chat, tokenizer, 0)
+
+
+def test_a_date_of_the_chat_template_is_that_of_the_recipe_on_every_day(jsonl, tmp_path):
+    """As Llama's: a run that goes on after midnight would change its prompts."""
+    tokenizer = byte_tokenizer()
+    asks = (
+        "{{ messages[-1].content }}{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}"
+    )
+    tokenizer.chat_template = asks + "{% endif %}"
+    chat = section(jsonl(*numbered(1)), template="chat", user_template="{problem} ")
+    later = chat.model_copy(update={"date": "2031-12-05"})
+    texts = [first(each, tokenizer).text for each in (chat, later)]
+    assert texts == ["0+1 26 Jul 2024", "0+1 05 Dec 2031"]
+    (notice,) = load_prompts(later, tokenizer, 0).notices
+    assert "2031-12-05" in notice and "prompts.date" in notice
+    (written := tmp_path / "recipe.yaml").write_text("prompts: {date: 2031-12-05}\n")
+    assert load_recipe(str(written)).prompts.date == later.date
+    written.write_text(recipe_to_yaml(load_recipe(str(written))))  # as a run records it
+    assert load_recipe(str(written)).prompts.date == later.date
+    with pytest.raises(RecipeError, match=r"prompts\.date.*2024-07-26"):
+        load_recipe("tiny", ["prompts.date=today"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "\n  {% if messages %}{{ strftime_now('%Y-%m-%d') }}{% endif %}\n",
+        "  {% if messages %}{{ strftime_now('%Y-%m-%d') }}{% endif %}",
+        "{#- gpt-oss #}\n{%- macro build() -%}{{ strftime_now(format='%A, %-d %B %y') }}"
+        "{%- endmacro -%}\n {{- build() }} ",
+        "{%- set day = strftime_now('%d %b %Y, %H:%M') %}{{ day | upper }}{{ day == '%d' }}",
+    ],
+)
+def test_the_template_is_rendered_as_before_but_for_the_date(template):
+    """Compared with transformers' own rendering of today."""
+    tokenizer, today = byte_tokenizer(), datetime.date.today()
+    chat = [{"role": "user", "content": "x"}]
+    render = partial(tokenizer.apply_chat_template, chat, tokenize=False)
+    now = datetime.datetime.now().strftime("%H:%M")
+    expected = render(chat_template=template).replace(now, "00:00")
+    assert render(chat_template=with_date(template, today.isoformat())) == expected
 
 
 VERL_ROW = {
