@@ -41,7 +41,12 @@ from grpo_replay.engine.microbatches import (
     update_result,
     values_of_rows,
 )
-from grpo_replay.engine.model_trials import can_pack, can_share, refuse_other_logprobs
+from grpo_replay.engine.model_trials import (
+    can_pack,
+    can_share,
+    refuse_length_dependence,
+    refuse_other_logprobs,
+)
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.saved_policies import write_model, write_tokenizer
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
@@ -142,6 +147,7 @@ class DeepSpeedEngine:
             return self._device_logprobs(self._engine, *batch).cpu().numpy()
 
         refuse_other_logprobs(model, dtype, forward, comm)
+        refuse_length_dependence(model.config, recipe.longest_sequence, forward, comm)
         packs = recipe.packs(self._device.type == "cuda")
         packs = packs and can_pack(recipe.batch.packing, model.config, forward, comm)
         pairs = pairs_per_token(recipe.model.attn_implementation, model.config.hidden_size)

@@ -3,6 +3,9 @@
 - Its output head: log-probs must be those of the model's own logits. Without the trial only the
   comparison with the sampler would find a wrong head, and only where the sampler holds the
   trainer's weights.
+- Lengths: transformers chooses the rotary factors of "longrope" for a whole micro-batch, by its
+  longest row, so that log-probs of a row change with its neighbours, and of a token with those
+  after it.
 - Packing: transformers finds the rows of a pack where position ids begin again: flash attention
   gets their lengths, the other attentions a block-diagonal mask (5.19: masking_utils.py,
   `find_packed_sequence_indices`; modeling_flash_attention_utils.py, `_is_packed_sequence`).
@@ -15,6 +18,7 @@ model is lost in that of shared prompts.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +28,8 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.microbatches import MicroBatch, micro_batch
 from grpo_replay.engine.policy_module import refuse_wrong_head
 from grpo_replay.errors import ModelError, RecipeError, first_line
+from grpo_replay.recipe import ModelSection
+from grpo_replay.recipe.layers import short_path
 from grpo_replay.replay.batch import TrainRow, logprob_row
 
 HEAD_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -61,6 +67,48 @@ def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, 
     largest = HEAD_TOLERANCE[dtype] * max(1.0, float(np.abs(own_C).max()))
     if comm.broadcast_json(not difference <= largest):  # also of NaN
         refuse_wrong_head(model, difference)
+
+
+def refuse_crossing(model: ModelSection, config: PreTrainedConfig, longest: int) -> None:
+    """Raises RecipeError if sequences of up to `longest` tokens cross the length at which the model
+    changes its rotary factors."""
+    found = getattr(config, "rope_parameters", None) or {}
+    of_layers = [found] if "rope_type" in found else filter(None, found.values())
+    limits = [
+        each.get("original_max_position_embeddings", longest)
+        for each in of_layers
+        if each.get("rope_type") == "longrope"
+    ]
+    if limits and min(limits) < longest:
+        raise RecipeError(
+            f"model.path {short_path(model.path)!r}: a {config.model_type} with rope_type longrope "
+            f"computes all rows of a micro-batch otherwise as soon as one has more than "
+            f"{min(limits)} tokens (original_max_position_embeddings), and the run's may have "
+            f"{longest}: lower prompts.max_prompt_length plus sampling.max_completion_length (and "
+            f"eval.max_completion_length), or sampling.vllm.max_model_len, to {min(limits)}"
+        )
+
+
+def refuse_length_dependence(
+    config: PreTrainedConfig, longest: int, forward: Forward, comm: Comm
+) -> None:
+    """Raises ModelError, by rank 0's result on all ranks, if log-probs of a row of random tokens
+    change when its last position is that of a row of `longest` tokens. Collective."""
+    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    ids = _random_tokens(config, _TOKENS)[0]
+    batch = _batch([logprob_row(ids[:1], ids[1:])])
+    found = []
+    for last in (_TOKENS, max(_TOKENS, longest)):
+        places_SL = np.arange(batch.input_ids_SL.size).reshape(batch.input_ids_SL.shape)
+        places_SL[:, -1] = last - 1
+        found.append(forward(replace(batch, position_ids_SL=places_SL))[:-1])
+    if comm.broadcast_json(not _close(found[1], found[0], LARGEST_DIFFERENCE)):
+        raise ModelError(
+            f"model.path: log-probs of a row of a {config.model_type} change when its micro-batch "
+            f"has a row of {longest} tokens (prompts.max_prompt_length plus max_completion_length),"
+            " so that they depend on its neighbours, and on the tokens after them: lower the "
+            "lengths to those at which the model computes all rows alike"
+        )
 
 
 def can_pack(required: bool | None, config: PreTrainedConfig, forward: Forward, comm: Comm) -> bool:

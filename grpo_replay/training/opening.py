@@ -17,6 +17,7 @@ from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.engine.compiled import refuse_stage_3
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.engine_state import layout_of, refuse_other_adapters
+from grpo_replay.engine.model_trials import refuse_crossing
 from grpo_replay.engine.models import (
     DTYPES,
     base_digest,
@@ -51,6 +52,7 @@ from grpo_replay.sampling.sampler_protocol import (
     Sampler,
     SamplerOpening,
     check_room,
+    model_length,
     name_stop_tokens,
     open_sampler,
     refuse_split_engine,
@@ -355,6 +357,8 @@ class RunOpener:
         if self.tokenizer is not None:
             check_vocabulary(model, config, self.tokenizer)
         check_attention(model)
+        room = model_length(recipe.sampling, model, recipe.longest_sequence, config)
+        refuse_crossing(model, config, room)
         self._say("engine", *notices_of_weights(recipe.model))
         if self.start.checkpoint is not None:
             layout = layout_of(recipe, self.place.ranks)
