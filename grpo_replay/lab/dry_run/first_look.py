@@ -73,7 +73,7 @@ def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
     """The rollout as text; its reward is None if it did not come."""
     from grpo_replay.engine.models import load_tokenizer
 
-    prompt = decoded(load_tokenizer(model), rollout.prompt_token_ids)
+    prompt = decoded(load_tokenizer(model), rollout.prompt_token_ids.tolist())
     return {
         "prompt": prompt,
         "completion": rollout.completion_text,
