@@ -1,0 +1,3 @@
+from grpo_replay.integrations.swift_plugin import PLUGIN
+
+print(PLUGIN)
