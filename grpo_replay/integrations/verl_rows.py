@@ -1,12 +1,9 @@
-"""Between verl's rows, tensors in TransferQueue, and rollouts: what a group consists of, how the
-rows of a step are laid out for verl's actor, what its update found out about them.
-
-Shapes: B rows of a micro-batch, T longest response in it.
-"""
+"""Between verl's rows, tensors in TransferQueue, and rollouts: groups, the layout of a step for
+verl's actor, the outcomes of its update. Shapes: T tokens of a response, P of a prompt."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -20,29 +17,28 @@ from grpo_replay.integrations.host import Row
 from grpo_replay.integrations.outcomes import outcomes_of
 from grpo_replay.types import Rollout, RolloutOutcome
 
-NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages", "rm_scores")
 EXTRAS = ("ref_log_prob", "rollout_is_weights")
-"""Fields of a row, and those [T] of its birth that verl's loss reads besides, where verl made them.
-"""
-SAMPLER = "rollout_log_probs"
-ROW = "replay_row"
-"""The field that says which row of the composed batch a row is; -1 for padding."""
-OUTCOMES = "replay_outcomes"
-_OUTCOME_VALUES = len(RolloutOutcome.__slots__)
+"""Fields [T] of birth that verl's loss reads, where verl made them."""
+FIELDS = (
+    "prompts", "responses", "response_mask", "old_log_probs", "advantages", "rm_scores",
+    "rollout_log_probs", *EXTRAS,
+)  # fmt: skip
+ROW, OUTCOMES = "replay_row", "replay_outcomes"
+"""The field that says which row of the composed batch a row is, -1 for padding; the key of verl's
+metrics with the outcomes."""
 
 
 def groups_of(
-    keys: Sequence[str], data: Mapping[str, Any], group_size: int, text_of: Callable[[Any], str],
-    end: int,
-) -> list[list[Row]]:  # fmt: skip
-    """The rows `keys` of verl, PROMPT_SESSION_OUTPUT, as groups of completions. `data` has the
-    fields as nested tensors, `text_of` decodes tokens, `end` is the token that ends a completion.
+    keys: Sequence[str], data: Any, group_size: int, text_of: Callable[[Any], str], end: int
+) -> list[list[Row]]:
+    """The rows `keys` of verl, PROMPT_SESSION_OUTPUT, as groups of completions. `data` has their
+    fields, `text_of` decodes tokens, `end` is the token that ends a completion.
 
-    Groups and their rows are in the order of their tokens: verl's is that of arrival. A session of
-    which the agent loop returned nothing is a completion without tokens and reward. Raises
-    UsageError for an agent loop with several outputs a session, and advantages per token.
+    Groups and their rows are in the order of their tokens: verl's is that of arrival. A session
+    without output is a completion without reward. Raises UsageError for several outputs of a
+    session, and advantages per token.
     """
-    columns = {name: [each.cpu() for each in data[name].unbind()] for name in data.keys()}
+    columns = {name: [each.cpu() for each in data[name].unbind()] for name in data.keys()}  # noqa: SIM118
     members: dict[str, list[Row]] = {}
     for i, key in enumerate(keys):
         prompt, _, output = key.rsplit("_", 2)
@@ -54,20 +50,21 @@ def groups_of(
             )
         fields = {name: column[i] for name, column in columns.items()}
         members.setdefault(prompt, []).append(_row(fields, text_of, end))
-    groups = [sorted(group, key=_tokens) for group in members.values()]
-    for group in groups:
-        group += [_without_output(group[0])] * (group_size - len(group))
-    return sorted(groups, key=lambda group: [_tokens(row) for row in group])
+    for group in members.values():
+        group.sort(key=_tokens)
+        missing = Row(group[0].prompt_token_ids, [], [], reward=None, advantage=0.0)  # type: ignore[arg-type]
+        group += [missing] * (group_size - len(group))
+    return sorted(members.values(), key=lambda group: list(map(_tokens, group)))
 
 
 def _tokens(row: Row) -> tuple[list[int], list[int]]:
     return row.prompt_token_ids.tolist(), row.completion_token_ids.tolist()
 
 
-def _row(fields: Mapping[str, torch.Tensor], text_of: Callable[[Any], str], end: int) -> Row:
+def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end: int) -> Row:
     mask_T, tokens_T = fields["response_mask"].bool(), fields["responses"]
-    values = fields["advantages"][mask_T]
-    if len(values) and not (values == values[0]).all():
+    values = fields["advantages"][mask_T].tolist() or [0.0]
+    if len(set(values)) > 1:
         raise UsageError(
             "replay in verl: the tokens of a row have several advantages, and a rollout has one: "
             "use algorithm.adv_estimator=grpo"
@@ -75,31 +72,27 @@ def _row(fields: Mapping[str, torch.Tensor], text_of: Callable[[Any], str], end:
     return Row(
         prompt_token_ids=fields["prompts"],
         completion_token_ids=tokens_T,
-        completion_text=text_of(tokens_T),
         behavior_logprobs=fields["old_log_probs"],
-        sampler_logprobs=fields.get(SAMPLER),
-        completion_mask=None if mask_T.all() else mask_T,
         reward=float(fields["rm_scores"].sum()),
-        advantage=float(values[0]) if len(values) else 0.0,
+        advantage=values[0],
+        sampler_logprobs=fields.get("rollout_log_probs"),
+        completion_mask=None if mask_T.all() else mask_T,
+        completion_text=text_of(tokens_T),
         truncated=int(tokens_T[-1]) != end,
         extras={name: fields[name].float() for name in EXTRAS if name in fields},
     )
 
 
-def _without_output(row: Row) -> Row:
-    return Row(row.prompt_token_ids, [], [], reward=None, advantage=0.0)
-
-
 def layout(
     split: Sequence[np.ndarray], lengths: Sequence[int], ranks: int, micro_batch: int
 ) -> tuple[list[int], int]:
-    """The rows of a step in verl's order, -1 for padding, and the rows of a mini-batch, padding
-    included. verl gives each rank an equal share of the order and takes mini-batches from its
-    front; a rank's share of a mini-batch is whole micro-batches.
+    """The rows of a step in verl's order, -1 for padding, and the rows of a mini-batch. verl gives
+    each rank an equal share of the order, whose mini-batches follow each other; a rank's part of
+    one is whole micro-batches.
 
-    `split` has the rows of each update, `lengths` the tokens of each row: the ranks of an update
-    get as equal work as verl's own balancing makes it. Example: updates of rows [0, 2] and [1] on
-    one rank are the order 0, 2, 1, -1 in mini-batches of 2.
+    `split` has the rows of each update, `lengths` the tokens of each row, by which verl balances
+    the ranks of an update. Example: updates of rows [0, 2] and [1] on one rank are the order
+    0, 2, 1, -1 in mini-batches of 2.
     """
     whole = ranks * micro_batch
     size = math.ceil(max(map(len, split)) / whole) * whole
@@ -113,100 +106,73 @@ def layout(
     return [row for share in shares for row in share], size
 
 
-def fields_of(
-    rollouts: Sequence[Rollout], order: Sequence[int], end: int
-) -> list[dict[str, torch.Tensor]]:
-    """What verl's actor reads of each row of `order`. Raises UsageError if some of the rollouts
-    have extras that others lack."""
-    names = {tuple(sorted(rollout.extras)) for rollout in rollouts}
-    if len(names) > 1:
+def fields_of(rollouts: Sequence[Rollout], order: Sequence[int], end: int) -> list[dict[str, Any]]:
+    """What verl's actor reads of each row of `order`. Padding is two tokens, none of which trains.
+    Raises UsageError if some rollouts have extras that others lack."""
+    names = sorted({name for each in rollouts for name in each.extras})
+    if any(len(each.extras) < len(names) for each in rollouts):
         raise UsageError(
-            f"replay in verl: rollouts of this step were stored with {' and with '.join(map(str, sorted(names)))}: keep use_kl_loss and "
-            "rollout_correction as they were when the run began"
+            f"replay in verl: some rollouts were stored without {' or '.join(names)}: "
+            "keep use_kl_loss and rollout_correction as they were when the run began"
         )
-    return [_fields(rollouts[i], i) if i >= 0 else _padding(rollouts[0], end) for i in order]
+    token, zero = np.array([end], np.int32), np.zeros(1, np.float32)
+    padding = replace(
+        rollouts[0], prompt_token_ids=token, completion_token_ids=token, behavior_logprobs=zero,
+        completion_mask=zero > 0, extras=dict.fromkeys(names, zero),
+    )  # fmt: skip
+    return [_fields(rollouts[row] if row >= 0 else padding, row) for row in order]
 
 
-def _fields(rollout: Rollout, row: int) -> dict[str, torch.Tensor]:
+def _fields(rollout: Rollout, row: int) -> dict[str, Any]:
     prompt_P = torch.tensor(rollout.prompt_token_ids, dtype=torch.int64)
     tokens_T = torch.tensor(rollout.completion_token_ids, dtype=torch.int64)
     mask_T = torch.ones_like(tokens_T)
     if rollout.completion_mask is not None:
         mask_T = torch.tensor(rollout.completion_mask, dtype=torch.int64)
     return {
-        "prompts": prompt_P,
-        "responses": tokens_T,
+        "prompts": prompt_P, "responses": tokens_T, "response_mask": mask_T, "loss_mask": mask_T,
         "input_ids": torch.cat([prompt_P, tokens_T]),
         "position_ids": torch.arange(len(prompt_P) + len(tokens_T)),
-        "response_mask": mask_T,
-        "loss_mask": mask_T,
         "old_log_probs": torch.tensor(rollout.behavior_logprobs),
         "advantages": (rollout.advantage or 0.0) * mask_T.float(),
-        ROW: torch.tensor([row]),
         **{name: torch.tensor(values) for name, values in rollout.extras.items()},
-    }
+        ROW: torch.tensor([row]),
+    }  # fmt: skip
 
 
-def _padding(like: Rollout, end: int) -> dict[str, torch.Tensor]:
-    """A row of two tokens, none of which trains. verl's own padding is made before log-probs."""
-    zero_T, token = torch.zeros(1), torch.tensor([end])
-    return {
-        "prompts": token,
-        "responses": token,
-        "input_ids": token.repeat(2),
-        "position_ids": torch.arange(2),
-        "response_mask": torch.zeros_like(token),
-        "loss_mask": torch.zeros_like(token),
-        "old_log_probs": zero_T,
-        "advantages": zero_T,
-        ROW: torch.tensor([-1]),
-        **{name: zero_T for name in like.extras},
-    }
-
-
-def loss_with_outcomes(
-    config: Any, model_output: Any, data: Any, dp_group: Any = None
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's loss of a micro-batch, in a worker. Its metrics get the outcomes of the rows of a
-    composed batch, in OUTCOMES, flat."""
+def loss_with_outcomes(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """verl's loss of a micro-batch, in a worker; its metrics get the outcomes of composed rows."""
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
     if ROW in data:
         padded = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
+        behavior_BT, entropy_BT = padded["old_log_probs"], model_output.get("entropy", None)
         logprobs_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
-        entropy_BT = model_output.get("entropy", None)
-        behavior_BT, mask_BT = padded["old_log_probs"], padded["response_mask"].bool()
         found = outcomes_of(
-            torch.cat(data[ROW].unbind()).tolist(),
-            behavior_BT,
-            mask_BT,
-            logprobs_BT,
-            _clipped(config, logprobs_BT - behavior_BT, padded["advantages"]),
+            torch.cat(data[ROW].unbind()).tolist(), behavior_BT, padded["response_mask"],
+            logprobs_BT, _clipped(config, logprobs_BT - behavior_BT, padded["advantages"]),
             None if entropy_BT is None else no_padding_2_padding(entropy_BT, data),
-        )
+        )  # fmt: skip
         metrics[OUTCOMES] = [(row, *astuple(each)) for row, each in found.items()]
     return loss, metrics
 
 
-def _clipped(
-    config: Any, log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor
-) -> torch.Tensor | None:
+def _clipped(config: Any, log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor) -> Any:
     """Where verl's clipped loss has no gradient; None for other losses."""
-    mode = config.policy_loss.get("loss_mode", "vanilla")
-    if mode != "vanilla":
+    if config.policy_loss.get("loss_mode", "vanilla") != "vanilla":
         return None
+    low, high = clip_range(config)
     ratio_BT = log_ratio_BT.exp()
-    low, high = (
-        config.clip_ratio if each is None else each
-        for each in (config.clip_ratio_low, config.clip_ratio_high)
-    )
-    above_BT, below_BT = (
-        ratio_BT > 1 + high,
-        (ratio_BT < 1 - low) | (ratio_BT > config.clip_ratio_c),
-    )
-    return torch.where(advantages_BT > 0, above_BT, below_BT & (advantages_BT < 0))
+    outside_BT = (ratio_BT < 1 - low) | (ratio_BT > config.clip_ratio_c)
+    return torch.where(advantages_BT > 0, ratio_BT > 1 + high, outside_BT & (advantages_BT < 0))
+
+
+def clip_range(actor: Any) -> list[float]:
+    """ε and ε_high."""
+    pair = (actor.clip_ratio_low, actor.clip_ratio_high)
+    return [actor.clip_ratio if each is None else each for each in pair]
 
 
 def outcomes_by_row(values: Any) -> dict[int, RolloutOutcome]:
-    """The outcomes of all micro-batches, as verl joined them: nested lists of numbers."""
-    rows = np.array(values, dtype=np.float64).reshape(-1, 1 + _OUTCOME_VALUES)
+    """The outcomes of all micro-batches and ranks, which verl joins to lists of numbers."""
+    rows = np.array(values, np.float64).reshape(-1, 1 + len(RolloutOutcome.__slots__))
     return {int(row): RolloutOutcome(int(tokens), *rest) for row, tokens, *rest in rows.tolist()}

@@ -1,4 +1,4 @@
-"""python -m verl_cpu OUTPUT_DIR [hydra words]: the tiny task, with the words of replay or without."""
+"""python -m verl_cpu OUTPUT_DIR [hydra words]: the tiny task, with or without words of replay."""
 
 import os
 import sys

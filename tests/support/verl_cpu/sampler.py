@@ -1,6 +1,7 @@
-"""The sampler: a Ray actor with the model of transformers. Imports verl late, in its own process."""
+"""The sampler: a Ray actor with the model of transformers. It imports verl late, in its process."""
 
 import hashlib
+import os
 from collections import Counter
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 
 class Sampler:
     """Samples a completion from the weights, the prompt, and how often it was asked for with them:
-    whatever arrives together with it, the tokens and their log-probs are the same."""
+    whatever arrives together with it, the tokens and their log-probs are the same.
+
+    VERL_CPU_SHIFT, in nats, is added to the log-probs of every second token: an engine that does
+    not agree with the trainer."""
 
     def __init__(self, model_path: str, max_tokens: int) -> None:
         from transformers import AutoModelForCausalLM
@@ -19,6 +23,7 @@ class Sampler:
         self.output, self.max_tokens = TokenOutput, max_tokens
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         self.step = 0
+        self.shift = float(os.environ.get("VERL_CPU_SHIFT", "0"))
         self.asked: Counter[Any] = Counter()  # with the weights of `step`
 
     async def generate(
@@ -51,7 +56,7 @@ class Sampler:
             if token is None:
                 token = torch.multinomial(log_p.exp(), 1, generator=generator)[0]
             tokens.append(int(token))
-            logprobs.append(float(log_p[token]))
+            logprobs.append(float(log_p[token]) + self.shift * (len(tokens) % 2))
             new = token.view(1, 1)
         return tokens, logprobs
 

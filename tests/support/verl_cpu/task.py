@@ -29,9 +29,8 @@ def write_problems(folder: Path) -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """1 for the right answer in the last box, else 0."""
-    answer = solution_str.replace("<eos>", "").rpartition("boxed{")[2].partition("}")[0]
-    return float(answer == ground_truth)
+    """1 for a box with the right answer, else 0."""
+    return float(f"boxed{{{ground_truth}}}" in solution_str)
 
 
 def no_score(*_: Any, **__: Any) -> float:
