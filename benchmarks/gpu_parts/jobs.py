@@ -51,6 +51,8 @@ JOBS = (
         60, ("vllm",), "weights"),
     Job("h-adapters", "likewise, LoRA's adapters", "servers:in_train", 120, 60, ("vllm", "peft"),
         "adapters"),
+    Job("i-verl", "verl with its vLLM replica, with replay and without", "in_verl:measure", 300,
+        150, ("verl",)),
     Job("f-study", "runs side by side on the card", "study:run", 600, 60),
     Job("g-zero3", "updates at 0.6B, ZeRO 3", "updates:measure", 60, 30, (), "qwen3-0.6b: ZeRO 3"),
     Job("g-lora", "updates of adapters at 1.7B", "updates:measure", 60, 30, ("peft",),

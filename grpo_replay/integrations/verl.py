@@ -57,11 +57,6 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "constant",
 }  # fmt: skip
 """verl's `loss_agg_mode` that a recipe has."""
-RENAMED = {
-    "loss.epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
-    "loss.epsilon": "actor_rollout_ref.actor.clip_ratio_low",
-    "loss.dual_clip": "actor_rollout_ref.actor.clip_ratio_c",
-}
 TIMERS = {"generation": ["gen"], "reward": ["reward"], "logprob": ["old_log_prob", "ref"]}
 """verl's timers before the update, by stage."""
 _Host: Any = object  # a PPOTrainer, for the type checker
@@ -76,18 +71,14 @@ def settings_of(config: Any) -> tuple[ReplayConfig, str]:
     given: Any = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create())
     host_mode = given.pop("host_mode", "sync")
     if host_mode not in HOST_MODES:
-        allowed = ", ".join(HOST_MODES)
-        raise UsageError(f"trainer.v1.replay.host_mode {host_mode!r}: expected {allowed}")
+        raise UsageError(f"trainer.v1.replay.host_mode={host_mode}: expected one of {HOST_MODES}")
     return replay_settings(given, "trainer.v1.replay"), host_mode
 
 
 def check(config: Any) -> None:
     """Raises UsageError, RecipeError or OutputDirectoryError for what replay cannot do in verl."""
     if (mode := config.trainer.v1.trainer_mode) != MODE:
-        raise UsageError(
-            f"trainer.v1.trainer_mode is {mode}: set {MODE}, and the mode of verl that it runs in "
-            f"by trainer.v1.replay.host_mode, or start verl.trainer.main_ppo"
-        )
+        raise UsageError(f"trainer.v1.trainer_mode={mode}: set {MODE}, or start verl's main_ppo")
     settings, _ = settings_of(config)
     if problems := list(_problems(config, settings)):
         raise UsageError("replay in verl: " + "; ".join(problems))
@@ -105,10 +96,7 @@ def _problems(config: Any, settings: ReplayConfig) -> Iterator[str]:
         return
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if need_critic(config) or config.trainer.critic_warmup > 0:
-        yield (
-            "a critic has advantages per token: set critic.enable=False, critic_warmup=0 and "
-            "algorithm.adv_estimator=grpo"
-        )
+        yield "a critic: set adv_estimator=grpo, critic.enable=False and trainer.critic_warmup=0"
     elif algorithm.adv_estimator != "grpo":
         yield f"algorithm.adv_estimator={algorithm.adv_estimator}: only grpo is supported"
     if algorithm.use_kl_in_reward:
@@ -120,9 +108,8 @@ def _problems(config: Any, settings: ReplayConfig) -> Iterator[str]:
 
 
 def _renamed(message: str) -> str:
-    for ours, theirs in RENAMED.items():
-        message = message.replace(ours, theirs)
-    return message
+    message = message.replace("loss.epsilon_high", "actor.clip_ratio_high")
+    return message.replace("loss.epsilon", "actor.clip_ratio_low")
 
 
 WORDS = HostWords(
@@ -215,10 +202,9 @@ class ReplayMixin(_Host):
         began, self._outcomes = time.perf_counter(), {}
         if step.rollouts:
             self._train(step, batch, metrics)
-        now = time.perf_counter()
-        seconds |= {"training": now - began, "step": now - self._ended}
-        seconds["other"] = max(0.0, 2 * seconds["step"] - sum(seconds.values()))
-        self._ended = now
+        seconds["training"] = time.perf_counter() - began
+        whole, self._ended = time.perf_counter() - self._ended, time.perf_counter()
+        seconds |= {"step": whole, "other": max(0.0, whole - sum(seconds.values()))}
         found = self.run.record(step, self._outcomes, seconds)
         metrics.update({name: value for name, value in found.items() if value is not None})
         return batch
@@ -281,12 +267,11 @@ class ReplayMixin(_Host):
         super()._load_checkpoint()
         if not self.replay.replays:
             return
-        self.run = new_run(self.config, self.total_training_steps)
+        trainer, self.run = self.config.trainer, new_run(self.config, self.total_training_steps)
         if self.global_steps:
-            checkpoint = self.run.folder / f"global_step_{self.global_steps}"
-            if self.config.trainer.resume_mode == "resume_path":
-                checkpoint = Path(self.config.trainer.resume_from_path).absolute()
-            self.run.load(checkpoint)
+            named = trainer.resume_mode == "resume_path"
+            newest = self.run.folder / f"global_step_{self.global_steps}"
+            self.run.load(Path(trainer.resume_from_path).absolute() if named else newest)
         self.run.open()
 
 

@@ -45,8 +45,7 @@ def groups_of(
         if output != "0":
             raise UsageError(
                 "replay in verl: an agent loop gave several outputs for a session, each with a "
-                "prompt of its own, and a group is completions of one prompt: let the loop return "
-                "one output, with response_mask 0 for the tokens of tools and users"
+                "prompt of its own: let it return one output, with response_mask 0 for tools"
             )
         fields = {name: column[i] for name, column in columns.items()}
         members.setdefault(prompt, []).append(_row(fields, text_of, end))
@@ -65,10 +64,7 @@ def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end: int) -> 
     mask_T, tokens_T = fields["response_mask"].bool(), fields["responses"]
     values = fields["advantages"][mask_T].tolist() or [0.0]
     if len(set(values)) > 1:
-        raise UsageError(
-            "replay in verl: the tokens of a row have several advantages, and a rollout has one: "
-            "use algorithm.adv_estimator=grpo"
-        )
+        raise UsageError("replay in verl: a row has several advantages, and a rollout has one")
     return Row(
         prompt_token_ids=fields["prompts"],
         completion_token_ids=tokens_T,

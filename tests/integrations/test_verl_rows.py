@@ -82,7 +82,7 @@ def test_several_outputs_of_a_session_and_advantages_per_token_are_refused():
     with pytest.raises(UsageError, match="one output, with response_mask 0"):
         groups_of({**ROWS, "a_1_1": ROWS["a_1_0"]})
     uneven = {**ROWS["a_0_0"], "advantages": torch.tensor([0.7, 0.6])}
-    with pytest.raises(UsageError, match="adv_estimator=grpo"):
+    with pytest.raises(UsageError, match="several advantages"):
         groups_of({**ROWS, "a_0_0": uneven})
 
 
@@ -230,9 +230,9 @@ def test_the_settings_of_verl_s_examples_pass(tmp_path):
         (["distillation.enabled=True"], "distillation.enabled=False"),
         (["trainer.use_v1=False"], "use_v1"),
         (["trainer.use_v1=False", "trainer.v1.replay.preset=grpo"], "use_v1"),
-        (["+trainer.v1.replay.host_mode=later"], "host_mode 'later'.*colocate_async"),
-        (["trainer.v1.trainer_mode=sync"], "trainer_mode is sync: set replay"),
-        (["actor_rollout_ref.actor.clip_ratio_low=-1"], "actor_rollout_ref.actor.clip_ratio_low"),
+        (["+trainer.v1.replay.host_mode=later"], "host_mode=later.*colocate_async"),
+        (["trainer.v1.trainer_mode=sync"], "trainer_mode=sync: set replay"),
+        (["actor_rollout_ref.actor.clip_ratio_low=-1"], "actor.clip_ratio_low"),
     ],
 )
 def test_what_replay_cannot_do_is_refused_by_name(tmp_path, words, named):
