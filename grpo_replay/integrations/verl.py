@@ -278,7 +278,7 @@ class ReplayMixin(_Host):
 # The command
 
 
-class Runner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[misc]
+class Runner(TaskRunnerV1.__ray_metadata__.modified_class):
     """verl's task runner, in a process of Ray, with replay in the trainer."""
 
     def run(self, config: Any) -> None:

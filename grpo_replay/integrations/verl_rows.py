@@ -51,7 +51,7 @@ def groups_of(
         members.setdefault(prompt, []).append(_row(fields, text_of, end))
     for group in members.values():
         group.sort(key=_tokens)
-        missing = Row(group[0].prompt_token_ids, [], [], reward=None, advantage=0.0)  # type: ignore[arg-type]
+        missing = Row(group[0].prompt_token_ids, [], [], reward=None, advantage=0.0)
         group += [missing] * (group_size - len(group))
     return sorted(members.values(), key=lambda group: list(map(_tokens, group)))
 
