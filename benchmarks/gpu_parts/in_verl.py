@@ -64,6 +64,7 @@ def train(context: Context, folder: Path, more: list[str]) -> None:
         from verl_cpu.command import environment
 
         command, variables = words_of(folder), environment(folder)
+        variables.pop("CUDA_VISIBLE_DEVICES", None)  # empty, it contradicts Ray's numbers
     subprocess.run([*command, *more], env=variables, check=True)
 
 
