@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("verl", reason="needs an environment with verl: .ci/check_verl")
 
-from verl_cpu.tool_loop import TOOL_SECONDS
 from verl_cpu.tool_loop import WORDS as TOOL_WORDS
 from verl_runs import OURS, SEEDED, PlainPolicy, VerlRun, logprobs_of
 
@@ -181,7 +180,7 @@ def test_tokens_of_a_slow_tool_have_no_gradient_fresh_or_replayed(tmp_path):
             assert len(tool) == len("18+25=")
     assert run.verl_metrics()[4]["training/num_turns/mean"] == 4
     seconds = [row["cost/generation_seconds"] for row in run.metrics(timed=True)]
-    assert min(seconds) > TOOL_SECONDS
+    assert min(seconds) > 1, "the tool takes a second"
     policies = {step: PlainPolicy(run.policy(step)) for step in (0, 1, 2, 3)}
     assert verify_run(run.output, policies.__getitem__).passed
 

@@ -1,17 +1,16 @@
-"""For verl's tool loop with the tiny model, which writes no calls: a parser that reads every first
-answer as a call of a slow tool, and a tokenizer without the marks of ChatML. A module for
-VERL_USE_EXTERNAL_MODULES, and the file of `multi_turn.function_tool_path`."""
+"""For verl's tool loop with the tiny model, which writes no calls: a parser that reads every answer
+as a call of a slow tool, and a tokenizer without the marks of ChatML. A module for
+VERL_USE_EXTERNAL_MODULES."""
 
-import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-from verl.tools.function_tool import function_tool
 from verl.utils.tokenizer import continuous_token_wiring as wiring
 
 wiring._MODEL_TYPE_TO_FAMILY["qwen3"] = wiring.ContinuousTokenModelFamily.DEFAULT
-TOOL_SECONDS = 1.0
+TOOL = Path(__file__).with_name("slow_tool.py")
 ROLLOUT = "actor_rollout_ref.rollout"
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -19,7 +18,7 @@ TEMPLATE = (
 WORDS = (
     f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"{ROLLOUT}.multi_turn.enable=True",
     f"{ROLLOUT}.multi_turn.format=every_answer", f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
-    f"{ROLLOUT}.multi_turn.function_tool_path={__file__}", "data.max_response_length=40",
+    f"{ROLLOUT}.multi_turn.function_tool_path={TOOL}", "data.max_response_length=40",
     f"+data.apply_chat_template_kwargs.chat_template='{TEMPLATE}'",
 )  # fmt: skip
 
@@ -31,14 +30,3 @@ class EveryAnswer(ToolParser):
     ) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(responses_ids)
         return text, [FunctionCall(name="ask", arguments=json.dumps({"answer": text}))]
-
-
-@function_tool
-async def ask(answer: str) -> str:
-    """Answer with another problem.
-
-    Args:
-        answer: What the model wrote.
-    """
-    await asyncio.sleep(TOOL_SECONDS)
-    return "18+25"
