@@ -133,11 +133,11 @@ def test_kl_loss_with_a_reference_model(tmp_path):
 
 def test_bypass_mode_takes_the_log_probs_of_the_sampler(tmp_path):
     words = ("algorithm.rollout_correction.bypass_mode=True",)
-    run = VerlRun(tmp_path, *OURS, *ONE_UPDATE, *words, shift=0.1).ended()
+    run = VerlRun(tmp_path, *OURS, *ONE_UPDATE, *words, shift=-0.1).ended()
     compare(run)
-    shifted = [[0.1 * (i % 2 == 1) for i in range(1, len(gap) + 1)] for gap in birth_gaps(run)]
-    for gap, shift in zip(birth_gaps(run), shifted, strict=True):
-        np.testing.assert_allclose(gap, -np.array(shift), atol=1e-4)
+    for gap in birth_gaps(run):
+        shift = 0.1 * (np.arange(len(gap)) % 2 == 0)  # the sampler's are lower
+        np.testing.assert_allclose(gap, shift, atol=1e-4)
 
 
 def test_steps_without_survivors_change_nothing(tmp_path):
