@@ -5,12 +5,11 @@
 
 in place of `python -m verl.trainer.main_ppo WORDS`.
 
-verl's loss takes a row's importance ratio with respect to its `old_log_probs`. If these are the
-log-probs of the row's birth, it is the off-policy loss of paper A. So only the batch of
-`_update_actor` changes: its rows go through the buffer, and what that returns is put into a
-partition of TransferQueue of its own. The caller keeps the fresh batch: verl's metrics, dumps and
-clean-up are of fresh rows. A step of the buffer is a call of `_update_actor`. With preset `grpo` or
-ratio 0 every method is verl's.
+With the log-probs of a row's birth as its `old_log_probs`, verl's loss is the off-policy loss of
+paper A. So only the batch of `_update_actor` changes: its rows go through the buffer, and what that
+returns is put into a partition of TransferQueue of its own. The caller keeps the fresh batch, for
+verl's metrics, dumps and clean-up. A step of the buffer is a call of `_update_actor`. With preset
+`grpo` or ratio 0 every method is verl's.
 """
 
 import sys
@@ -92,6 +91,8 @@ def _problems(config: Any, settings: ReplayConfig) -> Iterator[str]:
         yield f"verl {found} is installed, and private methods differ: install verl=={TESTED}"
     if not config.trainer.use_v1:
         yield "trainer.use_v1=False is another trainer: set True"
+    if settings.shadow:
+        yield "trainer.v1.replay.shadow is not supported"
     if not settings.replays:
         return
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -248,10 +249,9 @@ class ReplayMixin(_Host):
         self._timed, self._sync_seconds = {}, self.timing_raw.get("update_weights", 0.0)
 
     def _seconds_before(self) -> dict[str, float]:
-        """By stage, since the last step of the buffer. Where sampling runs ahead, waiting for it is
-        not the time that it takes."""
-        timed = self.timing_raw
-        now = {stage: sum(timed.get(n, 0.0) for n in names) for stage, names in TIMERS.items()}
+        """By stage, since the last step of the buffer; not known for sampling that runs ahead."""
+        time_of = self.timing_raw.get
+        now = {stage: sum(time_of(n, 0.0) for n in names) for stage, names in TIMERS.items()}
         spent = {stage: now[stage] - self._timed.get(stage, 0.0) for stage in now}
         spent["sync"], self._timed, self._sync_seconds = self._sync_seconds, now, 0.0
         if self._host_mode != "sync":

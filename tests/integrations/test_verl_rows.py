@@ -229,6 +229,7 @@ def test_the_settings_of_verl_s_examples_pass(tmp_path):
         (["actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=2: set 1"),
         (["distillation.enabled=True"], "distillation.enabled=False"),
         (["trainer.use_v1=False"], "use_v1"),
+        (["+trainer.v1.replay.shadow=True"], "shadow is not supported"),
         (["trainer.use_v1=False", "trainer.v1.replay.preset=grpo"], "use_v1"),
         (["+trainer.v1.replay.host_mode=later"], "host_mode=later.*colocate_async"),
         (["trainer.v1.trainer_mode=sync"], "trainer_mode=sync: set replay"),
