@@ -299,6 +299,9 @@ class BatchSection(Section):
     mini_batch_rollouts: Positive | None = None
     """Replaces `updates_per_step`: a batch of n is split into ceil(n / this) even parts, one per
     update."""
+    epochs: Positive = 1
+    """Passes over the fresh batch, each shuffled anew and with the updates above (PPO's epochs);
+    the log-probs of birth stay in the ratio. Above 1 only without replay."""
     max_tokens_per_microbatch: Positive = 16_384
     """Tokens in one forward pass: prompts, completions and padding."""
     packing: bool | None = None
@@ -307,7 +310,7 @@ class BatchSection(Section):
     pass."""
 
     def updates_of(self, rollouts: float) -> int:
-        """Optimizer updates of a step that trains on so many rollouts."""
+        """Optimizer updates of one pass over so many rollouts."""
         if self.mini_batch_rollouts is None:
             return self.updates_per_step
         return math.ceil(rollouts / self.mini_batch_rollouts)

@@ -319,6 +319,11 @@ def _reward_contradictions(recipe: Recipe) -> Iterable[str]:
 def _algorithm_contradictions(recipe: Recipe) -> Iterable[str]:
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
+    if recipe.batch.epochs > 1 and recipe.replay.trains_on_draws:
+        yield (
+            f"batch.epochs {recipe.batch.epochs} with replay.preset '{recipe.replay.preset}': the "
+            "passes are over the fresh batch alone; set replay.preset grpo, or batch.epochs 1"
+        )
     if recipe.run.mode == "async":
         yield from _asynchronous_contradictions(recipe)
         return
@@ -443,7 +448,8 @@ def _lag_contradictions(recipe: Recipe) -> Iterable[str]:
             f"run.sync_every_steps {every} with loss.behavior_logprobs 'trainer': between pushes "
             "the trainer is not the policy that sampled; set loss.behavior_logprobs sampler"
         )
-    if recipe.eval.benchmarks and recipe.eval.every_steps and recipe.eval.every_steps % every:
+    due = recipe.eval.every_steps or []
+    if recipe.eval.benchmarks and any(n % every for n in ([due] if isinstance(due, int) else due)):
         yield (
             f"eval.every_steps {recipe.eval.every_steps} is not a multiple of "
             f"run.sync_every_steps {every}: the sampler runs the evaluation, and between pushes "

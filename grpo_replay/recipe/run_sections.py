@@ -4,7 +4,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Seconds, Section
+from grpo_replay.recipe.base import (
+    LEAST_TEMPERATURE,
+    Passthrough,
+    Positive,
+    Seconds,
+    Section,
+    distinct,
+)
 from grpo_replay.recipe.open_lists import VERIFIERS
 
 
@@ -87,8 +94,9 @@ class EvalSection(Section):
     benchmarks: list[str] = Field(default_factory=list)
     """Names or groups of docs/evaluation.md, or files and folders as for `prompts.source`. Empty:
     no evaluation."""
-    every_steps: Positive | None = None
-    """Steps between evaluations. Null: only at the start and at the end."""
+    every_steps: Positive | Annotated[list[Positive], Field(min_length=1)] | None = None
+    """Steps between evaluations, or a list of the steps after which to evaluate. The last step is
+    always evaluated. Null: only at the start and at the end."""
     at_start: bool = True
     """Evaluate the base model before the first step."""
     samples: Annotated[int, Field(ge=1, le=10_000)] | None = None
@@ -118,6 +126,11 @@ class EvalSection(Section):
             raise ValueError("expected a list: write [NAME]")
         return benchmarks
 
+    @field_validator("every_steps")
+    @classmethod
+    def _are_distinct(cls, steps: int | list[int] | None) -> int | list[int] | None:
+        return distinct(steps) if isinstance(steps, list) else steps
+
     @field_validator("temperature")
     @classmethod
     def _is_not_too_cold(cls, temperature: float) -> float:
@@ -130,6 +143,12 @@ class EvalSection(Section):
     def _is_verifier(cls, reward: str) -> str:
         VERIFIERS.check(reward)
         return reward
+
+    def is_due(self, step: int) -> bool:
+        """Whether `every_steps` asks for an evaluation after training step `step`."""
+        if isinstance(self.every_steps, list):
+            return step in self.every_steps
+        return self.every_steps is not None and step % self.every_steps == 0
 
 
 class TrackingSection(Section):

@@ -64,7 +64,7 @@ def even_sizes(count: int, parts: int) -> list[int]:
 def mini_batch_indices(
     count: int, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """A random split of `count` rollouts into even parts, one per optimizer update.
+    """A random split of `count` rollouts into even parts, one per optimizer update of one pass.
 
     `updates_per_step` parts, or ceil(count / mini_batch_rollouts). Part sizes differ by at most
     one. No part is empty: with fewer rollouts than `updates_per_step` there are fewer parts.
@@ -80,10 +80,13 @@ def update_indices(
     batch: ComposedBatch, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
     """The rollouts of each optimizer update: those that were drawn for it, or, if the step made one
-    draw or none, a random split (`mini_batch_indices`). No update is empty."""
+    draw or none, a random split (`mini_batch_indices`) for each of `batch.epochs` passes. No update
+    is empty."""
     update_N = batch.draw.update_N if batch.trains_on_draw else None
     if update_N is None:
-        return mini_batch_indices(len(batch.rollouts), settings, generator)
+        count = len(batch.rollouts)
+        passes = [mini_batch_indices(count, settings, generator) for _ in range(settings.epochs)]
+        return [part for parts in passes for part in parts]
     return [np.flatnonzero(update_N == update) for update in np.unique(update_N)]
 
 

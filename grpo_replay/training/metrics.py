@@ -36,7 +36,7 @@ def step_metrics(
 ) -> dict[str, Any]:
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
-    generated, trained = record.generated, record.batch.rollouts
+    generated, trained = record.generated, record.batch.rollouts * recipe.batch.epochs
     loss = recipe.loss
     machines = recipe.replay.machines if recipe.replay.trains_on_draws else None
     return json_values(

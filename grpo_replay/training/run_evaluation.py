@@ -37,12 +37,11 @@ class RunEvaluation:
 
     def is_due(self, step: int) -> bool:
         """Whether the policy after `step` (0: the base model) is evaluated."""
-        every, last = self.recipe.eval.every_steps, step == self.recipe.run.steps
         if self.plan is None:
             return False
         if step == 0:
             return self.recipe.eval.at_start
-        return last or (every is not None and step % every == 0)
+        return step == self.recipe.run.steps or self.recipe.eval.is_due(step)
 
     def evaluate(self, step: int) -> EvaluationReport | None:
         """Evaluate the current policy into eval/, or read the report if it is there already.

@@ -84,7 +84,8 @@ class Trainer:
         results, outcomes = self.update(batch, step)
         self.advance()
         record = StepRecord(step, taken, fresh, gap, batch, results, outcomes, probe)
-        count_step(self.state, record, self.recipe.sampling.group_size)
+        recipe = self.recipe
+        count_step(self.state, record, recipe.sampling.group_size, recipe.batch.epochs)
         return self._report(record) if self.comm.is_main else {}
 
     def trainer_logprobs(self, rollouts: Sequence[Rollout]) -> dict[int, np.ndarray]:
@@ -143,7 +144,7 @@ class Trainer:
         self, batch: ComposedBatch, step: int
     ) -> tuple[list[UpdateResult], list[RolloutOutcome]]:
         """Make the optimizer updates of the step. Returns them, and the outcome of every rollout
-        of the batch."""
+        of the batch, in the last pass if there are several."""
         rng = stream(self.recipe.run.seed, step, SPLIT_STREAM)
         parts = update_indices(batch, self.recipe.batch, rng)
         results: list[UpdateResult] = []
@@ -203,7 +204,7 @@ class Trainer:
         return {**metrics, "num_tokens": self.state.processed_tokens}
 
 
-def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
+def count_step(state: RunState, record: StepRecord, group_size: int, epochs: int) -> None:
     """Advance the counters of the run by one step. Token counts are complete on rank 0 only."""
     taken = record.taken
     state.step = record.step
@@ -211,7 +212,8 @@ def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
     state.next_group_id += taken.groups
     state.next_rollout_id += taken.groups * group_size
     state.generated_tokens += sum(len(r.completion_token_ids) for r in taken.generated)
-    state.trained_tokens += sum(r.trained_tokens for r in record.batch.rollouts)
+    of_a_pass = sum(rollout.trained_tokens for rollout in record.batch.rollouts)
+    state.trained_tokens += epochs * of_a_pass
     state.processed_tokens += sum(
         len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
     )

@@ -66,6 +66,19 @@ def test_a_step_of_one_draw_is_split_at_random():
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
 
 
+def test_every_pass_over_a_batch_has_each_rollout_once_in_an_order_of_its_own():
+    batch = SimpleNamespace(draw=SimpleNamespace(update_N=None), rollouts=[None] * 7, trains_on_draw=True)
+    settings = BatchSection(updates_per_step=2, epochs=3)
+    parts = update_indices(batch, settings, np.random.default_rng(3))
+    assert [len(part) for part in parts] == [4, 3] * 3
+    passes = [np.concatenate(parts[first : first + 2]).tolist() for first in (0, 2, 4)]
+    assert [sorted(each) for each in passes] == [list(range(7))] * 3
+    assert len({tuple(each) for each in passes}) == 3
+    # The first pass is that of a single one.
+    single = update_indices(batch, BatchSection(updates_per_step=2), np.random.default_rng(3))
+    assert [part.tolist() for part in parts[:2]] == [part.tolist() for part in single]
+
+
 def test_a_masked_row_has_results_for_the_tokens_that_train():
     row = logprob_row(np.array([1, 2], np.int32), np.array([7, 8, 9], np.int32))
     assert row.trained_C.tolist() == [0, 1, 2]

@@ -229,7 +229,7 @@ def test_counters_of_a_step_by_hand():
     batch = ComposedBatch(drawn, np.ones(1, bool), draw.ages, draw)
     taken = StepRollouts([make_rollout(0), make_rollout(1)], [], 2, 3, 2, None)
     state = RunState(step=4, prompt_cursor=10, next_group_id=8, next_rollout_id=32)
-    count_step(state, StepRecord(5, taken, [], None, batch, [], []), group_size=4)
+    count_step(state, StepRecord(5, taken, [], None, batch, [], []), group_size=4, epochs=1)
     assert (state.step, state.replayed_rollouts) == (5, 1)
     assert (state.generated_tokens, state.trained_tokens, state.processed_tokens) == (6, 4, 10)
     assert (state.prompt_cursor, state.next_group_id, state.next_rollout_id) == (13, 10, 40)

@@ -90,4 +90,8 @@ def test_a_sampler_that_lags_needs_its_own_log_probs_and_evaluations_after_pushe
     }
     with pytest.raises(RecipeError, match=r"every_steps 6 .*run\.sync_every_steps 4"):
         small_recipe(**sections)
-    assert small_recipe(**{**sections, "eval": {"benchmarks": ["tiny"], "every_steps": 8}})
+    with pytest.raises(RecipeError, match=r"every_steps \[4, 6\] .*run\.sync_every_steps 4"):
+        small_recipe(**{**sections, "eval": {"benchmarks": ["tiny"], "every_steps": [4, 6]}})
+    for multiples in (8, [4, 16]):
+        evaluated = {"benchmarks": ["tiny"], "every_steps": multiples}
+        assert small_recipe(**{**sections, "eval": evaluated})

@@ -7,12 +7,13 @@ from math import ceil
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from small_runs.trained import Listener
+from small_runs.trained import Listener, small_recipe, train_small_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_replay.cli.run_display import samples_table, shortened
 from grpo_replay.engine.models import load_tokenizer
+from grpo_replay.errors import RecipeError
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
 from grpo_replay.sampling.hf import HfSampler
@@ -91,6 +92,20 @@ def test_the_directory_holds_what_the_design_says(run):
     assert environment["packages"]["torch"] and environment["world_size"] == 1
     recipe = resolve_recipe([yaml.safe_load((run / "recipe.yaml").read_text())])
     assert recipe == load_recipe("tiny", SETTINGS)
+
+
+def test_a_list_of_steps_says_when_to_evaluate_and_the_last_step_is_evaluated_too(
+    tmp_path, processes
+):
+    evaluated = {"benchmarks": ["tiny_add"], "max_problems": 4, "samples": 1}
+    run = train_small_run(
+        tmp_path / "run", run={"steps": 4}, eval={**evaluated, "every_steps": [1, 3]}
+    )
+    steps = sorted(path.stem for path in (run.path / "eval").glob("*.json"))
+    assert steps == ["step_000000", "step_000001", "step_000003", "step_000004"]
+    for wrong in ([], [0, 3], [3, 3]):
+        with pytest.raises(RecipeError, match=r"eval\.every_steps"):
+            small_recipe(eval={**evaluated, "every_steps": wrong})
 
 
 def test_mini_batches_of_a_literal_size_are_as_many_as_the_batch_needs(run):

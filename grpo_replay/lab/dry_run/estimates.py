@@ -138,6 +138,7 @@ def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
         replayed = drawn_rollouts(replay, generated, survivors, recipe.draws_per_step)
     own_batch = replay.trains_on_draws and replay.stores_first
     trained = replayed if own_batch else survivors + replayed
+    trained *= recipe.batch.epochs
     return {
         "generated_rollouts": round(generated),
         "generated_tokens_expected": round(generated * expected.completion_tokens),

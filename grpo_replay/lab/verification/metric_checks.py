@@ -87,7 +87,8 @@ def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
         name: np.concatenate([each[name] for each in trained_on]) for name in ("tokens", "entropy")
     }
     trained, count = len(both["tokens"]), len(replayed["step"])
-    updates = min(recipe.batch.updates_of(trained), trained)
+    passes = recipe.batch.epochs
+    updates = passes * min(recipe.batch.updates_of(trained), trained)
     ages = replayed.get("age_updates", replayed["age_steps"])
     own_updates = "update" in draws and recipe.replay.trains_on_draws
     advantages = run.rollouts["advantage"][run.rows_of(replayed["rollout_id"])]
@@ -103,8 +104,8 @@ def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
         "replay/age_max": int(ages.max()) if count else None,
         "replay/positive_fraction": mean_of(advantages > 0),
         **_by_age(measured, measured.get("age_updates", measured["age_steps"])),
-        "cost/trained_rollouts": trained,
-        "cost/trained_tokens": int(both["tokens"].sum()),
+        "cost/trained_rollouts": passes * trained,
+        "cost/trained_tokens": passes * int(both["tokens"].sum()),
     }
 
 
