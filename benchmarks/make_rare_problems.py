@@ -2,9 +2,9 @@
 
     python benchmarks/make_rare_problems.py
 
-Writes recipes/tiny-rare/train.jsonl, rare.jsonl and hard.jsonl (both held out). Every problem of the
-tiny task that is not held out there is sampled 32 times, and chosen if at most two samples are
-correct; `base_correct` of a row counts 32 fresh samples, because the first ones were selected for.
+Writes recipes/tiny-rare/train.jsonl, rare.jsonl and hard.jsonl (both held out). Every problem of
+the tiny task that is not held out there is sampled 32 times, and chosen if at most two samples are
+correct; `base_correct` of a row counts 32 fresh samples, as the first ones were selected for.
 The hard tier has the products of `tiny_mul` that need an entry of the multiplication table that the
 base misremembers (tiny_pupil.py). No training problem has the operands of a held-out one, also not
 exchanged. Takes three minutes on one thread.

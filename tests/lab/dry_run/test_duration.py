@@ -29,6 +29,16 @@ def test_no_more_is_drawn_than_is_stored_or_may_be_used_again(words, replayed):
     assert found["trained_rollouts_expected"] == 100 + replayed
 
 
+def test_every_pass_over_the_fresh_batch_trains_on_its_tokens_again():
+    recipe = load_recipe("qwen3-1.7b", ["replay.preset=grpo", "batch.epochs=3"])
+    found = describe_step(
+        recipe, expected_of(recipe, {"survival": 100 / 256, "completion_tokens": 500.0})
+    )
+    assert found["surviving_rollouts_expected"] == 100
+    assert found["trained_rollouts_expected"] == 300
+    assert found["trained_tokens_expected"] == 150_000
+
+
 @pytest.mark.parametrize(("overlaps", "seconds"), [(False, 5.5), (True, 3.5)])
 def test_the_seconds_of_a_step_are_those_of_its_tokens_and_the_rest(overlaps, seconds):
     step = {"generated_tokens_expected": 600, "trained_tokens_expected": 800}
