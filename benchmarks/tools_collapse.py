@@ -1,7 +1,7 @@
 """How often does docs/replay_with_tools.py collapse at a high learning rate, and why with replay?
 
     python benchmarks/tools_collapse.py runs/tools ours 1e-3 1-20    # again: what is missing
-    python benchmarks/tools_collapse.py runs/tools --record          # docs/records/tools-collapse.csv
+    python benchmarks/tools_collapse.py runs/tools --record        # docs/records/tools-collapse.csv
 
 Protocol. Seeds 1 to 20 of every arm, 60 steps, at 1e-3 `plain` (TRL's own trainer), `ours` (as in
 the script) and `uniform` (the same with `priority: uniform`), at 3e-4 (the script's rate) and 2e-3
