@@ -46,7 +46,7 @@ def train(folder: Path, arm: str, rate: float, seed: int) -> None:
 
     class EveryUpdate(script.TrainerCallback):
         def __init__(self, _: int) -> None:
-            self.file = folder.with_suffix(".part").open("w")
+            self.file = beside(folder, ".part").open("w")
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             line = {"update": state.global_step, **(logs or {})}
@@ -66,19 +66,24 @@ def train(folder: Path, arm: str, rate: float, seed: int) -> None:
     plain = ["--plain"] if arm == "plain" else []
     sys.argv = [sys.argv[0], str(folder), "--seed", str(seed), *plain]
     script.main()
-    folder.with_suffix(".part").rename(folder.with_suffix(".jsonl"))
+    beside(folder, ".part").rename(beside(folder, ".jsonl"))
+
+
+def beside(folder: Path, suffix: str) -> Path:
+    """A file of a run, whose name has dots."""
+    return folder.with_name(folder.name + suffix)
 
 
 def row_of(log: Path) -> dict[str, str]:
     """What became of a run."""
-    arm, rate, seed = log.stem.split("_")
+    arm, rate, seed = log.name.removesuffix(".jsonl").split("_")
     won = [line["reward"] for line in map(json.loads, log.open()) if "reward" in line]
     return {
         "arm": arm, "rate": rate, "seed": seed, "steps": str(len(won)),
         "last": f"{np.mean(won[-LAST_STEPS:]):.4f}", "outcome": outcome(won),
         "lowest": f"{min(won[FIRST_STEPS:]):.4f}",
         "dips": str(sum(share < DIP for share in won[FIRST_STEPS:])),
-        **{name: f"{value:.4f}" for name, value in drawn(log.with_suffix("")).items()},
+        **{name: f"{value:.4f}" for name, value in drawn(log.with_name(log.name.removesuffix(".jsonl"))).items()},
     }  # fmt: skip
 
 
@@ -139,7 +144,7 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     for seed in (seeds := list(seeds_of(given.seeds))):
         run = given.folder / f"{given.arm}_{given.rate:g}_{seed}"
-        if run.with_suffix(".jsonl").exists():
+        if beside(run, ".jsonl").exists():
             continue
         if len(seeds) == 1:
             train(run, given.arm, given.rate, seed)
