@@ -1,11 +1,13 @@
 """Records, missing runs and numbers of the sweep `tiny-rare`, whose protocol is in its file.
 
-    python benchmarks/rare_study.py record runs/tiny-rare        # docs/records/tiny-rare.csv
-    python benchmarks/rare_study.py missing runs/tiny-rare | sh  # run what has no record
-    python benchmarks/rare_study.py compare                      # the numbers of the protocol
+    python benchmarks/rare_study.py run runs/tiny-rare       # what has no record, one by one
+    python benchmarks/rare_study.py missing runs/tiny-rare   # its commands, for a queue
+    python benchmarks/rare_study.py record runs/tiny-rare    # into docs/records/tiny-rare.csv
+    python benchmarks/rare_study.py compare                  # the numbers of the protocol
 
 A row of the record is a run at one of its evaluations. A run that is recorded needs no folder any
-more: on another machine only the missing ones run, at the rates that the tuning runs chose.
+more: on another machine only the others run, in the order and at the rates of the protocol (the
+tuning, a wider grid while an arm prefers an edge of it, and then the comparison).
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -31,8 +36,10 @@ from grpo_replay.lab.report.finished_run import (
 from grpo_replay.lab.sweep.cells import Cell, CellState, expand, shell_command
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.shipped_recipes import shipped_recipes_folder
+from grpo_replay.storage.run_directory import RunDirectory
 
 SWEEP = "tiny-rare"
+RATE = "optimizer.learning_rate"
 RECORD = Path(__file__).resolve().parents[1] / "docs" / "records" / f"{SWEEP}.csv"
 RUN = ("stage", "arm", "rate", "seed")
 """The columns that name a run. `stage` is `tune` or `compare`."""
@@ -45,23 +52,18 @@ COLUMNS = (
 Row = Mapping[str, str]
 
 
-def cells_of(root: Path) -> list[Cell]:
-    source = find_sweep(SWEEP)
-    return expand(read_sweep_file(source), source, root)
-
-
-def read_record() -> list[dict[str, str]]:
-    if not RECORD.exists():
+def read_record(file: Path) -> list[dict[str, str]]:
+    if not file.exists():
         return []
-    with RECORD.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    with file.open(encoding="utf-8", newline="") as text:
+        return list(csv.DictReader(text))
 
 
-def write_record(rows: Iterable[Row]) -> None:
+def write_record(rows: Iterable[Row], file: Path) -> None:
     ordered = sorted(rows, key=lambda row: (row["stage"], row["arm"], float(row["rate"]),
                                             int(row["seed"]), int(row["step"])))  # fmt: skip
-    with RECORD.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    with file.open("w", encoding="utf-8", newline="") as text:
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(ordered)
 
@@ -125,58 +127,100 @@ def shares_of(run: FinishedRun) -> dict[str, np.ndarray]:
     }
 
 
-def stage_of(cell: Cell) -> str:
-    return "compare" if cell.candidate is None else "tune"
+def rate_of(cell: Cell) -> str:
+    """As in the record."""
+    words = dict(word.split("=", 1) for word in cell.all_overrides())
+    return f"{float(words[RATE]):g}"
 
 
-def record(root: Path) -> None:
-    """Add the finished runs of a folder to the record. A run that is there stays as it is."""
-    rows = read_record()
-    before = runs_of(rows)
-    for cell in cells_of(root):
-        try:
-            run = read_finished_run(cell.folder)
-        except UnfinishedRun:
-            continue
-        name = (stage_of(cell), cell.arm, f"{run.recipe.optimizer.learning_rate:g}", str(cell.seed))
-        if name not in before:
-            rows += rows_of(run, name[0], cell.arm)
-    write_record(rows)
-    after = runs_of(rows)
-    print(f"{RECORD.name}: {len(after)} runs, {len(after - before)} of them new")
+def name_of(cell: Cell) -> tuple[str, ...]:
+    """The cell as `RUN` names it."""
+    stage = "compare" if cell.candidate is None else "tune"
+    return stage, cell.arm, rate_of(cell), str(cell.seed)
 
 
-def missing(root: Path) -> list[str]:
-    """The commands of the runs without a record, and of the comparison as far as its rates are
-    chosen."""
-    rows = read_record()
-    recorded, cells = runs_of(rows), cells_of(root)
-    found = []
-    for cell in cells:
-        candidate = cell.candidate
-        if candidate is None:
-            candidate = chosen(rows, [c for c in cells if c.arm == cell.arm and c.candidate])
-            if candidate is None:
-                continue
-            cell = cell.with_choice(candidate)
-        rate = f"{float(candidate[0].partition('=')[2]):g}"
-        if (stage_of(cell), cell.arm, rate, str(cell.seed)) not in recorded:
-            found.append(shell_command(cell, CellState.NEW))
-    return found
-
-
-def chosen(rows: Sequence[Row], tuning: Sequence[Cell]) -> tuple[str, ...] | None:
-    """The candidate of an arm with the best mean accuracy after the last step; None while one of
-    its tuning runs has no record."""
+def cells_of(root: Path, rows: Sequence[Row]) -> list[Cell]:
+    """The runs of the sweep in `root` as far as the record says which they are: those of the
+    tuning, and, once no arm prefers an edge of the grid, those of the comparison."""
+    source = find_sweep(SWEEP)
+    sweep = read_sweep_file(source)
+    assert sweep.tune is not None
     finals = final_accuracies(rows)
-    scores: dict[tuple[str, ...], list[float]] = {}
+    grid = sorted(map(float, sweep.tune.grid[RATE]))
+    while True:
+        tune = sweep.tune.model_copy(update={"grid": {RATE: grid}})
+        cells = expand(sweep.model_copy(update={"tune": tune}), source, root)
+        tuning = [cell for cell in cells if cell.candidate is not None]
+        if any(name_of(cell) not in finals for cell in tuning):
+            return tuning
+        best = {arm: chosen([c for c in tuning if c.arm == arm], finals) for arm in sweep.arms}
+        rates = {rate_of(cell) for cell in best.values()}
+        wider = [grid[0] / 2] * (f"{grid[0]:g}" in rates) + [2 * grid[-1]] * (
+            f"{grid[-1]:g}" in rates
+        )
+        if not wider:
+            break
+        grid = sorted([*grid, *wider])
+    compared = [cell for cell in cells if cell.candidate is None]
+    return [*tuning, *(cell.with_choice(best[cell.arm].candidate or ()) for cell in compared)]
+
+
+def chosen(tuning: Sequence[Cell], finals: Mapping[tuple[str, ...], float]) -> Cell:
+    """A tuning run of an arm with the rate of the best mean accuracy after the last step."""
+    by_rate: dict[str, list[Cell]] = {}
     for cell in tuning:
-        assert cell.candidate is not None
-        rate = f"{float(cell.candidate[0].partition('=')[2]):g}"
-        if (name := ("tune", cell.arm, rate, str(cell.seed))) not in finals:
-            return None
-        scores.setdefault(cell.candidate, []).append(finals[name])
-    return max(scores, key=lambda candidate: fmean(scores[candidate]))
+        by_rate.setdefault(rate_of(cell), []).append(cell)
+    best = max(by_rate.values(), key=lambda cells: fmean(finals[name_of(c)] for c in cells))
+    return best[0]
+
+
+def record(root: Path, file: Path) -> None:
+    """Add the finished runs of a folder to the record. A run that is there stays as it is."""
+    rows = read_record(file)
+    before = runs_of(rows)
+    while True:  # recorded tuning runs say which further runs there are
+        known = runs_of(rows)
+        for cell in cells_of(root, rows):
+            if name_of(cell) in known:
+                continue
+            try:
+                run = read_finished_run(cell.folder)
+            except UnfinishedRun:
+                continue
+            rows += rows_of(run, name_of(cell)[0], cell.arm)
+        if runs_of(rows) == known:
+            break
+    write_record(rows, file)
+    print(f"{file.name}: {len(known)} runs, {len(known - before)} of them new", file=sys.stderr)
+
+
+def missing(root: Path, file: Path) -> list[str]:
+    """The commands of the runs without a record."""
+    rows = read_record(file)
+    recorded = runs_of(rows)
+    return [
+        shell_command(cell, CellState.STARTED if is_begun(cell) else CellState.NEW)
+        for cell in cells_of(root, rows)
+        if name_of(cell) not in recorded
+    ]
+
+
+def is_begun(cell: Cell) -> bool:
+    return RunDirectory(cell.folder).recipe_path.exists()
+
+
+def run(root: Path, file: Path) -> None:
+    """Run what has no record, one run after the other, and record it."""
+    failed = set[str]()
+    while True:
+        record(root, file)
+        left = [line for line in missing(root, file) if line not in failed]
+        if not left:
+            break
+        print(left[0], flush=True)
+        if subprocess.run(shlex.split(left[0]), stdout=subprocess.DEVNULL, check=False).returncode:
+            print(f"failed: {left[0]}", flush=True)
+            failed.add(left[0])
 
 
 def final_accuracies(rows: Sequence[Row]) -> dict[tuple[str, ...], float]:
@@ -189,27 +233,26 @@ def final_accuracies(rows: Sequence[Row]) -> dict[tuple[str, ...], float]:
     return {name: fmean(float(row[each]) for each in BENCHMARKS) for name, row in last.items()}
 
 
-def courses() -> list[Course]:
+def courses(file: Path) -> list[Course]:
     """The recorded runs."""
     by_run: dict[tuple[str, ...], list[Row]] = {}
-    for row in read_record():
+    for row in read_record(file):
         by_run.setdefault(tuple(row[column] for column in RUN), []).append(row)
     return [Course.of(rows) for rows in by_run.values()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("record", "missing", "compare"))
-    parser.add_argument("folder", nargs="?", type=Path, help="the folder of the sweep")
+    parser.add_argument("action", choices=("run", "record", "missing", "compare"))
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs") / SWEEP)
+    parser.add_argument("--record", type=Path, default=RECORD, metavar="FILE")
     given = parser.parse_args()
     if given.action == "compare":
-        print(compare(courses()))
-    elif given.folder is None:
-        parser.error(f"{given.action} needs the folder of the sweep")
-    elif given.action == "record":
-        record(given.folder)
+        print(compare(courses(given.record)))
+    elif given.action == "missing":
+        print("\n".join(missing(given.folder, given.record)))
     else:
-        print("\n".join(missing(given.folder)))
+        {"run": run, "record": record}[given.action](given.folder, given.record)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ Arms are compared by Fisher's exact test of collapses and dips together.
 
 Written after seeds 1 to 9 of `plain` and `ours` at 1e-3: one collapse and three dips of `ours`,
 none of `plain`. In these runs nearly all games are won, so that a group with a signal has one
-failure, of advantage -2.5, among successes of 0.35: fresh groups have mean 0, but draws by
-|advantage| take the failures, and the rollouts drawn have a mean of -0.4. The hypothesis is that
+failure, of advantage -2.5, among successes of 0.35: a fresh group has mean 0, but draws by
+|advantage| take the failures, and the rollouts drawn have a mean near -0.3. The hypothesis is that
 this push away from all that was sampled, without a push towards anything, is what makes the policy
 write nonsense, and not that the rollouts are old. Draws of `uniform` are as old and have mean 0: it
 should collapse and dip as seldom as `plain`. If it does so as often as `ours`, the hypothesis is
@@ -76,14 +76,15 @@ def beside(folder: Path, suffix: str) -> Path:
 
 def row_of(log: Path) -> dict[str, str]:
     """What became of a run."""
-    arm, rate, seed = log.name.removesuffix(".jsonl").split("_")
+    folder = log.with_name(log.name.removesuffix(".jsonl"))
+    arm, rate, seed = folder.name.split("_")
     won = [line["reward"] for line in map(json.loads, log.open()) if "reward" in line]
     return {
         "arm": arm, "rate": rate, "seed": seed, "steps": str(len(won)),
         "last": f"{np.mean(won[-LAST_STEPS:]):.4f}", "outcome": outcome(won),
         "lowest": f"{min(won[FIRST_STEPS:]):.4f}",
         "dips": str(sum(share < DIP for share in won[FIRST_STEPS:])),
-        **{name: f"{value:.4f}" for name, value in drawn(log.with_name(log.name.removesuffix(".jsonl"))).items()},
+        **{name: f"{value:.4f}" for name, value in drawn(folder).items()},
     }  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """The numbers of the study of rare successes, by hand, and its record against a real run."""
 
-import csv
 import json
 
 import numpy as np
@@ -30,6 +29,7 @@ from rare_numbers import (
 from small_runs.trained import FinishedRun
 
 from grpo_replay.lab.report.finished_run import read_finished_run
+from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.recipe import load_recipe
 from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
@@ -137,30 +137,45 @@ def test_a_difference_is_paired():
     assert [each.tolist() for each in found] == [[[0.5, 0], [-0.5, 0]], [[0.25], [-0.25]]]
 
 
-@pytest.fixture
-def record(tmp_path, monkeypatch):
-    monkeypatch.setattr(rare_study, "RECORD", tmp_path / "record.csv")
-    return rare_study.RECORD
+ARMS = tuple(read_sweep_file(find_sweep("tiny-rare")).arms)
+RATES = ("5e-05", "0.0001", "0.0002", "0.0004")
+BEST = {"rare": [[0, 0], [32, 32]], "hard": [[0], [32]]}
 
 
-def test_only_runs_without_a_record_are_missing_and_rates_are_those_of_the_recorded(
-    record, tmp_path
-):
-    every = rare_study.missing(tmp_path)
-    assert len(every) == 120 and all("/tune/" in line for line in every)
-    best = {"rare": [[0, 0], [32, 32]], "hard": [[0], [32]]}
-    tuned = [
+def tuned(best, rates=RATES, arms=ARMS):
+    """Records of all tuning runs, in which every arm prefers one rate."""
+    return [
         row
+        for arm in arms
         for seed in (1, 2, 3)
-        for rate in ("5e-05", "0.0001", "0.0002", "0.0004")
-        for row in rows("tune", "grpo", rate, seed, correct=best if rate == "0.0002" else None)
+        for rate in rates
+        for row in rows("tune", arm, rate, seed, correct=BEST if rate == best else None)
     ]
-    rare_study.write_record([*tuned, *rows("compare", "grpo", "0.0002", 42)])
-    left = rare_study.missing(tmp_path)
-    assert len(left) == 108 + 11
-    grpo = [line for line in left if f"{tmp_path}/grpo/" in line]
-    assert len(grpo) == 11 and not any("seed-42" in line for line in grpo)
-    assert all("optimizer.learning_rate=0.0002 " in line for line in grpo)
+
+
+def test_a_run_is_missing_until_it_is_recorded_and_comparisons_until_all_is_tuned(tmp_path):
+    file = tmp_path / "record.csv"
+    every = rare_study.missing(tmp_path, file)
+    assert len(every) == 120 and all("/tune/" in line for line in every)
+    some = tuned("0.0002", arms=("grpo", "ours"))
+    rare_study.write_record(some, file)
+    left = rare_study.missing(tmp_path, file)
+    assert len(left) == 96 and not any(f"{tmp_path}/tune/grpo/" in line for line in left)
+    rare_study.write_record([*tuned("0.0002"), *rows("compare", "grpo", "0.0002", 42)], file)
+    left = rare_study.missing(tmp_path, file)
+    assert len(left) == 119 and all("optimizer.learning_rate=0.0002 " in line for line in left)
+    assert not any(line.endswith(f"{tmp_path}/grpo/seed-42") for line in left)
+
+
+@pytest.mark.parametrize(("best", "added"), [("0.0004", "0.0008"), ("5e-05", "2.5e-05")])
+def test_an_edge_that_an_arm_prefers_is_widened_for_all_arms_first(tmp_path, best, added):
+    file = tmp_path / "record.csv"
+    rare_study.write_record(tuned(best), file)
+    left = rare_study.missing(tmp_path, file)
+    assert len(left) == 30 and all("/tune/" in line and f"={added} " in line for line in left)
+    rare_study.write_record(tuned(best, rates=(*RATES, added)), file)
+    left = rare_study.missing(tmp_path, file)
+    assert len(left) == 120 and all(f"={best} " in line.replace("5.0e", "5e") for line in left)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +188,7 @@ def small_run(tmp_path_factory, processes):
     return FinishedRun(path, recipe)
 
 
-def test_a_record_counts_what_the_files_of_the_run_hold(small_run, record):
+def test_a_record_counts_what_the_files_of_the_run_hold(small_run, tmp_path):
     found = rare_study.rows_of(read_finished_run(small_run.path), "compare", "ours")
     assert [row["step"] for row in found] == ["0", "2", "3"]
     solved, kept, good, all_groups = set(), 0, 0, 0
@@ -200,9 +215,8 @@ def test_a_record_counts_what_the_files_of_the_run_hold(small_run, record):
             if row["benchmark"] == name:
                 correct[row["problem_index"]] += row["correct"]
         assert after_two[f"{name}_correct"] == "".join(map(str, correct))
-    rare_study.write_record(found)
-    with record.open() as file:
-        assert len(list(csv.DictReader(file))) == 3
+    rare_study.write_record(found, tmp_path / "record.csv")
+    assert rare_study.read_record(tmp_path / "record.csv") == found
     report = json.loads((small_run.path / "eval/step_000002.json").read_text())
     accuracy = report["benchmarks"]["rare"]["avg_at_k"]
     assert float(after_two["rare"]) == pytest.approx(accuracy, abs=1e-6)
