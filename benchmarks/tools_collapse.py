@@ -26,12 +26,14 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from scipy.stats import fisher_exact
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "records" / "tools-collapse.csv"
@@ -113,13 +115,37 @@ def drawn(run: Path) -> Mapping[str, float]:
 
 
 def record(folder: Path) -> None:
-    """Write the record of all finished runs of a folder."""
+    """Write the record of all finished runs of a folder, and print its summary."""
     rows = sorted(map(row_of, folder.glob("*.jsonl")), key=lambda row: (
         float(row["rate"]), ARMS.index(row["arm"]), int(row["seed"])))  # fmt: skip
     with RECORD.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    print(summary(rows))
+
+
+def summary(rows: Sequence[Mapping[str, str]]) -> str:
+    """Runs of every rate and arm that ended unsteadily, and Fisher's p between arms."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        counts.setdefault((row["rate"], row["arm"]), Counter())[row["outcome"]] += 1
+    lines = ["| rate | arm | runs | collapsed | dipped | p against the arms above |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for (rate, arm), found in counts.items():
+        above = [other for other in counts if other[0] == rate][: ARMS.index(arm)]
+        tests = [f"{other} {unlike(found, counts[rate, other]):.3g}" for _, other in above]
+        lines.append(
+            f"| {rate} | `{arm}` | {found.total()} | {found['collapse']} | {found['dip']} | "
+            f"{', '.join(tests)} |"
+        )
+    return "\n".join(lines)
+
+
+def unlike(one: Counter[str], other: Counter[str]) -> float:
+    """Fisher's two-sided p of collapses and dips together."""
+    table = [[each["collapse"] + each["dip"], each[""]] for each in (one, other)]
+    return float(fisher_exact(table).pvalue)
 
 
 def seeds_of(words: str) -> Iterator[int]:

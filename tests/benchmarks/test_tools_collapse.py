@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tools_collapse import outcome, row_of, seeds_of
+from tools_collapse import outcome, row_of, seeds_of, summary
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,16 @@ def test_a_row_is_of_the_steps_that_have_a_reward(tmp_path):
 
 def test_seeds_are_one_or_a_range():
     assert list(seeds_of("3-5")) == [3, 4, 5] and list(seeds_of("7")) == [7]
+
+
+def test_a_summary_counts_what_ended_unsteadily_and_tests_it_by_fisher():
+    """Eight of ten against none of ten: the tables with these margins that are as unlikely have
+    2 · C(10,8)·C(10,0)/C(20,8) = 2 · 45 / 125,970."""
+    rows = [
+        {"rate": "0.001", "arm": arm, "outcome": ended}
+        for arm, outcomes in (("plain", [""] * 10), ("ours", ["dip"] * 7 + ["collapse"] + [""] * 2))
+        for ended in outcomes
+    ]
+    *_, plain, ours = summary(rows).splitlines()
+    assert plain == "| 0.001 | `plain` | 10 | 0 | 0 |  |"
+    assert ours == "| 0.001 | `ours` | 10 | 1 | 7 | plain 0.000714 |"
