@@ -31,6 +31,7 @@ from small_runs.trained import FinishedRun
 from grpo_replay.lab.report.finished_run import read_finished_run
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.recipe import load_recipe
+from grpo_replay.shipped_recipes import shipped_recipes_folder
 from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
@@ -137,6 +138,7 @@ def test_a_difference_is_paired():
     assert [each.tolist() for each in found] == [[[0.5, 0], [-0.5, 0]], [[0.25], [-0.25]]]
 
 
+PROBLEMS = shipped_recipes_folder() / "tiny-rare" / "train.jsonl"
 ARMS = tuple(read_sweep_file(find_sweep("tiny-rare")).arms)
 RATES = ("5e-05", "0.0001", "0.0002", "0.0004")
 BEST = {"rare": [[0, 0], [32, 32]], "hard": [[0], [32]]}
@@ -180,8 +182,9 @@ def test_an_edge_that_an_arm_prefers_is_widened_for_all_arms_first(tmp_path, bes
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory, processes):
+    """Half of its problems are easy ones of another source."""
     path = tmp_path_factory.mktemp("rare") / "run"
-    words = ("run.steps=3", "replay.warmup_steps=1", "eval.every_steps=[2]", "eval.samples=4",
+    words = (f"prompts.source=[builtin:tiny, {PROBLEMS}]", "run.steps=3", "replay.warmup_steps=1", "eval.every_steps=[2]", "eval.samples=4",
              "eval.max_problems=5")  # fmt: skip
     recipe = load_recipe("tiny-rare", words)
     run_training(recipe, path, False, Observer())
@@ -191,15 +194,18 @@ def small_run(tmp_path_factory, processes):
 def test_a_record_counts_what_the_files_of_the_run_hold(small_run, tmp_path):
     found = rare_study.rows_of(read_finished_run(small_run.path), "compare", "ours")
     assert [row["step"] for row in found] == ["0", "2", "3"]
-    solved, kept, good, all_groups = set(), 0, 0, 0
+    ids = {json.loads(line)["problem_id"] for line in PROBLEMS.read_text().splitlines()}
+    solved, kept, good, all_groups, without_signal = set(), 0, 0, 0, 0
     for step in (1, 2):
         for row in small_run.rollouts(step):
             solved |= {row["prompt_id"]} if row["reward"] == 1 else set()
+            without_signal += row["reward"] == 1 and not row["kept"]
             kept += row["kept"]
             good += row["kept"] and row["reward"] == 1
             all_groups += 1
     after_two = found[1]
-    assert float(after_two["solved"]) == pytest.approx(len(solved) / 680, abs=1e-6)
+    assert without_signal > 0 and len(solved) > len(solved & ids) > 0
+    assert float(after_two["solved"]) == pytest.approx(len(solved & ids) / 680, abs=1e-6)
     assert float(after_two["mixed"]) == pytest.approx(kept / all_groups, abs=1e-6)
     assert float(after_two["fresh_success"]) == pytest.approx(good / kept, abs=1e-6)
     draws = small_run.draws(2)
