@@ -32,6 +32,7 @@ from grpo_replay.lab.report.finished_run import read_finished_run
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.recipe import load_recipe
 from grpo_replay.shipped_recipes import shipped_recipes_folder
+from grpo_replay.tiny.problems import train_problems
 from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
@@ -182,10 +183,14 @@ def test_an_edge_that_an_arm_prefers_is_widened_for_all_arms_first(tmp_path, bes
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory, processes):
-    """Half of its problems are easy ones of another source."""
-    path = tmp_path_factory.mktemp("rare") / "run"
+    """With easy problems among its own."""
+    folder = tmp_path_factory.mktemp("rare")
+    path, both = folder / "run", folder / "both.jsonl"
+    others = [row for row in train_problems() if row["problem_id"] not in PROBLEMS.read_text()]
+    easy = "".join(f"{json.dumps(row)}\n" for row in others[:680])
+    both.write_text(PROBLEMS.read_text() + easy)
     words = (
-        f"prompts.source=[builtin:tiny, {PROBLEMS}]",
+        f"prompts.source={both}",
         *("run.steps=3", "replay.warmup_steps=1", "eval.every_steps=[2]"),
         *("eval.samples=4", "eval.max_problems=5"),
     )
