@@ -133,8 +133,8 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
     lines = ["| rate | arm | runs | collapsed | dipped | p against the arms above |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for (rate, arm), found in counts.items():
-        above = [other for other in counts if other[0] == rate][: ARMS.index(arm)]
-        tests = [f"{other} {unlike(found, counts[rate, other]):.3g}" for _, other in above]
+        above = [other for other in ARMS[: ARMS.index(arm)] if (rate, other) in counts]
+        tests = [f"{other} {unlike(found, counts[rate, other]):.3g}" for other in above]
         lines.append(
             f"| {rate} | `{arm}` | {found.total()} | {found['collapse']} | {found['dip']} | "
             f"{', '.join(tests)} |"

@@ -45,6 +45,8 @@ def test_a_summary_counts_what_ended_unsteadily_and_tests_it_by_fisher():
         for arm, outcomes in (("plain", [""] * 10), ("ours", ["dip"] * 7 + ["collapse"] + [""] * 2))
         for ended in outcomes
     ]
-    *_, plain, ours = summary(rows).splitlines()
+    alone = {"rate": "0.002", "arm": "ours", "outcome": "collapse"}
+    *_, plain, ours, first = summary([*rows, alone]).splitlines()
+    assert first == "| 0.002 | `ours` | 1 | 1 | 0 |  |"
     assert plain == "| 0.001 | `plain` | 10 | 0 | 0 |  |"
     assert ours == "| 0.001 | `ours` | 10 | 1 | 7 | plain 0.000714 |"
