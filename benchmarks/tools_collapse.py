@@ -17,6 +17,17 @@ this push away from all that was sampled, without a push towards anything, is wh
 write nonsense, and not that the rollouts are old. Draws of `uniform` are as old and have mean 0: it
 should collapse and dip as seldom as `plain`. If it does so as often as `ours`, the hypothesis is
 wrong.
+
+Seen in the files of the collapse, seed 6 of `ours` at 1e-3, and in P(<call> | <call>) after each of
+its updates: the first wrong update is 75, in step 38. Until then that probability is 3.4e-4; one
+game that says `<call>` twice is won, fresh (ratio 1), with advantage 0.35, in a batch of 16. It is
+6.2e-4, 1.3e-3, 2.7e-3, 7.0e-3, 0.055, 0.13, 0.99 after updates 75 to 81, and 0.999 after 82, whose
+gradient has norm 43. Replay did not draw such a game before step 40, where the clip left the one it
+drew, of ratio 182, without gradient; fresh games that win in the same way, and the momentum of
+AdamW, carry it on. From step 43 on every game is `<call>` to the end of the length. No group has
+two rewards then, so nothing is trained on, nothing is drawn, and the policy cannot come back,
+although 56 rollouts are stored. The dip of seed 4 is the same token: 0.013 after update 22, 0.97
+after 23.
 """
 
 from __future__ import annotations
