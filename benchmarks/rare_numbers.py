@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -53,7 +52,10 @@ class Course:
     def of(cls, rows: Sequence[Mapping[str, str]]) -> Course:
         """The rows of a run, in any order."""
         ordered = sorted(rows, key=lambda row: int(row["step"]))
-        names = (*BENCHMARKS, "pass", "solved", "mixed", "fresh_success", "replay_success")
+        names = (
+            *(*BENCHMARKS, "pass", "solved", "mixed", "fresh_success", "replay_success"),
+            *("trained_tokens", "seconds"),
+        )
 
         def column(name: str) -> np.ndarray:
             return np.array([float(row[name]) for row in ordered])
@@ -285,23 +287,37 @@ def _primary(pairs: Pairs, baseline: str) -> str:
 
 def _described(runs: Sequence[Course], baseline: str) -> str:
     lines = [
-        f"| arm | area | − `{baseline}` | final, rare | hard | trained on | seeds |",
-        "|---|---|---|---|---|---|---|",
+        f"| arm | area | − `{baseline}` | `{OURS}` − it | final, rare | hard | "
+        "rollouts trained on | tokens | seconds | seeds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    names: dict[str, Any] = dict.fromkeys(run.arm for run in runs if run.stage == "compare")
-    for arm in names:
-        pairs = pairs_of(runs, arm, baseline)
-        own = [run for run, _ in pairs]
-        if not own:
-            continue
-        final = [
-            100 * fmean(float(at(run.generated_E, run.means[name], BUDGET)) for run in own)
-            for name in BENCHMARKS
-        ]
-        trained = fmean(float(at(run.generated_E, run.trained_E, BUDGET)) for run in own)
-        ahead = "" if arm == baseline else str(estimate(differences(pairs, areas))).split(" | ")[0]
-        lines.append(
-            f"| `{arm}` | {100 * mean_area(own):.1f} | {ahead} | {final[0]:.1f} | {final[1]:.1f} | "
-            f"{trained:,.0f} | {len(own)} |"
-        )
+    for arm in dict.fromkeys(run.arm for run in runs if run.stage == "compare"):
+        own = [run for run in runs if run.stage == "compare" and run.arm == arm]
+        final = [f"{100 * mean_at_budget(own, run_means(name)):.1f}" for name in BENCHMARKS]
+        spent = [
+            f"{mean_at_budget(own, of_run):,.0f}"
+            for of_run in (lambda run: run.trained_E, run_means("trained_tokens"),
+                           run_means("seconds"))
+        ]  # fmt: skip
+        cells = [
+            f"`{arm}`", f"{100 * mean_area(own):.1f}", _ahead(runs, arm, baseline),
+            _ahead(runs, OURS, arm), *final, *spent, str(len(own)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def run_means(name: str) -> Callable[[Course], np.ndarray]:
+    return lambda run: run.means[name]
+
+
+def mean_at_budget(runs: Sequence[Course], of_run: Callable[[Course], np.ndarray]) -> float:
+    return fmean(float(at(run.generated_E, of_run(run), BUDGET)) for run in runs)
+
+
+def _ahead(runs: Sequence[Course], arm: str, baseline: str) -> str:
+    """The difference of areas; empty without common seeds, and of an arm to itself."""
+    pairs = pairs_of(runs, arm, baseline)
+    if arm == baseline or not pairs:
+        return ""
+    return str(estimate(differences(pairs, areas))).split(" | ")[0]

@@ -129,6 +129,9 @@ def test_the_baseline_is_the_best_arm_without_a_buffer_at_its_rate():
     text = compare([*runs, *both])
     assert "`ours` minus `grpo`" in text and "+0.0 [+0.0, +0.0], 0/3" in text
     assert "| `grpo` | 0.0001 | 2 | 75.0 | 37.5 | chosen at the edge |" in text
+    same = "+0.0 [+0.0, +0.0], 0/3"
+    assert f"| `grpo` | 25.0 |  | {same} | 75.0 | 25.0 | 100 | 0 | 0 | 3 |" in text
+    assert f"| `ours` | 25.0 | {same} |  | 75.0 | 25.0 | 100 | 0 | 0 | 3 |" in text
     assert len(secondary([(both[3], both[0])] * 3)) == 8
 
 
