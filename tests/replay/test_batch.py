@@ -67,7 +67,9 @@ def test_a_step_of_one_draw_is_split_at_random():
 
 
 def test_every_pass_over_a_batch_has_each_rollout_once_in_an_order_of_its_own():
-    batch = SimpleNamespace(draw=SimpleNamespace(update_N=None), rollouts=[None] * 7, trains_on_draw=True)
+    batch = SimpleNamespace(
+        draw=SimpleNamespace(update_N=None), rollouts=[None] * 7, trains_on_draw=True
+    )
     settings = BatchSection(updates_per_step=2, epochs=3)
     parts = update_indices(batch, settings, np.random.default_rng(3))
     assert [len(part) for part in parts] == [4, 3] * 3

@@ -98,6 +98,11 @@ def test_a_run_with_passes_that_died_and_is_resumed_is_the_run_that_did_not(tmp_
     assert same_weights(whole.weights(4), resumed.weights(4))
 
 
-def test_passes_with_replay_are_refused():
+def test_passes_with_replay_are_refused_and_beside_a_shadow_are_those_without(tmp_path, runs):
+    shadow = {"shadow": True, "warmup_steps": 1}
+    batch = {"updates_per_step": 1, "epochs": 2}
+    run = train_small_run(tmp_path / "run", replay=shadow, batch=batch, **STEPS)
+    assert same_weights(run.weights(4), runs[1].weights(4))
+    assert len(run.all_draws) > 10 and verify_run(run.path).passed
     with pytest.raises(RecipeError, match=r"batch\.epochs 2 with replay\.preset 'ours'"):
         small_recipe(batch={"epochs": 2})
