@@ -118,7 +118,7 @@ class StepRecord:
     batch: ComposedBatch
     results: Sequence[UpdateResult]
     outcomes: Sequence[RolloutOutcome]
-    probe: Mapping[int, RolloutOutcome]
+    probe: Mapping[int, RolloutOutcome] = field(default_factory=dict)
     """With `replay.shadow`: outcomes of drawn rollouts under the policy before the updates, by
     index in the draw."""
 

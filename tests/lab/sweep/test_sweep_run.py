@@ -97,7 +97,7 @@ def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_t
     assert sweep().exit_code == 0
     (again,) = Trainer.started[4:]
     assert again.name == "ours/seed-5" and "--resume" in again.words
-    assert again.words[:4] == [sys.executable, "-m", processes.ENTRY, str(os.getpid())]
+    assert again.words[:5] == [sys.executable, "-P", "-m", processes.ENTRY, str(os.getpid())]
     assert "4 of 4 cells are done already" in sweep().stderr
 
 
