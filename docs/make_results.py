@@ -101,7 +101,8 @@ def does_replay_pay() -> str:
         if kind is not None:
             cost = f"{interval(found[kind]['ours'])} at {what}"
         elif "compute" in found:  # at the measured μ, which is the first
-            cost = f"{next(iter(found['compute'].values()))['ours']} × to {found['reach']} %"
+            ratio = next(iter(found["compute"].values()))["ours"]
+            cost = f"{ratio} × the compute to {found['reach']} %"
         ours = found["difference"]["ours"]
         rows.append([task, f"{found['mu']:.2g}", interval(ours), cost, f"{ours['seeds']}"])
     return table(heads, rows)
