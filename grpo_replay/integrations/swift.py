@@ -147,12 +147,11 @@ class ReplayMixin(AcceleratedReplay):
         text, sampler = sample.messages[-1]["content"], batch.rollout_per_token_logps
         if not (isinstance(text, str) and mask.all()):  # several turns
             text = self.processing_class.decode(ids[first:])
-        reward = (scores_F * self.reward_weights).nansum().item()
         return Row(
             prompt_token_ids=ids[:first],
             completion_token_ids=ids[first:],
             behavior_logprobs=batch.old_per_token_logps[at],
-            reward=None if scores_F.isnan().all() else reward,
+            reward=(scores_F * self.reward_weights).nansum().item(),  # as ms-swift: 0 if missing
             advantage=sample.advantages.item(),
             sampler_logprobs=None if sampler is None else sampler[at],
             completion_mask=None if mask.all() else mask,

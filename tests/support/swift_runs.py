@@ -20,6 +20,13 @@ TASK = Path(__file__).parent / "swift_task" / "tiny_swift_task.py"
 UPDATES = 2
 """Of a generation batch: 32 rollouts, four prompts of eight."""
 
+OURS = {"preset": "ours", "warmup_steps": 1, "max_age_steps": 3}
+FRESH = {"preset": "ours", "warmup_steps": 5, "drop_zero_variance": False}
+"""Five steps in which fresh rows pass the buffer, all of them, and one with replay."""
+TURNS = {"multi_turn_scheduler": "again", "max_turns": 2}
+LORA = {"tuner_type": "lora", "target_modules": "all-linear", "lora_dropout": 0,
+        "learning_rate": 1e-3, "beta": 0.05}  # fmt: skip
+
 
 def write_problems(path: Path) -> Path:
     if not path.exists():
