@@ -218,7 +218,8 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
 
     monkeypatch.setattr(grpo_replay.engine.policy_module, "_logits", watched)
     rows = make_rows(8)
-    monkeypatch.setattr(grpo_replay.engine.deepspeed_engine, "can_share", lambda *_: False)
+    for trial in ("can_share", "refuse_length_dependence"):
+        monkeypatch.setattr(grpo_replay.engine.deepspeed_engine, trial, lambda *_: False)
     one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
     assert max(heights) == 16
     assert heights.pop(0) == 15  # the trial of the head

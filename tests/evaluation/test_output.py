@@ -80,10 +80,10 @@ def test_a_full_disk_is_reported_and_earlier_generations_survive(tmp_path, monke
     with GenerationWriter(tmp_path) as writer:
         writer.add(*generated(1))
     monkeypatch.setattr(pq, "write_table", full)
-    named = pytest.raises(OutputDirectoryError, match=rf"{tmp_path} cannot be written \(No space")
+    named = pytest.raises(OutputDirectoryError, match=rf"{tmp_path} cannot be written: No space")
     with named, GenerationWriter(tmp_path) as writer:
         writer.add(*generated(2))
-    with pytest.raises(OutputDirectoryError, match=r"e\.json cannot be written \(No space left"):
+    with pytest.raises(OutputDirectoryError, match=r"e\.json cannot be written: No space left"):
         report({"x": [[1]]}).write(tmp_path / "e.json")
     monkeypatch.undo()
     first, second = (request_digest(generated(seed)[0]) for seed in (1, 2))

@@ -95,7 +95,7 @@ class Made:
         )
         run_dir = RunDirectory(folder)
         run_dir.checkpoints.mkdir(parents=True)
-        words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+        words = SimpleNamespace(decode=lambda ids, **_: "")
         parts = SimpleNamespace(
             recipe=recipe,
             comm=comm or Comm(),
