@@ -13,8 +13,9 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from grpo_replay.integrations.grpo_config import AGGREGATIONS
 from grpo_replay.integrations.host import Deal, HostRun, HostStep, HostWords, Row
-from grpo_replay.recipe import ReplaySection
+from grpo_replay.recipe import LossSection, ReplaySection
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.training.metrics import Metrics
 from grpo_replay.training.rollout_source import Stopwatch
@@ -144,6 +145,13 @@ class AcceleratedReplay(_Host):
         self._micro_batches_left = self.args.steps_per_generation
         self._composed = time.perf_counter()
         self._clock.seconds["shadow"] = self._composed - began
+
+    @property
+    def _clipped_loss(self) -> LossSection | None:
+        """The host's loss, if it clips a ratio for each token; else None."""
+        clips = self.args.loss_type in AGGREGATIONS
+        clips &= self.args.importance_sampling_level == "token"
+        return self._run.recipe.loss if clips else None
 
     def _compose(self, rows: Sequence[Row]) -> tuple[tuple[Rollout, ...], Rollout]:
         size = self.num_generations

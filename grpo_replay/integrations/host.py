@@ -71,7 +71,7 @@ from grpo_replay.integrations.output_folder import (
     refuse_another_run,
     refuse_without_history,
 )
-from grpo_replay.recipe import ReplayConfig, ReplaySection
+from grpo_replay.recipe import Recipe, ReplayConfig, ReplaySection
 from grpo_replay.replay import BufferStats, ReplayBuffer
 from grpo_replay.replay.batch import even_sizes
 from grpo_replay.storage.atomic import json_values
@@ -180,12 +180,17 @@ class HostRun:
             raise RuntimeError("call describe(sections) before the first step")
         return self._output
 
+    @property
+    def recipe(self) -> Recipe:
+        """What is known of the run, as a recipe."""
+        return self._files.recipe
+
     def step(self, groups: Sequence[Sequence[Row]]) -> HostStep:
         """The next step of the buffer with everything that was generated for it, by group. Raises
         UsageError for groups that are none (`rollouts_of_groups`), and what `ReplayBuffer.step`
         raises."""
         buffer = self.buffer
-        before, std = copy(buffer), self._files.recipe.advantage.deviation
+        before, std = copy(buffer), self.recipe.advantage.deviation
         generated = rollouts_of_groups(groups, buffer, std, self.words)
         fresh = [rollout for rollout in generated if rollout.kept]
         batch = buffer.step(fresh, generated=len(generated))

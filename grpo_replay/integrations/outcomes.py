@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo_replay.recipe import LossSection
+from grpo_replay.replay.loss import clipped_surrogate
 from grpo_replay.types import RolloutOutcome
 
 
@@ -48,3 +50,21 @@ def outcomes_of(
     values = zip(*(column.tolist() for column in columns), strict=True)
     rows = zip(rows_B, values, strict=True)
     return {row: RolloutOutcome(*each) for row, each in rows if row >= 0}
+
+
+def probe_outcomes(
+    behavior_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    logprobs_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    loss: LossSection | None,
+) -> list[RolloutOutcome]:
+    """The outcomes of rows in an update now, with the entropy unknown. `loss` says which tokens a
+    clip would leave without gradient; None: that is unknown too."""
+    clipped_BT = None
+    if loss is not None:
+        advantages_BT = advantages_B[:, None].expand_as(logprobs_BT)
+        clipped_BT = clipped_surrogate(logprobs_BT, behavior_BT, advantages_BT, loss).clipped_C
+    rows = range(len(logprobs_BT))
+    found = outcomes_of(rows, behavior_BT, mask_BT, logprobs_BT, clipped_BT)
+    return [found[row] for row in rows]

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from grpo_replay.integrations.accelerated import AcceleratedReplay, update_by_up
 from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
 from grpo_replay.integrations.host import Row, replay_settings
 from grpo_replay.integrations.listening import Forwards, evaluating, heard
-from grpo_replay.integrations.outcomes import outcomes_of
+from grpo_replay.integrations.outcomes import outcomes_of, probe_outcomes
 from grpo_replay.integrations.shares import shares_of, spread
 from grpo_replay.recipe import ReplayConfig
 from grpo_replay.recipe.layers import anchor_paths, read_yaml
 from grpo_replay.recipe.yaml_text import parse_yaml
-from grpo_replay.types import Rollout
+from grpo_replay.types import Rollout, RolloutOutcome
 
 VARIABLE = "GRPO_REPLAY"
 """ms-swift refuses flags that it does not know: the settings come by the environment."""
@@ -93,6 +94,10 @@ class ReplayMixin(AcceleratedReplay):
     def _is_replaying(self) -> bool:
         return self.replay.replays and self.model.training
 
+    @property
+    def _trains_on_draws(self) -> bool:
+        return self.replay.trains_on_draws and self.model.training
+
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return self._clock.stage(name) if self._is_replaying else nullcontext()
 
@@ -111,25 +116,33 @@ class ReplayMixin(AcceleratedReplay):
             return super()._compute_rewards_per_func(samples)
 
     def _prepare_batch_inputs(self, samples: Any) -> Any:
-        listener = {"_get_per_token_logps_and_entropies": evaluating} if self._is_replaying else {}
+        listener = (
+            {"_get_per_token_logps_and_entropies": evaluating} if self._trains_on_draws else {}
+        )
         with self._stage("logprob"), heard(self, **listener):
             return super()._prepare_batch_inputs(samples)
 
     def _postprocess_batch(self, samples: Any, batches: list[dict[str, Any]]) -> None:
         super()._postprocess_batch(samples, batches)
-        if self._is_replaying:
-            batches[:] = self._replayed(samples, batches)
+        if not self._is_replaying:
+            return
+        rows = self._rows_of(samples, batches)
+        if self.replay.shadow:
+            self._beside_replay(rows, partial(self._score, like=batches[0]))
+        else:
+            batches[:] = self._replayed(rows, batches)
 
-    def _replayed(self, samples: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What this process trains on in place of `batches`, after the step of the buffer."""
+    def _rows_of(self, samples: Any, batches: list[dict[str, Any]]) -> list[Row]:
         own = [batch["grpo_batch"] for batch in batches]
         _refuse(self, self.args, own)
         scores_BF = get_even_process_data(self, self._rewards_per_func)
         chunks = zip(self.split_by_mini_batches(samples), own, strict=True)
         found = [(each, batch, i) for chunk, batch in chunks for i, each in enumerate(chunk)]
-        trained, filler = self._through_replay(
-            [self._row_of(*each, scores) for each, scores in zip(found, scores_BF, strict=True)]
-        )
+        return [self._row_of(*each, scores) for each, scores in zip(found, scores_BF, strict=True)]
+
+    def _replayed(self, own: Sequence[Row], batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What this process trains on in place of `batches`, after the step of the buffer."""
+        trained, filler = self._through_replay(own)
         order = update_by_update(len(batches), self.args.gradient_accumulation_steps, self._step)
         rows = spread([rollout.birth_step for rollout in trained])
         self._shares = shares_of(rows, self.accelerator.num_processes, order)
@@ -194,10 +207,22 @@ class ReplayMixin(AcceleratedReplay):
         batch.num_items_in_batch = torch.tensor(self._tokens, device=device)
         return {"model_inputs": inputs, "grpo_batch": batch, ROW: rows}
 
+    def _score(self, rollouts: Sequence[Rollout], like: Mapping[str, Any]) -> list[RolloutOutcome]:
+        self._tokens = 1.0
+        made = self._micro_batch([*range(len(rollouts))], rollouts, like)
+        batch, compute = made["grpo_batch"], self._get_per_token_logps_and_entropies
+        with torch.no_grad():
+            logprobs_BT, _ = evaluating(compute, self.model, made["model_inputs"], batch)
+        advantages_B = torch.tensor([rollout.advantage for rollout in rollouts])
+        return probe_outcomes(
+            batch.old_per_token_logps, batch.completion_mask, logprobs_BT,
+            advantages_B.to(logprobs_BT), self._clipped_loss,
+        )  # fmt: skip
+
     # The update
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._is_replaying:
+        if not self._trains_on_draws:
             return super().compute_loss(model, inputs, *args, **kwargs)
         batch, rows = inputs["grpo_batch"], inputs[ROW]
         turn = self.args.steps_per_generation - self._micro_batches_left
@@ -271,7 +296,6 @@ def _refuse(trainer: Any, args: Any, batches: Sequence[Any] = ()) -> None:
         "false, or beta 0": trainer.beta and args.sync_ref_model,
         "async_generate samples with an older policy: set false": args.async_generate,
         "chord_sft_dataset mixes in another loss: leave it out": trainer.chord_sft_iterator,
-        "replay.shadow is not made for ms-swift: leave it out": trainer.replay.shadow,
         "dynamic_num_samples (the scheduler returned several samples of a request): a rollout is "
         "a whole episode, let it return one": trainer.dynamic_num_samples,
     }  # fmt: skip

@@ -30,7 +30,7 @@ from grpo_replay.integrations.accelerated import AcceleratedReplay, update_by_up
 from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
 from grpo_replay.integrations.host import Row
 from grpo_replay.integrations.listening import Forwards, evaluating, heard
-from grpo_replay.integrations.outcomes import outcomes_of
+from grpo_replay.integrations.outcomes import outcomes_of, probe_outcomes
 from grpo_replay.integrations.trl_rows import (
     EXTRAS,
     ROW,
@@ -45,8 +45,6 @@ from grpo_replay.replay.batch import even_sizes
 from grpo_replay.replay.entry_store import checked_settings
 from grpo_replay.types import Rollout, RolloutOutcome
 
-CLIPPING = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Values of `loss_type` with a ratio for each token that is clipped on both sides."""
 PADDED, PADDING_GAP = 8, {False: 1e-2, True: 0.1}
 """More tokens before a prompt, and the mean gap of log-probs, in nats, that they may make in
 float32 and in half precision."""
@@ -217,19 +215,14 @@ class ReplayMixin(AcceleratedReplay):
         return to_tensors(rollouts, numbers, output, end, multiple, self._extras)
 
     def _score(self, rollouts: Sequence[Rollout], output: Tensors) -> list[RolloutOutcome]:
-        """The outcomes of rollouts in an update now, with the entropy unknown, and the clipping
-        too where the ratio is not TRL's of a token."""
         tensors = self._to_tensors(rollouts, range(len(rollouts)), output)
-        logprobs_BT, old_BT = self._logprobs(tensors), tensors["old_per_token_logps"]
-        clipped_BT = None
-        if self.args.importance_sampling_level == "token" and self.args.loss_type in CLIPPING:
-            ratio_BT, advantages_B1 = (logprobs_BT - old_BT).exp(), tensors["advantages"][:, None]
-            above_BT = (ratio_BT > 1 + self.epsilon_high) & (advantages_B1 > 0)
-            clipped_BT = above_BT | ((ratio_BT < 1 - self.epsilon_low) & (advantages_B1 < 0))
-        found = outcomes_of(
-            range(len(rollouts)), old_BT, trained_mask(tensors), logprobs_BT, clipped_BT
+        return probe_outcomes(
+            tensors["old_per_token_logps"],
+            trained_mask(tensors),
+            self._logprobs(tensors),
+            tensors["advantages"],
+            self._clipped_loss,
         )
-        return [found[row] for row in range(len(rollouts))]
 
     # Results
 

@@ -34,8 +34,12 @@ def logged(folder, kind="rollouts"):
 
 
 def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder)
     return [{k: v for k, v in line.items() if not depends_on_time(k)} for line in lines]
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def replays(folder):
@@ -102,6 +106,25 @@ def test_fresh_rows_that_pass_the_buffer_train_the_hosts_own_model_bit_for_bit(c
     assert weights_of(found / "checkpoint-12") != weights_of(wanted / "checkpoint-12")
     assert replays(found) == [0, 0, 0, 0, 0, 16]  # a half of 32
     assert len(trainer.replay_buffer) == 6 * 32
+    check(found)
+
+
+@pytest.mark.parametrize("changes", [{}, {"beta": 0.05}, LORA | {"lora_dropout": 0.1}],
+                         ids=["dapo", "reference", "lora"])  # fmt: skip
+def test_in_shadow_the_model_is_the_hosts_own_and_the_buffer_says_what_it_would_do(
+    changes, tmp_path
+):
+    in_this_process(tmp_path / "plain", None, **changes)
+    shadow = OURS | {"shadow": True, "probe_every_steps": 2, "ratio": 1}
+    in_this_process(tmp_path / "run", shadow, **changes)
+    found, wanted = tmp_path / "run", tmp_path / "plain"
+    assert weights_of(found / "checkpoint-12") == weights_of(wanted / "checkpoint-12")
+    drawn = {step for step, count in enumerate(replays(found), start=1) if count}
+    assert len(drawn) > 2
+    probed = [row for row in logged(found, "draws") if row["log_ratio_mean"] is not None]
+    assert {row["step"] for row in probed} == drawn & {2, 4, 6} != set()
+    assert max(abs(row["log_ratio_mean"]) for row in probed) > 0
+    assert max(line["cost/shadow_seconds"] for line in lines_of(found)) > 0
     check(found)
 
 

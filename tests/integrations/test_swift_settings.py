@@ -136,11 +136,6 @@ def test_settings_under_which_replay_would_be_wrong_are_refused(changes, named, 
     assert not (tmp_path / "run" / "rollouts").exists()
 
 
-def test_a_shadow_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"replay\.shadow is not made for ms-swift"):
-        in_this_process(tmp_path / "run", OURS | {"shadow": True})
-
-
 @pytest.mark.parametrize(
     "place, name, value, named",
     [
