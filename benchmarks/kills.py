@@ -185,7 +185,8 @@ def facts(folder: Path) -> dict[str, Any]:
     for path in folder.glob("checkpoints/step_*/engine/**/*.pt"):
         found[str(path.relative_to(folder))] = _numbers(torch.load(path, weights_only=False))
     summary = json.loads((folder / "summary.json").read_text())
-    return found | {"summary": {k: v for k, v in summary.items() if k != "wall_seconds"}}
+    timed = ("wall_seconds", "replay")  # the costs of replay are in seconds
+    return found | {"summary": {k: v for k, v in summary.items() if k not in timed}}
 
 
 def _numbers(value: Any) -> Any:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Generator
 
 import pytest
+from outside_ranks import RANK_NAMES
 
 from grpo_replay.terminal.quiet import loading_libraries
 
@@ -25,6 +26,15 @@ def pytest_collection() -> Generator[None, object, object]:
     """Test files load torch, transformers and DeepSpeed."""
     with loading_libraries():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Libraries set the variables of a launcher in this process; programs that a test starts would
+    take them for those of theirs."""
+    for name in RANK_NAMES:
+        if name != "LOCAL_RANK":  # DeepSpeed asks for it again
+            os.environ.pop(name, None)
 
 
 SLOW_SECONDS = 1500

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 OF_THE_HOST = re.compile(
     r"step_time|cost/mu|cost/gamma|async/(trainer|sampler)_idle|.*_seconds|.*memory.*|.*_gib"
+    r"|mu|compute_share|shadow_time_share|advice"
     r"|versions|environment|command|platform|git_commit|(.*_)?path"
 )
 """Names of metrics and JSON keys that a clock, the machine, a package or a folder decides. This is

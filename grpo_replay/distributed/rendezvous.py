@@ -26,7 +26,7 @@ def form_group(environment: RankEnvironment, backend: str, timeout: datetime.tim
     """Make torch's default process group, which DeepSpeed adopts."""
     place: dict[str, Any] = {"rank": environment.rank, "world_size": environment.world_size}
     try:
-        if not environment.is_launched:
+        if environment.world_size == 1:
             place["store"] = dist.HashStore()  # no port: many runs may share a machine
         else:
             place["store"] = _meet(environment, timeout)
