@@ -281,7 +281,7 @@ def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
     """What replay cost, or in shadow would have done and cost; nothing where μ is unknown."""
 
     def percent(share: float | None) -> str:
-        return "-" if share is None else f"{100 * share:.2g} %"
+        return "-" if share is None else f"{100 * share:.3g} %"
 
     if replay["shadow"]:
         means = {name.partition("/")[2]: value for name, value in replay["means"].items()}
