@@ -245,8 +245,7 @@ class HostRun:
         if not self.buffer.settings.shadow:
             return {}
         draw, group_size = step.batch.draw, self.buffer.group_size
-        found = shadow_metrics(draw, step.rollouts, group_size)
-        return {**found, "cost/shadow_seconds": seconds.get("shadow", 0.0)}
+        return shadow_metrics(draw, step.rollouts, group_size, seconds.get("shadow", 0.0))
 
     @property
     def is_inside_a_step(self) -> bool:

@@ -173,11 +173,8 @@ def _replay_metrics(
 def _shadow_metrics(record: StepRecord, recipe: Recipe, seconds: Mapping[str, float]) -> Metrics:
     if not recipe.replay.shadow:
         return {}
-    group_size = recipe.sampling.group_size
-    return {
-        **shadow_metrics(record.batch.draw, record.fresh, group_size),
-        "cost/shadow_seconds": seconds["shadow"],
-    }
+    size, draw = recipe.sampling.group_size, record.batch.draw
+    return shadow_metrics(draw, record.fresh, size, seconds["shadow"])
 
 
 def _side(side: str, outcomes: Sequence[RolloutOutcome]) -> Metrics:

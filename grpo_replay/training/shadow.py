@@ -36,16 +36,20 @@ def probe_indices(draw: Draw, limit: int) -> list[int]:
     return sorted(index for _, _, index in sorted(ranked)[:limit])
 
 
-def shadow_metrics(draw: Draw, fresh: Sequence[Rollout], group_size: int) -> dict[str, Any]:
-    """What the draw would add to the fresh survivors of the step.
+def shadow_metrics(
+    draw: Draw, fresh: Sequence[Rollout], group_size: int, seconds: float
+) -> dict[str, Any]:
+    """What the draw would add to the fresh survivors of the step, and the `seconds` of buffer and
+    probe.
 
     `shadow/rare_success_fraction`: share of the draw that is a rare success (A > 0, at most a
     quarter of the group correct) of a prompt without a success in the fresh batch.
     `shadow/new_prompt_fraction`: share of the prompts of batch and draw that only the draw has.
-    Both are None without a draw.
+    Both fractions are None without a draw.
     """
+    cost = {"cost/shadow_seconds": seconds}
     if not draw.entries:
-        return {"shadow/rare_success_fraction": None, "shadow/new_prompt_fraction": None}
+        return {"shadow/rare_success_fraction": None, "shadow/new_prompt_fraction": None, **cost}
     solved = {rollout.prompt_id for rollout in fresh if (rollout.advantage or 0.0) > 0}
     present = {rollout.prompt_id for rollout in fresh}
     drawn = {rollout.prompt_id for rollout in draw.rollouts}
@@ -58,6 +62,7 @@ def shadow_metrics(draw: Draw, fresh: Sequence[Rollout], group_size: int) -> dic
     return {
         "shadow/rare_success_fraction": float(np.mean(rare)),
         "shadow/new_prompt_fraction": len(drawn - present) / len(drawn | present),
+        **cost,
     }
 
 

@@ -221,9 +221,12 @@ def test_rare_successes_are_those_that_the_fresh_batch_lacks():
         rollout(5, "c", -0.5, 2),  # a failure
         rollout(6, "d", 1.0, 3),  # three of eight: not rare
     ]
-    found = shadow_metrics(draw_of(drawn, [1] * 5), fresh, group_size=8)
-    assert found == {"shadow/rare_success_fraction": 0.4, "shadow/new_prompt_fraction": 0.5}
-    assert set(shadow_metrics(Draw.empty(), fresh, 8).values()) == {None}
+    found = shadow_metrics(draw_of(drawn, [1] * 5), fresh, group_size=8, seconds=0.5)
+    assert found == {
+        "shadow/rare_success_fraction": 0.4, "shadow/new_prompt_fraction": 0.5,
+        "cost/shadow_seconds": 0.5,
+    }  # fmt: skip
+    assert set(shadow_metrics(Draw.empty(), fresh, 8, 0.5).values()) == {None, 0.5}
 
 
 def test_compute_is_counted_in_rollouts_trained_on():
