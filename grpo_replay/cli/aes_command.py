@@ -13,7 +13,8 @@ from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.evaluation_tables import interval, tokens
-from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
+from grpo_replay.terminal.console import open_console, print_json
+from grpo_replay.terminal.text_table import TextTable
 
 
 def run(options: AesOptions) -> int:
@@ -65,7 +66,7 @@ def print_scores(
                 *(f"{delta:+.3f}" for delta in deltas),
             )
         )
-    print_table(console, plain_table(f"AES against {reference.name}", header, rows))
+    TextTable(header, rows, f"AES against {reference.name}").print(console)
     intervals = [
         (score.delta_length_interval, score.delta_accuracy_interval, score.aes_interval)
         for score in scores
@@ -75,8 +76,7 @@ def print_scores(
             (name, *(interval(bounds, "{:+.3f}".format) for bounds in each))
             for name, each in zip(names[1:], intervals, strict=True)
         ]
-        title = "95 % intervals over problems"
-        print_table(console, plain_table(title, ("model", *header[3:]), rows))
+        TextTable(("model", *header[3:]), rows, "95 % intervals over problems").print(console)
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
 
 

@@ -28,11 +28,10 @@ from grpo_replay.evaluation.evaluation_report import (
     samples_path,
 )
 from grpo_replay.evaluation.evaluation_tables import (
-    COMPARISON_LEGEND,
-    LEGEND,
+    accuracy_table,
     comparison_table,
     heading,
-    terminal_tables,
+    length_table,
 )
 from grpo_replay.evaluation.session import (
     ModelSource,
@@ -43,7 +42,7 @@ from grpo_replay.evaluation.session import (
 )
 from grpo_replay.recipe import Recipe
 from grpo_replay.stop import StopToken
-from grpo_replay.terminal.console import open_console, print_json, print_table
+from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.quiet import warnings_on_stderr
 
 DEFAULT_FOLDER = Path("evaluations")
@@ -166,9 +165,8 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
         return
     console = open_console()
     console.print(heading(report), soft_wrap=True)
-    for table in terminal_tables(report):
-        print_table(console, table)
-    console.print(LEGEND)
+    for table in (accuracy_table(report), length_table(report)):
+        table.print(console)
     for name, result in report.sampled.benchmarks.items():
         if result.unparsable_answers:
             bad = ", ".join(result.unparsable_answers)
@@ -197,6 +195,5 @@ def _compare(path_a: str, path_b: str, as_json: bool) -> int:
     console = open_console()
     for name, path, report in (("A", path_a, a), ("B", path_b, b)):
         console.print(f"{name}  {path}: {heading(report)}", soft_wrap=True)
-    print_table(console, comparison_table(results))
-    console.print(COMPARISON_LEGEND)
+    comparison_table(results).print(console)
     return 0

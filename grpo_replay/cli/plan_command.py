@@ -29,7 +29,8 @@ from grpo_replay.lab.planning.theory import (
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.run_directory import is_of_another_trainer
-from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
+from grpo_replay.terminal.console import open_console, print_json
+from grpo_replay.terminal.text_table import TextTable
 
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
@@ -167,7 +168,7 @@ def print_plan(
         for name, cell in ROWS.items()
     ]
     rows.append(("pays above μ, predicted", *(_pays(each.pays_above) for each in designs.values())))
-    print_table(console, plain_table("", ("", *designs), rows))
+    TextTable(("", *designs), rows).print(console)
     for name, source in inputs.sources.items():
         value = getattr(inputs, name)
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"

@@ -17,7 +17,7 @@ from grpo_replay.lab.report.report_files import (
     warnings_of,
     write_report,
 )
-from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
+from grpo_replay.terminal.console import open_console, print_json
 
 
 def run(options: ReportOptions) -> int:
@@ -51,6 +51,4 @@ def print_report(found: Document, console: Console) -> None:
     for warning in warnings_of(found):
         console.print(f"! {warning}", style="yellow")
     console.print()
-    table = report_table(found)
-    print_table(console, plain_table("", table.header, table.rows))
-    console.print(table.legend, style="dim")
+    report_table(found).print(console)

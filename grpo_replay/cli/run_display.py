@@ -19,6 +19,7 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.stop import StopToken
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
 from grpo_replay.terminal.quiet import without_secrets
+from grpo_replay.terminal.text_table import TextTable
 from grpo_replay.training import Observer
 from grpo_replay.types import HIGH_CLIP_FRACTION
 
@@ -157,7 +158,7 @@ class RunDisplay(Observer):
 def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> None:
     """Print the accuracies and the totals of a run."""
     if summary["base"] or summary["final"]:
-        out.print(result_table(summary))
+        result_table(summary).print(out)
     out.print(describe_end(run_dir, summary), soft_wrap=True)
 
 
@@ -225,25 +226,21 @@ def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
     )
 
 
-def result_table(summary: Mapping[str, Any]) -> Table:
+def result_table(summary: Mapping[str, Any]) -> TextTable:
     """Accuracy of the base and of the trained model by benchmark, with standard errors."""
     same = summary["comparable"] is not False
     otherwise = "" if same else " (evaluated under other settings before and after)"
     title = f"held-out accuracy, % ± standard error{otherwise}"
-    table = Table("benchmark", title=title, title_justify="left")
-    for name in ("base", "trained", "change"):
-        table.add_column(name, justify="right")
     base, final = summary["base"] or {}, summary["final"] or {}
+    rows = []
     for name in final or base:
         change = f"{100 * (final[name] - base[name]):+.1f}" if same and base and final else ""
         cells = (
             _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
             _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
         )
-        if name == "mean":
-            table.add_section()
-        table.add_row(name, *cells, change, style="bold" if name == "mean" else None)
-    return table
+        rows.append((name, *cells, change))
+    return TextTable(("benchmark", "base", "trained", "change"), rows[:-1], title, totals=rows[-1:])
 
 
 def _with_error(value: float | None, error: float | None) -> str:

@@ -1,20 +1,11 @@
-"""Evaluation results as terminal tables."""
+"""Evaluation results as tables; each fits in 80 columns."""
 
-from collections.abc import Callable, Mapping, Sequence
-
-from rich.table import Table
+from collections.abc import Callable, Mapping
 
 from grpo_replay.evaluation.comparison import PairedResult
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, temperatures_used
 from grpo_replay.evaluation.statistics import BenchmarkResult, Interval, Numbers
-from grpo_replay.terminal.console import plain_table
-
-Row = Sequence[str]
-LEGEND = (
-    "avg@k, pass@k and rates in %; 95 %: intervals over problems; tokens: mean completion length; "
-    "cut: reached the length limit; none: no answer could be parsed; score: the mean that a "
-    "function of the user gave."
-)
+from grpo_replay.terminal.text_table import TextTable
 
 
 def percent(value: float | None) -> str:
@@ -50,18 +41,10 @@ def heading(report: EvaluationReport) -> str:
     return " · ".join(words)
 
 
-def terminal_tables(report: EvaluationReport) -> list[Table]:
-    """Accuracy and length; each fits in 80 columns."""
-    return [
-        plain_table("accuracy", *_accuracy_rows(report)),
-        plain_table("length", *_length_rows(report)),
-    ]
-
-
-def comparison_table(results: Mapping[str, PairedResult]) -> Table:
+def comparison_table(results: Mapping[str, PairedResult]) -> TextTable:
     """B against A: differences with 95 % intervals, and p-values."""
     header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "95 %")
-    rows = [
+    *rows, mean = [
         (
             name,
             percent(result.accuracy_a),
@@ -74,13 +57,12 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
         )
         for name, result in results.items()
     ]
-    return plain_table("B against A, paired over problems", header, rows)
-
-
-COMPARISON_LEGEND = (
-    "accuracies and differences in %, with 95 % intervals over problems; p: two-sided, from "
-    "sign flips over problems; tokens: B minus A."
-)
+    title = "B against A, paired over problems"
+    legend = (
+        "accuracies and differences in %, with 95 % intervals over problems; p: two-sided, from "
+        "sign flips over problems; tokens: B minus A."
+    )
+    return TextTable(header, rows, title, legend, totals=[mean])
 
 
 def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
@@ -93,11 +75,11 @@ def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
     return [*each, ("mean", "mean", report.sampled.mean)]
 
 
-def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+def accuracy_table(report: EvaluationReport) -> TextTable:
     header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "95 %")
     greedy = report.greedy_accuracies()
     has_score = report.sampled.mean.mean_score is not None
-    rows: list[Row] = [
+    *rows, mean = [
         (
             title,
             *((str(r.n), str(r.k)) if isinstance(r, BenchmarkResult) else ("", "")),
@@ -109,12 +91,13 @@ def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         for name, title, r in _titled(report)
     ]
     beside = (*(("greedy",) if greedy else ()), *(("score",) if has_score else ()))
-    return (*header, *beside), rows
+    score = "; score: the mean that a function of the user gave" if has_score else ""
+    legend = f"in %; 95 %: intervals over problems{score}"
+    return TextTable((*header, *beside), rows, "accuracy", legend, totals=[mean])
 
 
-def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
-    header = ("benchmark", "tokens", "95 %", "cut", "none")
-    rows: list[Row] = [
+def length_table(report: EvaluationReport) -> TextTable:
+    *rows, mean = [
         (
             title,
             tokens(r.mean_tokens),
@@ -123,13 +106,9 @@ def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         )
         for _, title, r in _titled(report)
     ]
-    return header, rows
-
-
-def markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:
-    """The lines of a table: first column left-aligned, others right-aligned."""
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-    return [line(header), line(["---", *["---:"] * (len(header) - 1)]), *map(line, rows)]
+    header = ("benchmark", "tokens", "95 %", "cut", "none")
+    legend = (
+        "tokens: mean completion length, 95 % intervals over problems; cut: % that reached the "
+        "length limit; none: % without an answer that could be parsed"
+    )
+    return TextTable(header, rows, "length", legend, totals=[mean])

@@ -1,5 +1,5 @@
-"""What commands print: consoles that show text of a run as text, tables, bars and progress; and
-their streams: a reader may go away, and they may be not UTF-8."""
+"""What commands print: consoles that show text of a run as text, bars and progress; and their
+streams: a reader may go away, and they may be not UTF-8."""
 
 import codecs
 import contextlib
@@ -12,18 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar, cast
 
-from rich.box import SIMPLE
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
 
 Item = TypeVar("Item")
-
-WIDEST = 10_000  # columns; more than any table needs
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls, marks that reverse the direction of text, and lone surrogates."""
@@ -76,44 +69,6 @@ def print_json(document: Any) -> None:
     UTF-8 may lack is escaped."""
     is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
     print(json.dumps(document, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
-
-
-SHORT_NAME = 12
-"""Minimum width to which the names of a table's rows are folded on a narrow terminal."""
-
-
-def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of text: first column left-aligned, others right-aligned, the `mean` row bold."""
-    table = Table(
-        title=Text(title) if title else None,
-        title_justify="left",
-        header_style="bold",
-        box=SIMPLE,
-        padding=0,
-        pad_edge=False,
-    )
-    lines = (
-        [part for cell in cells for part in cell.split("\n")]
-        for cells in zip(header, *rows, strict=True)
-    )
-    names, *numbers = (max(map(cell_len, column)) for column in lines)
-    table.add_column(header[0], overflow="fold", min_width=min(names, SHORT_NAME))
-    for column, width in zip(header[1:], numbers, strict=True):
-        table.add_column(column, justify="right", min_width=width)
-    for row in rows:
-        table.add_row(*map(Text, row), style="bold" if row[0] == "mean" else None)
-    return table
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Print a table; on a narrow terminal lines may be too long, but no number is truncated.
-
-    The columns have a `min_width` for what may not be truncated.
-    """
-    width, wide = console.width, console.options.update_width(WIDEST)
-    console.width = max(width, Measurement.get(console, wide, table).minimum)
-    console.print(table)
-    console.width = width
 
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -3,13 +3,13 @@
 from typing import Any
 
 
-def render_page(folder: str, template: str, **values: Any) -> str:
-    """The text of a page. `folder` is that of the template in the package; every text is escaped
-    unless the template says otherwise, and a name that `values` lacks is an error."""
+def render_page(template: str, **values: Any) -> str:
+    """The text of a page. `template` is a file of the package; every text is escaped unless the
+    template says otherwise, and a name that `values` lacks is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("grpo_replay", folder),
+        loader=PackageLoader("grpo_replay", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 from pytest import approx
 from rich.console import Console
-from rich.table import Table
 from scipy import stats
 from share_bounds import share_bounds
 
@@ -23,10 +22,12 @@ from grpo_replay.evaluation.aes import point_of, score_reports
 from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationReport
 from grpo_replay.evaluation.evaluation_tables import (
+    accuracy_table,
     comparison_table,
-    terminal_tables,
+    length_table,
 )
 from grpo_replay.evaluation.statistics import summarise_both
+from grpo_replay.terminal.text_table import TextTable
 
 # A word is one completion: verdict, tokens, and ! if it reached the length limit.
 VERDICTS = {"c": "correct", "i": "incorrect", "u": "unparsable", "t": "timeout"}
@@ -112,10 +113,10 @@ def assert_is(found: Any, **expected: Any) -> None:
         assert getattr(found, name) == (approx(value) if type(value) is float else value), name
 
 
-def printed(found: Table) -> list[str]:
+def printed(found: TextTable) -> list[str]:
     """The lines of a table on a terminal, each run of spaces as one."""
     console = Console(width=120, file=StringIO())
-    console.print(found)
+    found.print(console)
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
@@ -173,7 +174,7 @@ def test_the_mean_score_of_a_function_of_the_user(a):
     found, _ = summarise_both(rows, [])
     assert found.benchmarks["alpha"].mean_score == 3 / 8
     assert found.mean.mean_score == (3 / 8 + 1) / 2
-    accuracy, _ = terminal_tables(replace(a, sampled=found))
+    accuracy = accuracy_table(replace(a, sampled=found))
     (mean,) = (line for line in printed(accuracy) if line.startswith("mean "))
     assert mean.endswith(" 0.688")
 
@@ -266,7 +267,7 @@ def test_a_reference_of_zero_is_refused(word, message):
 
 
 def test_the_numbers_are_on_the_terminal(a, b):
-    lines = [line for found in terminal_tables(a) for line in printed(found)]
+    lines = [line for found in (accuracy_table(a), length_table(a)) for line in printed(found)]
     assert "mean 29.2 [1.4, 76.1] 58.3 [9.4, 100.0] 66.7" in lines
     assert "mean 37.5 [13.2, 61.8] 36.1 24.3" in lines
     found = replace(compare("A", a, "B", b)["alpha"], p_value=0.125)

@@ -13,7 +13,6 @@ from typing import Any
 from grpo_replay.lab.inspection.buffer_figures import CAPTIONS, drawn_panels
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.buffer_tables import (
-    TextTable,
     Trend,
     describe_settings,
     occupancy_facts,
@@ -31,6 +30,7 @@ from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.console import printable
 from grpo_replay.terminal.html_page import render_page
 from grpo_replay.terminal.plot_style import svg_element, svg_text
+from grpo_replay.terminal.text_table import TextTable
 
 _FOLDER = "lab/inspection"
 _CURVE_WIDTH, _CURVE_HEIGHT, _CURVE_POINTS = 220, 22, 110
@@ -109,7 +109,7 @@ def _figures(inspection: Inspection) -> list[PageFigure]:
 def _tables(inspection: Inspection) -> list[TextTable]:
     found = []
     if inspection.replays:
-        found.append(TextTable("occupancy", (), tuple(occupancy_facts(inspection))))
+        found.append(TextTable((), [*occupancy_facts(inspection)], "occupancy"))
     if inspection.populations:
         found.append(populations_table(inspection))
     if any(age > 0 for age in inspection.by_age):
@@ -121,8 +121,7 @@ def write_page(page: Page, path: Path) -> None:
     """Write a page as one file. Every text of the run is escaped or set as text by the script."""
     script = (files("grpo_replay") / _FOLDER / "buffer_page.js").read_text(encoding="utf-8")
     text = render_page(
-        _FOLDER,
-        "buffer_page.html",
+        f"{_FOLDER}/buffer_page.html",
         page=page,
         columns=_COLUMNS,
         curves=[_curve(trend.values) for trend in page.trends],

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.buffer_tables import (
-    TextTable,
     age_bins,
     describe_settings,
     occupancy_facts,
@@ -25,6 +24,7 @@ from grpo_replay.lab.inspection.buffer_tables import (
     trends_title,
 )
 from grpo_replay.terminal.console import bar, sparkline
+from grpo_replay.terminal.text_table import TextTable
 
 NARROWEST, WIDEST = 80, 120
 """Columns of the screen: those of the terminal, within these bounds."""
@@ -119,14 +119,8 @@ def _occupancy(inspection: Inspection, width: int) -> Panel:
 
 
 def _table_panel(table: TextTable, width: int) -> Panel:
-    """Numbers to the right; the first column, if it has no name, is of names."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for name in table.header:
-        style = _COLOURS.get(name, "")
-        drawn.add_column(name, justify="right" if name else "left", style=style, no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*row)
-    return _with_legend(table.title, drawn, table.legend, width)
+    legend = [table.legend] if table.legend else []
+    return _with_legend(table.title, table.drawn(in_panel=True), legend, width)
 
 
 def _trends(inspection: Inspection, width: int) -> Panel:

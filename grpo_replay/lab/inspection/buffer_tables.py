@@ -8,21 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_replay.lab.inspection.buffer_summary import TREND_LABELS, Inspection, StalenessRow
+from grpo_replay.terminal.text_table import TextTable
 
 MOST_ROWS = 12
 """Rows of ages shown at most."""
 
 MISSING = "–"
-
-
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """A table of text: names in the first column, numbers in the others."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    legend: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +124,7 @@ def populations_table(inspection: Inspection) -> TextTable:
     for label, name, spec in _POPULATION:
         values = [getattr(each, name) for each in found]
         rows.append((label, *(MISSING if each is None else f"{each:{spec}}" for each in values)))
-    return TextTable("populations", ("", *(each.name for each in found)), tuple(rows))
+    return TextTable(("", *(each.name for each in found)), rows, "populations")
 
 
 def outcomes_table(inspection: Inspection) -> TextTable:
@@ -154,8 +145,8 @@ def outcomes_table(inspection: Inspection) -> TextTable:
     if len(places) < len(ages):
         legend.append(f"{len(places)} of {len(ages)} ages; --json has all")
     header = ("age", "uses", "clipped", "ratio", "ESS", "KL")
-    return TextTable(f"outcomes by age at use, in {inspection.age_unit}", header, tuple(rows),
-                     tuple(legend))  # fmt: skip
+    title = f"outcomes by age at use, in {inspection.age_unit}"
+    return TextTable(header, rows, title, " · ".join(legend))
 
 
 def trends_title(inspection: Inspection) -> str:

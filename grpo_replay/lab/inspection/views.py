@@ -16,7 +16,8 @@ from grpo_replay.lab.inspection.rollout_columns import OUTCOMES
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.lab.inspection.token_text import open_decoder
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
-from grpo_replay.terminal.console import plain_table, print_table, printable
+from grpo_replay.terminal.console import printable
+from grpo_replay.terminal.text_table import TextTable
 
 _MEMBER = ("rollout_id", "reward", "advantage", "verdict")
 
@@ -128,7 +129,7 @@ def print_what_if(result: WhatIf, console: Console) -> None:
         (label, *(_cell(values[name], errors[name], format_spec) for values, errors in columns))
         for name, label, format_spec in _STATISTICS
     ]
-    print_table(console, plain_table("", header, rows))
+    TextTable(header, rows).print(console)
     console.print(
         f"[dim]± is the standard deviation over {REPEATS} simulations with the rollouts of the "
         "log. A real run with these settings would train another policy and sample other "
@@ -163,7 +164,7 @@ def print_life(life: Life, console: Console) -> None:
         if value is not None and not isinstance(value, list) and name != "completion_text"
     ]
     facts.append(("completion tokens", f"{len(row['completion_token_ids']):,}"))
-    print_table(console, plain_table("", ("", ""), facts))
+    TextTable((), facts).print(console)
     prompt = life.prompt_text or f"{life.no_text}; token ids {row['prompt_token_ids']}"
     console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
     seen, written = row["completion_text"], life.written_text
@@ -171,10 +172,10 @@ def print_life(life: Life, console: Console) -> None:
     if written not in (None, seen):
         console.print(f"[bold]completion, as it was written[/bold]\n{escape(str(written))}\n")
     members = [[_short(value) for value in member.values()] for member in life.group]
-    print_table(console, plain_table("group", _MEMBER, members))
+    TextTable(_MEMBER, members, "group").print(console)
     uses = [[_short(use[name]) for name in _OF_A_USE] for use in life.uses]
     header = ("step", "age", "probability", "clipped", "log-ratio", "KL, nats")
-    print_table(console, plain_table("uses; without a probability, as fresh", header, uses))
+    TextTable(header, uses, "uses; without a probability, as fresh").print(console)
     console.print(f"→ {life.fate}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.evaluation.evaluation_tables import interval, markdown_table, percent
+from grpo_replay.evaluation.evaluation_tables import interval, percent
 from grpo_replay.lab.report.collect import Experiment
 from grpo_replay.lab.report.costs import usable_axes
 from grpo_replay.lab.report.measure import Document, shown_target, shown_title
@@ -18,18 +18,10 @@ from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
 from grpo_replay.terminal.html_page import render_page
 from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
+from grpo_replay.terminal.text_table import TextTable
 
 JSON_FILE = "report.json"
 MISSING = "–"
-
-
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """A table of text. A cell may have a second line after `\\n`."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    legend: str
 
 
 def verdict(found: Document) -> str:
@@ -151,7 +143,7 @@ def report_table(found: Document) -> TextTable:
         )
     names = [arm["name"] for arm in found["arms"]]
     rows = list(zip(names, *shown.values()))
-    return TextTable(("arm", *shown), rows, " ".join(dict.fromkeys(legend)))
+    return TextTable(("arm", *shown), rows, legend=" ".join(dict.fromkeys(legend)))
 
 
 def _ahead(found: Document, where: str) -> str:
@@ -278,10 +270,9 @@ def as_json(found: Document) -> Document:
 def markdown(found: Document, figures: Sequence[Figure]) -> str:
     """The report as a Markdown page."""
     table = report_table(found)
-    header, *rows = ([x.replace("\n", " ") for x in row] for row in (table.header, *table.rows))
     lines = [f"# {found['name']}", "", f"**{verdict(found)}**", ""]
     lines += [f"- {fact}" for fact in (*facts_of(found), *warnings_of(found))]
-    lines += ["", *markdown_table(header, rows), "", table.legend, ""]
+    lines += ["", *table.markdown(), "", table.legend, ""]
     for figure in figures:
         lines += [f"![{figure.title}](figures/{figure.name}.svg)", "", figure.caption, ""]
     return "\n".join(lines)
@@ -327,8 +318,7 @@ def page_text(found: Document, figures: Sequence[Figure], svgs: Mapping[str, str
     """The report as one self-contained HTML page: inline figures, no script, no network.
     `svgs` has the SVG element of each figure by its name. Every text is escaped."""
     return render_page(
-        "lab/report",
-        "report_page.html",
+        "lab/report/report_page.html",
         found=found,
         verdict=verdict(found),
         table=report_table(found),
