@@ -120,8 +120,8 @@ KNOWN = (
     ),
     Known(
         "AsymRE shifted the other way", BATCH,
-        "rollout.group_reward_mean + ASYMRE_DELTA",
-        "rollout.group_reward_mean - ASYMRE_DELTA",
+        "rollout.group_reward_mean + shift",
+        "rollout.group_reward_mean - shift",
         "tests/replay/test_batch.py::test_train_rows_of_asymre_are_reward_minus_shifted_group_mean",
     ),
     # Advantages

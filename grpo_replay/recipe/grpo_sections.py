@@ -21,6 +21,7 @@ from grpo_replay.recipe.open_lists import (
     LOSSES,
     PRIORITIES,
     VERIFIERS,
+    LossFacts,
 )
 
 _PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
@@ -436,6 +437,6 @@ class LossSection(Section):
         return any(each is not None for each in chosen)
 
     @property
-    def ratio_per_rollout(self) -> bool:
-        """True if all tokens of a rollout have the same importance ratio."""
-        return self.kind == "gspo"
+    def facts(self) -> LossFacts:
+        """What is known of the loss without loading it."""
+        return LossFacts.of(self.kind)

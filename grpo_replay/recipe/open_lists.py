@@ -7,7 +7,8 @@ way.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.named_functions import is_place, load_function
@@ -72,6 +73,37 @@ class OpenList:
             raise RecipeError(f"{self.key} {value}: it is called as {called}: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class LossFacts:
+    """What a run knows of the loss at `place` without loading it.
+
+    `ratio`: whether its importance ratio is one per token or per rollout; None if it has none. With
+    `sums_rollouts` it is the mean over rollouts of the sum over tokens, whatever
+    `loss.aggregation` says. With `baseline_shift` δV, the coefficient of a rollout is r - (V + δV),
+    V the mean reward of its group, instead of its advantage.
+    """
+
+    place: str
+    ratio: Literal["token", "rollout"] | None = "token"
+    has_kl: bool = True
+    sums_rollouts: bool = False
+    baseline_shift: float | None = None
+
+    @classmethod
+    def of(cls, kind: str) -> "LossFacts":
+        """The facts of a loss that ships with the package, or of a function of the user's."""
+        return SHIPPED_LOSSES.get(kind, cls(kind))
+
+
+SHIPPED_LOSSES = {
+    "clipped": LossFacts("grpo_replay.replay.loss:clipped_surrogate"),
+    "gspo": LossFacts("grpo_replay.replay.loss:clipped_surrogate", ratio="rollout"),
+    "asymre": LossFacts(
+        "grpo_replay.replay.loss:asymmetric_reinforce",
+        ratio=None, has_kl=False, sums_rollouts=True, baseline_shift=-0.1,
+    ),
+}  # fmt: skip
+
 PRIORITIES = OpenList(
     "replay.priority",
     {
@@ -95,11 +127,7 @@ SAMPLERS = OpenList(
 )
 LOSSES = OpenList(
     "loss.kind",
-    {
-        "clipped": "grpo_replay.replay.loss:clipped_surrogate",
-        "gspo": "grpo_replay.replay.loss:clipped_surrogate",
-        "asymre": "grpo_replay.replay.loss:asymmetric_reinforce",
-    },
+    {name: each.place for name, each in SHIPPED_LOSSES.items()},
     arguments=("logprobs", "behavior_logprobs", "advantages", "settings", "lengths"),
 )
 BUILTIN_VERIFIERS = ("boxed", "math_verify_boxed", "math_verify", "minerva")

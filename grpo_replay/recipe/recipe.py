@@ -317,8 +317,8 @@ def _reward_contradictions(recipe: Recipe) -> Iterable[str]:
 
 
 def _algorithm_contradictions(recipe: Recipe) -> Iterable[str]:
-    if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
-        yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
+    if not recipe.loss.facts.has_kl and recipe.loss.beta > 0:
+        yield f"loss.beta with loss.kind '{recipe.loss.kind}', which has no KL term: set it to 0"
     if recipe.batch.epochs > 1 and recipe.replay.trains_on_draws:
         yield (
             f"batch.epochs {recipe.batch.epochs} with replay.preset '{recipe.replay.preset}': the "
@@ -337,18 +337,18 @@ def _algorithm_contradictions(recipe: Recipe) -> Iterable[str]:
 
 
 def _loss_contradictions(recipe: Recipe) -> Iterable[str]:
-    loss = recipe.loss
-    if loss.ratio_per_rollout and loss.aggregation != "sequence_mean":
+    loss, ratio = recipe.loss, recipe.loss.facts.ratio
+    if ratio == "rollout" and loss.aggregation != "sequence_mean":
         yield (
-            f"loss.kind 'gspo' with loss.aggregation '{loss.aggregation}': GSPO is a mean over "
-            "rollouts; set loss.aggregation sequence_mean"
+            f"loss.kind '{loss.kind}' with loss.aggregation '{loss.aggregation}': a ratio per "
+            "rollout needs a mean over rollouts; set loss.aggregation sequence_mean"
         )
     if loss.sampler_ratio is None:
         return
-    if loss.kind == "asymre":
+    if ratio is None:
         yield (
-            "loss.sampler_ratio with loss.kind 'asymre', which has no importance weights: set it "
-            "to null"
+            f"loss.sampler_ratio with loss.kind '{loss.kind}', which has no importance weights: "
+            "set it to null"
         )
     elif loss.behavior_logprobs == "sampler":
         yield (
@@ -356,9 +356,9 @@ def _loss_contradictions(recipe: Recipe) -> Iterable[str]:
             "that to the sampler already, and would count twice; set loss.sampler_ratio null, or "
             "loss.behavior_logprobs trainer"
         )
-    if loss.ratio_per_rollout and loss.sampler_ratio.level == "token":
+    if ratio == "rollout" and loss.sampler_ratio.level == "token":
         yield (
-            "loss.sampler_ratio with loss.kind 'gspo', whose ratio is one per rollout: set "
+            f"loss.sampler_ratio with loss.kind '{loss.kind}', whose ratio is one per rollout: set "
             "loss.sampler_ratio.level sequence, or loss.kind clipped"
         )
 

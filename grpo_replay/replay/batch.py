@@ -12,19 +12,17 @@ from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import ComposedBatch, Rollout
 
 MOST_LOG_WEIGHT = 80.0  # exp(80) is finite in float32
-ASYMRE_DELTA = -0.1
-"""δV of AsymRE (paper B), in units of the reward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
     """One rollout of a mini-batch, as the engine needs it.
 
-    `coefficient` multiplies the loss of its tokens (the frozen advantage, or AsymRE's
-    `r - (V + δV)`). `token_weight` is the weight of each of its tokens in the mini-batch loss
-    (`token_weights`). Both are 0 for a row that only needs log-probs. `rollout_id` is for error
-    messages; -1 if unknown. `sampler_weights` multiply the surrogate; empty: all 1. A row with a
-    `completion_mask` has results for the tokens only where it is True.
+    `coefficient` multiplies the loss of its tokens (`loss_coefficient`); `token_weight` is the
+    weight of each of them in the mini-batch loss (`token_weights`). Both are 0 for a row that only
+    needs log-probs. `rollout_id` is for error messages; -1 if unknown. `sampler_weights` multiply
+    the surrogate; empty: all 1. A row with a `completion_mask` has results for the tokens only
+    where it is True.
     """
 
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -98,12 +96,12 @@ def token_weights(
     `lengths_N` are the numbers T_i of tokens that train. The denominator is that of the whole
     mini-batch, over all ranks and micro-batches:
     `token_mean` 1 / Σ T, `sequence_mean` 1 / (N·T_i), `constant` 1 / (N·max_completion_length)
-    (Dr. GRPO). AsymRE weights the log-prob of a whole rollout: 1 / N.
+    (Dr. GRPO); 1 / N for a loss that sums over a rollout's tokens (`LossFacts`).
     """
     count = len(lengths_N)
     if count == 0:
         return np.zeros(0)
-    if settings.kind == "asymre":
+    if settings.facts.sums_rollouts:
         return np.full(count, 1.0 / count)
     if settings.aggregation == "token_mean":
         return np.full(count, 1.0 / max(int(lengths_N.sum()), 1))
@@ -113,12 +111,14 @@ def token_weights(
 
 
 def loss_coefficient(rollout: Rollout, settings: LossSection) -> float:
-    """The frozen advantage; for AsymRE `r - (V + δV)`, V the group's mean reward (paper B)."""
+    """The frozen advantage, or the `r - (V + δV)` of a loss with a `baseline_shift` δV (AsymRE of
+    paper B), V the group's mean reward."""
     assert rollout.advantage is not None, f"rollout {rollout.rollout_id} was dropped"
-    if settings.kind == "asymre":
-        assert rollout.reward is not None and rollout.group_reward_mean is not None  # it was kept
-        return rollout.reward - (rollout.group_reward_mean + ASYMRE_DELTA)
-    return rollout.advantage
+    shift = settings.facts.baseline_shift
+    if shift is None:
+        return rollout.advantage
+    assert rollout.reward is not None and rollout.group_reward_mean is not None  # it was kept
+    return rollout.reward - (rollout.group_reward_mean + shift)
 
 
 def train_rows(

@@ -49,7 +49,7 @@ def clipped_surrogate(
     """
     log_ratios_C = logprobs_C - behavior_logprobs_C
     exponents_C = log_ratios_C
-    if settings.ratio_per_rollout:
+    if settings.facts.ratio == "rollout":
         assert lengths_R is not None, "a sequence ratio needs the rollouts' numbers of tokens"
         exponents_C = sequence_log_ratios(log_ratios_C, lengths_R)
     ratios_C = exponents_C.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -13,7 +13,7 @@ from grpo_replay.lab.report.costs import OWN_BEST
 from grpo_replay.lab.sweep.cells import expand
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 from grpo_replay.recipe import Machines, Recipe, load_recipe
-from grpo_replay.replay.batch import ASYMRE_DELTA
+from grpo_replay.recipe.open_lists import LossFacts
 from grpo_replay.replay.compose import relative_compute
 from grpo_replay.shipped_recipes import shipped_sweeps
 
@@ -113,7 +113,7 @@ def test_the_sweeps_of_paper_b_cover_its_grid():
     sizes += [r.replay.capacity_rollouts for r in recipes_of("paper-b-sizes").values()]
     assert (min(sizes), max(sizes)) == (B["figure_3"]["smallest"], B["figure_3"]["largest"])
     variants, paper = recipes_of("paper-b-variants"), B["variants"]
-    assert paper["asymre_delta"] == ASYMRE_DELTA
+    assert paper["asymre_delta"] == LossFacts.of("asymre").baseline_shift
     for recipe in variants.values():
         machines = recipe.replay.machines
         assert recipe.replay.capacity_rollouts == paper["capacity"]

@@ -3,10 +3,15 @@ outside the package and one line of recipe, in one run with every tool. The exam
 docs/api.md."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from small_runs.trained import FinishedRun, train_small_run
 from typer.testing import CliRunner
@@ -131,3 +136,36 @@ def test_a_missing_file_is_refused_and_no_folder_is_left(tmp_path):
     assert done.exit_code == 2
     assert "replay.priority" in done.stderr and "nowhere.py" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+TOY = "def toy(logprobs, behavior_logprobs, coefficients, settings, lengths):\n"
+TOY += "    return coefficients + logprobs - logprobs.detach()\n"
+ENTRY = '"toy": LossFacts("grpo_replay.replay.toy:toy", sums_rollouts=True, baseline_shift=0.5),'
+
+
+@pytest.mark.slow
+def test_a_loss_that_ships_is_a_file_and_one_line_of_the_open_list(tmp_path):
+    root = Path(__file__).parents[2]
+    for folder in ("grpo_replay", "recipes"):
+        shutil.copytree(root / folder, tmp_path / folder)
+    (tmp_path / "grpo_replay/replay/toy.py").write_text(TOY)
+    entries = tmp_path / "grpo_replay/recipe/open_lists.py"
+    first = "SHIPPED_LOSSES = {\n"
+    entries.write_text(entries.read_text().replace(first, f"{first}    {ENTRY}\n"))
+    words = [sys.executable, "-m", "grpo_replay", "train", "tiny", "--output-dir", "run"]
+    for change in (
+        "loss.kind=toy", "replay.preset=grpo", "run.steps=1", "batch.updates_per_step=1",
+        "eval.benchmarks=[]",
+    ):  # fmt: skip
+        words += ["--set", change]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    rows = pq.read_table(tmp_path / "run/rollouts/step_000001.parquet").to_pylist()
+    kept = [row for row in rows if row["kept"]]
+    sums = [  # a loss of r - (V + 0.5) for each token, summed over the rollout
+        len(row["completion_token_ids"]) * (row["reward"] - row["group_reward_mean"] - 0.5)
+        for row in kept
+    ]
+    assert line["loss"] == pytest.approx(sum(sums) / len(kept), rel=1e-5)
