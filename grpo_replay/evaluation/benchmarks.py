@@ -271,7 +271,7 @@ class EvaluationPlan:
     samples: tuple[PlannedSample, ...]
     settings: EvalSection
     document: dict[str, Any]  # the report's `settings`
-    with_vllm: bool
+    packages: tuple[str, ...]  # of the sampler
     text: CompletionText
     prompts: PromptsSection
 
@@ -333,9 +333,9 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     text = CompletionText.of(recipe, tokenizer)
     if text.kept:
         document["special_tokens"] = "keep"
-    with_vllm = sampling.vllm_in_ranks or sampling.over_http
+    packages = sampling.facts.packages
     planned = tuple(samples)
-    plan = EvaluationPlan(benchmarks, planned, settings, document, with_vllm, text, prompts)
+    plan = EvaluationPlan(benchmarks, planned, settings, document, packages, text, prompts)
     check_room(recipe, plan.longest_prompt, evaluates=True)
     return plan
 

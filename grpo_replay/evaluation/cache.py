@@ -20,8 +20,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
+from grpo_replay.recipe.open_lists import SAMPLERS
 from grpo_replay.storage.atomic import named_if_unwritable, written_whole
-from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
+from grpo_replay.storage.run_directory import installed_versions
 from grpo_replay.types import Completion, GenerationRequest
 
 FLUSH_ROWS = 512
@@ -52,10 +53,10 @@ def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
     vllm = sampling.vllm
     left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
     options = vllm.model_dump(mode="json", exclude=left_out)
-    if sampling.with_transformers:
+    if not sampling.facts.reads_vllm_settings:
         options = {"hf_overrides": {"head_dtype": "float32"}} if sampling.fp32_head else {}
     digest = None
-    if sampling.own_class:
+    if sampling.backend not in SAMPLERS.names:
         from grpo_replay.rewards.verifier_worker import source_digest
 
         digest = source_digest(sampling.backend)
@@ -86,13 +87,13 @@ def generations_folder(
 
 def _installed(sampling: SamplingSection, device: str) -> dict[str, Any]:
     """The versions of the backend, and the device; both are unknown for remote servers."""
-    if sampling.over_http:
+    if sampling.facts.on_servers:
         return {}
     import torch
 
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    packages = VLLM_PACKAGES if sampling.vllm_in_ranks else ("transformers",)
-    return {"versions": installed_versions(packages), "device": "cuda" if on_gpu else "cpu"}
+    versions = installed_versions(sampling.facts.packages)
+    return {"versions": versions, "device": "cuda" if on_gpu else "cpu"}
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, tuple[np.ndarray, str]]:

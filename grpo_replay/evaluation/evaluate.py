@@ -37,7 +37,7 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
+from grpo_replay.storage.run_directory import installed_versions
 from grpo_replay.types import Verdict
 from grpo_replay.version import __version__
 
@@ -87,8 +87,7 @@ def evaluate(
     settings = plan.document | {"stop_tokens": [str(each) for each in stops]}
     for digest in scorer.sources().values():  # of a function of the user
         settings["reward_sha256"] = digest
-    packages = ["torch", "transformers", *VERIFIER_PACKAGES]
-    packages += VLLM_PACKAGES if plan.with_vllm else ()
+    packages = ["torch", "transformers", *VERIFIER_PACKAGES, *plan.packages]
     versions = {"grpo-replay": __version__, "python": platform.python_version()}
     versions |= installed_versions(packages)
     return EvaluationReport(dict(model or {}), settings, versions, sampled, greedy, samples)

@@ -317,7 +317,7 @@ def _identify(
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:
     from grpo_replay.engine.processes import choose_device, initialize_processes
 
-    if not recipe.sampling.over_http:
+    if not recipe.sampling.facts.on_servers:
         choose_device(recipe.engine, rank_environment().local_rank)  # refused now, not by torch
     if world_size == 1:
         return Comm()

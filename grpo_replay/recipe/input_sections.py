@@ -17,7 +17,7 @@ from grpo_replay.recipe.base import (
     one_of,
     whole_characters,
 )
-from grpo_replay.recipe.open_lists import SAMPLERS
+from grpo_replay.recipe.open_lists import SAMPLERS, SamplerFacts
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
 PAPER_USER_TEMPLATE = (
@@ -384,33 +384,18 @@ class SamplingSection(Section):
         return self.vllm.head_dtype == "float32"
 
     @property
-    def with_transformers(self) -> bool:
-        return self.backend == "hf"
+    def facts(self) -> SamplerFacts:
+        return SamplerFacts.of(self.backend)
 
     def takes_adapters(self, model: ModelSection) -> bool:
         """Whether updates bring the sampler of `model` LoRA's adapters, and no other weights."""
-        return model.lora.r is not None and self.lora == "adapter" and not self.own_class
-
-    @property
-    def own_class(self) -> bool:
-        """Whether the sampler is a class of the user's."""
-        return self.backend not in SAMPLERS.names
-
-    @property
-    def vllm_in_ranks(self) -> bool:
-        """True if every rank holds a vLLM engine, on its own device."""
-        return self.backend == "vllm"
-
-    @property
-    def over_http(self) -> bool:
-        """True if vLLM servers sample, on devices of their own."""
-        return self.backend == "vllm_server"
+        return model.lora.r is not None and self.lora == "adapter" and self.facts.takes_adapters
 
     @property
     def servers_used(self) -> int:
         """vLLM servers that a run samples with; 0 if it samples in its ranks, or repeats a
         journal."""
-        if not self.over_http or self.collection.replay_journal is not None:
+        if not self.facts.on_servers or self.collection.replay_journal is not None:
             return 0
         return self.servers.launch or len(self.servers.urls)
 

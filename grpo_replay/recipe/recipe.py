@@ -186,7 +186,7 @@ class Recipe(Section):
     @property
     def sampled_dtype(self) -> str:
         """Precision that the backend samples in."""
-        if self.sampling.backend != "hf" and self.sampling.vllm.dtype != "auto":
+        if self.sampling.facts.reads_vllm_settings and self.sampling.vllm.dtype != "auto":
             return self.sampling.vllm.dtype
         return self.model.dtype
 
@@ -397,7 +397,7 @@ def _asynchronous_contradictions(recipe: Recipe) -> Iterable[str]:
             "that sampled, and log-probs of the current policy would switch the clip off; set "
             "loss.behavior_logprobs sampler"
         )
-    if recipe.sampling.backend != "vllm_server":
+    if not recipe.sampling.facts.on_servers:
         yield (
             f"run.mode 'async' with sampling.backend {recipe.sampling.backend!r}: sampling goes on "
             "while the trainer works, which needs servers; set sampling.backend vllm_server"
@@ -470,8 +470,8 @@ def _engine_contradictions(recipe: Recipe) -> Iterable[str]:
         yield f"engine.offload everything needs engine.zero_stage 3, not {engine.zero_stage}"
     if engine.offload_optimizer and engine.zero_stage == 0:
         yield "engine.offload optimizer needs engine.zero_stage 1, 2 or 3, not 0"
-    if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
+    if recipe.sampling.facts.on_servers and bool(servers.urls) == bool(servers.launch):
         yield (
-            "sampling.backend 'vllm_server' needs either sampling.servers.urls or "
+            f"sampling.backend {recipe.sampling.backend!r} needs either sampling.servers.urls or "
             "sampling.servers.launch"
         )

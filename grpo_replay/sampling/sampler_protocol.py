@@ -95,7 +95,8 @@ class Sampler(Protocol):
     `policy_version` is the version of the last complete `load_weights`; versions only increase.
     `stop_token_ids` are the tokens that end a completion, ascending. If `ranks_sample_together`,
     `generate` is collective. A class that `reads_files` opens weights in a folder only, so no
-    random initialisation.
+    random initialisation. It may have a `check` (see `VllmServerSampler`): what `open` would raise
+    before weights are read.
     """
 
     reads_files: ClassVar[bool]
@@ -251,15 +252,6 @@ def refuse_impossible(
         )
 
 
-def refuse_split_engine(size: int, ranks_here: int) -> None:
-    """Raises RecipeError if vLLM engines of `size` ranks do not fit in the ranks of a node."""
-    if ranks_here % size:
-        raise RecipeError(
-            f"sampling.vllm.tensor_parallel_size {size} does not divide the {ranks_here} ranks of "
-            "a node: every engine spans that many ranks of one node"
-        )
-
-
 class WeightState:
     """Tracks whether a sampler can sample: its last weight update is complete, and the weights were
     not discarded since."""
@@ -348,7 +340,7 @@ def model_length(
     from grpo_replay.engine.models import load_config
 
     positions = getattr(config or load_config(section), "max_position_embeddings", None)
-    wanted = None if sampling.with_transformers else sampling.vllm.max_model_len
+    wanted = sampling.vllm.max_model_len if sampling.facts.reads_vllm_settings else None
     if wanted is None:
         return min(longest, positions or longest)
     if positions is not None and wanted > positions:

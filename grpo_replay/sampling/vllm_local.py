@@ -23,11 +23,10 @@ from grpo_replay.engine.weights import (
     expected_weights,
     refuse_problems,
 )
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.sampling.sampler_protocol import (
     SamplerOpening,
     WeightState,
-    refuse_split_engine,
 )
 from grpo_replay.sampling.server.weight_transfer import AdapterTransfer
 from grpo_replay.sampling.vllm_process import (
@@ -105,6 +104,14 @@ class VllmLocalSampler:
         if files is not None:
             sampler._begin_as_base()
         return sampler
+
+    @classmethod
+    def check(
+        cls, opening: SamplerOpening, ranks: int, ranks_here: int, elsewhere: bool = False
+    ) -> None:
+        """Raises what `open` would raise of engines in `ranks_here` ranks of a node. Collective."""
+        size = opening.sampling.vllm.tensor_parallel_size
+        run_collectively(opening.comm, lambda: _refuse_split_engine(size, ranks_here))
 
     def _begin_as_base(self) -> None:
         """Take adapters of zeros. Raises SamplerError for those of a model that vLLM refuses."""
@@ -277,12 +284,21 @@ class VllmLocalSampler:
         return self._engine
 
 
+def _refuse_split_engine(size: int, ranks_here: int) -> None:
+    """Raises RecipeError if vLLM engines of `size` ranks do not fit in the ranks of a node."""
+    if ranks_here % size:
+        raise RecipeError(
+            f"sampling.vllm.tensor_parallel_size {size} does not divide the {ranks_here} ranks of "
+            "a node: every engine spans that many ranks of one node"
+        )
+
+
 def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
     """EngineArgs of an engine in the trainer's process, in addition to the common ones."""
     vllm, world_size = opening.sampling.vllm, opening.comm.world_size
     sleeps = opening.on_gpu and vllm.enable_sleep_mode
     size = vllm.tensor_parallel_size
-    refuse_split_engine(size, rank_environment().local_world_size)
+    _refuse_split_engine(size, rank_environment().local_world_size)
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
         "enable_sleep_mode": sleeps,

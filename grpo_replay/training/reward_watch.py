@@ -255,7 +255,7 @@ class LearningWatch:
             )
         )
         cut_off = " or its completions cut off" if self._reward.mask_truncated else ""
-        cut_off += " or masked by the sampler" if self._sampling.own_class else ""
+        cut_off += " or masked by the sampler" if self._sampling.facts.masks_tokens else ""
         return (
             f"step {step}: nothing to learn from for {counts['steps']} steps: no completion got an "
             f"advantage, because the rewards of each group were equal{cut_off}. Of "

@@ -274,7 +274,7 @@ def _assumptions(
         yield f"GPUs of {to_gib(machines.capacity):g} GiB, {machines.gpus} on each node"
     if machines.on_cuda:
         vllm = ""
-        if sampling.vllm_in_ranks:
+        if sampling.facts.fills_memory:
             graphs = "" if sampling.vllm.enforce_eager else "1 GiB for vLLM's graphs and "
             stay = ", which stay while it sleeps" if sampling.vllm.enable_sleep_mode else ""
             vllm = f", {graphs}0.5 GiB for vLLM's buffers{stay}"

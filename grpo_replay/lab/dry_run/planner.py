@@ -289,14 +289,14 @@ def plan_sampler(
     """What the sampler takes of the device of a rank, in a step or in an evaluation; `prompt` is
     the longest of a step, in tokens."""
     vllm = sampling.vllm
-    if sampling.over_http:
+    if sampling.facts.on_servers:
         return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
-    if sampling.vllm_in_ranks and machines.on_cuda:
+    if sampling.facts.fills_memory and machines.on_cuda:
         return vllm_memory(
             shape, dtype_bytes, machines.capacity, vllm.gpu_memory_utilization,
             vllm.tensor_parallel_size, vllm.enable_sleep_mode, graphs=not vllm.enforce_eager,
         )  # fmt: skip
-    if sampling.vllm_in_ranks:
+    if sampling.facts.fills_memory:
         cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
         held = dtype_bytes * shape.parameters + cache  # nothing sleeps on a CPU
         return SamplerMemory(held, held, cache // (dtype_bytes * shape.kv_elements_per_token))
@@ -346,7 +346,7 @@ def _with_other_shares(
 ) -> Iterator[list[str]]:
     """The overrides as they are, then with other shares of the GPU for vLLM, the nearest first."""
     yield words
-    if sampling.vllm_in_ranks and machines.on_cuda:
+    if sampling.facts.fills_memory and machines.on_cuda:
         share = sampling.vllm.gpu_memory_utilization
         for other in sorted(SHARES, key=lambda each: abs(each - share)):
             yield [*words, f"sampling.vllm.gpu_memory_utilization={other}"]
@@ -359,7 +359,8 @@ def remedies(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
     if machines.gpus and max(machines.ranks) != machines.gpus:
         yield [f"engine.num_processes={machines.gpus}"]
     yield []  # another share for vLLM alone
-    if recipe.sampling.with_transformers and recipe.sampling.max_batch_rollouts > FEW_ROLLOUTS:
+    sampling = recipe.sampling
+    if not sampling.facts.reads_vllm_settings and sampling.max_batch_rollouts > FEW_ROLLOUTS:
         yield [f"sampling.max_batch_rollouts={FEW_ROLLOUTS}"]
     if not model.gradient_checkpointing:
         yield ["model.gradient_checkpointing=true"]
