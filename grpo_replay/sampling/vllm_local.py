@@ -28,7 +28,6 @@ from grpo_replay.sampling.sampler_protocol import (
     SamplerOpening,
     WeightState,
 )
-from grpo_replay.sampling.server.weight_transfer import AdapterTransfer
 from grpo_replay.sampling.vllm_process import (
     VLLM_ERRORS,
     SleepState,
@@ -45,6 +44,7 @@ from grpo_replay.sampling.vllm_requests import (
     sampling_parameters,
     set_environment,
 )
+from grpo_replay.sampling.weight_files import AdapterTransfer
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 if TYPE_CHECKING:

@@ -34,7 +34,6 @@ from grpo_replay.sampling.server.server_process import (
     server_command,
     server_devices,
 )
-from grpo_replay.sampling.server.weight_transfer import FolderTransfer
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
 from grpo_replay.sampling.vllm_process import SleepState
 from grpo_replay.sampling.vllm_requests import (
@@ -42,6 +41,7 @@ from grpo_replay.sampling.vllm_requests import (
     engine_arguments,
     set_environment,
 )
+from grpo_replay.sampling.weight_files import FolderTransfer
 from grpo_replay.types import GenerationRequest, RequestKey
 
 

@@ -32,6 +32,7 @@ from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening, WeightState
 from grpo_replay.sampling.server.checks import check_server
 from grpo_replay.sampling.server.dispatcher import Servers, sample
+from grpo_replay.sampling.server.push import load_weights, switch_server
 from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
@@ -40,13 +41,8 @@ from grpo_replay.sampling.server.server_process import (
     refuse_ranks_elsewhere,
     wait_until_healthy,
 )
-from grpo_replay.sampling.server.weight_transfer import (
-    AdapterTransfer,
-    FolderTransfer,
-    load_weights,
-    switch_server,
-)
 from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
+from grpo_replay.sampling.weight_files import AdapterTransfer, FolderTransfer
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 if TYPE_CHECKING:

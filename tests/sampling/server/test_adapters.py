@@ -19,12 +19,12 @@ from grpo_replay.engine.weights import expected_adapters
 from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import ServersSection
-from grpo_replay.sampling.server import weight_transfer
+from grpo_replay.sampling import weight_files
 from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer, block_on
 from grpo_replay.sampling.server.sampler import ADAPTERS_KEPT, VllmServerSampler
-from grpo_replay.sampling.server.weight_transfer import AdapterTransfer
 from grpo_replay.sampling.vllm_requests import ADAPTERS_AT_ONCE
+from grpo_replay.sampling.weight_files import AdapterTransfer
 
 LORA = {"model": {"lora": {"r": 4}}}
 ROOM = {"max_lora_rank": 8, "max_loras": 4, "max_cpu_loras": ADAPTERS_KEPT}
@@ -159,7 +159,7 @@ def test_the_room_of_all_versions_that_stay_is_looked_for_at_first(tmp_path, mon
     recipe = async_recipe(["http://127.0.0.1:1"], LORA)
     needed = expected_adapters(recipe.model)[0].bytes_needed
     usage = SimpleNamespace(free=5 * needed - 1)
-    monkeypatch.setattr(weight_transfer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(weight_files.shutil, "disk_usage", lambda _: usage)
     for versions in (5, 4):
         transfer = AdapterTransfer(str(tmp_path), recipe.model, versions)
         zeros = [(name, torch.zeros(shape)) for name, shape in transfer.expected.shapes.items()]

@@ -11,9 +11,9 @@ from small_runs.asynchronous import async_recipe
 from tiny_policy import changed, make_requests, named_tensors, push
 
 from grpo_replay.errors import ServersLost
+from grpo_replay.sampling.server.push import switch_server
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
-from grpo_replay.sampling.server.weight_transfer import switch_server
 
 
 def sampler_on(urls: Sequence[str], sync_folder: Path, **servers: object) -> VllmServerSampler:
