@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import CheckpointError
@@ -30,51 +30,6 @@ from grpo_replay.storage.atomic import (
 )
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
-FP32 = 4
-MOMENTS = 8
-"""Bytes per parameter of an fp32 value, and of Adam's two moments."""
-
-
-def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
-    """Host memory of rollouts in the buffer, from their mean lengths: ids in int32, behaviour and
-    sampler log-probs in float32, and 1,000 bytes of Python objects per rollout (measured). The
-    buffer does not store their text."""
-    return rollouts * (4 * prompt_tokens + (4 + 4 + 4) * completion_tokens + 1000)
-
-
-def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
-    """Size of rollouts in the file of a step, before compression, which gains little on log-probs:
-    the same arrays, about four bytes of text per token, and 256 bytes of scalars per rollout."""
-    return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
-
-
-class CheckpointSize(NamedTuple):
-    """Bytes of a checkpoint without the buffer, over all ranks: of every one, and what LoRA's
-    merged model adds where it is written (`Recipe.saves_model`)."""
-
-    usual: int
-    merged: int = 0
-
-
-def checkpoint_size(
-    parameters: int, dtype_bytes: int, zero_stage: int, adapters: int = 0
-) -> CheckpointSize:
-    """The parameters that train, the model's or the `adapters` alone: in model/ or adapter/, and
-    again in engine/ below ZeRO-3 (which derives them from its fp32 master weights); Adam's moments;
-    and the master weights, except with fp32 parameters and ZeRO-0. The merged model is fp32."""
-    copies = 1 if zero_stage == 3 else 2
-    has_masters = dtype_bytes < FP32 or zero_stage > 0
-    per_trained = copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0)
-    merged = FP32 * parameters if adapters else 0
-    return CheckpointSize((adapters or parameters) * per_trained, merged)
-
-
-def to_gib(size: float) -> float:
-    """GiB to three places."""
-    return round(size / GIB, 3)
-
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -1,40 +1,35 @@
-"""Writing a checkpoint: shards, then a manifest; before a run, whether the disk has room for them.
+"""Writing a checkpoint: shards, then a manifest.
 
 Every rank flushes and hashes what it wrote itself; rank 0 completes the folder.
 """
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_on_main
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.recipe import CheckpointSection
 from grpo_replay.replay.snapshot import write_snapshot
 from grpo_replay.storage.atomic import (
     describe_write_failure,
     flush_files,
-    free_bytes,
     write_text_whole,
 )
 from grpo_replay.storage.checkpoint import (
     MODEL_CARDS,
-    CheckpointSize,
     FileFacts,
     RunState,
     begin_checkpoint,
-    checkpoint_bytes_on_disk,
     complete_checkpoint,
     file_facts,
-    leftovers,
     list_checkpoints,
     model_cards,
     temporary_folder,
-    to_gib,
 )
+from grpo_replay.training.disk_room import what_is_left
 from grpo_replay.training.rollout_source import Parts, RolloutSource
 
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_")
@@ -101,40 +96,6 @@ def _writer(name: str) -> int:
     return int(shard[1]) if shard else 0
 
 
-def notices_of_room(
-    checkpoints: Path, section: CheckpointSection, size: CheckpointSize
-) -> list[str]:
-    """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
-    another is written. Raises OutputDirectoryError if there is no room for one. What a killed run
-    left of a checkpoint counts as free: the resume removes it."""
-    free = free_bytes(checkpoints) + sum(map(checkpoint_bytes_on_disk, leftovers(checkpoints)))
-    kept = list_checkpoints(checkpoints)
-    newest = checkpoint_bytes_on_disk(kept[-1]) if kept else 0
-    one = max(size.usual + size.merged, newest)
-    if free < one:
-        raise OutputDirectoryError(
-            f"a checkpoint of this run needs {to_gib(one)} GiB, and {checkpoints} has "
-            f"{to_gib(free)} GiB free: nothing was written; free space there. "
-            f"{_what_is_left(kept)}"
-        )
-    more = max(section.keep + 1 - len(kept), 1)
-    each = max(size.usual, newest)
-    needed = more * each + size.merged * (more if section.merged == "all" else 1)
-    if free >= needed:
-        return []
-    return [
-        f"{checkpoints} has {to_gib(free)} GiB free, and {more} more checkpoints (checkpoint.keep "
-        f"{section.keep} and one being written) take {to_gib(needed)} GiB: the run stops at the "
-        "one that does not fit; make room"
-    ]
-
-
-def _what_is_left(kept: Sequence[Path]) -> str:
-    if not kept:
-        return "There is no earlier checkpoint: start again then"
-    return f"{kept[-1].name} is complete: go on from there with --resume then"
-
-
 @contextmanager
 def removed_if_unwritable(temporary: Path) -> Iterator[None]:
     """Within, a disk that is full or fails, or a folder that may not be changed, becomes an
@@ -148,5 +109,5 @@ def removed_if_unwritable(temporary: Path) -> Iterator[None]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OutputDirectoryError(
             f"{temporary} cannot be written: {reason}. What was written of it was removed. "
-            f"{_what_is_left(list_checkpoints(temporary.parent))}"
+            f"{what_is_left(list_checkpoints(temporary.parent))}"
         ) from error

@@ -57,11 +57,11 @@ from grpo_replay.sampling.sampler_protocol import (
     sampler_class,
 )
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.checkpoint import RunState, checkpoint_size
+from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.training import Notice
-from grpo_replay.training.checkpoint_writer import notices_of_room
+from grpo_replay.training.disk_room import checkpoint_size, notices_of_room
 from grpo_replay.training.resuming import (
     StartingPoint,
     find_start,

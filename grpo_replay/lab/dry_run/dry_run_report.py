@@ -33,8 +33,8 @@ from grpo_replay.lab.dry_run.planner import (
     with_known_model,
 )
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
-from grpo_replay.storage.checkpoint import to_gib
 from grpo_replay.storage.run_directory import RunDirectory, default_run_dir
+from grpo_replay.training.disk_room import to_gib
 
 if TYPE_CHECKING:
     from grpo_replay.training.opening import RunOpener

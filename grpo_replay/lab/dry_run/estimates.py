@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection
-from grpo_replay.storage.checkpoint import logged_bytes, stored_bytes, to_gib
+from grpo_replay.training.disk_room import to_gib
 
 SURVIVORS_OF_256 = {"Qwen3-0.6B": 86.5, "Qwen3-1.7B": 112.7, "Qwen3-4B": 124.9}  # -Base
 COST_RATIO = {"Qwen3-0.6B": 6.84, "Qwen2.5-7B": 5.28}
@@ -216,6 +216,19 @@ def describe_storage(
         "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
         "disk_per_step_mib_most": _mib(logged_bytes(most, *longest)),
     }
+
+
+def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
+    """Host memory of rollouts in the buffer, from their mean lengths: ids in int32, behaviour and
+    sampler log-probs in float32, and 1,000 bytes of Python objects per rollout (measured). The
+    buffer does not store their text."""
+    return rollouts * (4 * prompt_tokens + (4 + 4 + 4) * completion_tokens + 1000)
+
+
+def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
+    """Size of rollouts in the file of a step, before compression, which gains little on log-probs:
+    the same arrays, about four bytes of text per token, and 256 bytes of scalars per rollout."""
+    return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 
 def _mib(size: float) -> float:

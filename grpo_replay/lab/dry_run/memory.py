@@ -22,7 +22,7 @@ sampler that takes adapters has a base and adapters too, and keeps the base whil
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from grpo_replay.storage.checkpoint import FP32, GIB, MOMENTS
+from grpo_replay.training.disk_room import FP32, GIB, MOMENTS
 
 CUDA_CONTEXT = int(1.0 * GIB)
 """CUDA context, cuBLAS workspace and NCCL's buffers of one process (assumed, not measured)."""

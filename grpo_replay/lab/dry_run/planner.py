@@ -28,7 +28,7 @@ from grpo_replay.recipe import (
     parse_overrides,
     resolve_recipe,
 )
-from grpo_replay.storage.checkpoint import GIB, CheckpointSize, checkpoint_size, to_gib
+from grpo_replay.training.disk_room import GIB, CheckpointSize, checkpoint_size, to_gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

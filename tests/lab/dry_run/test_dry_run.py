@@ -18,8 +18,8 @@ from grpo_replay.lab.dry_run.dry_run_report import Findings, _check_start, dry_r
 from grpo_replay.lab.dry_run.memory import SamplerMemory
 from grpo_replay.lab.dry_run.planner import Machines, find_machines
 from grpo_replay.recipe import load_recipe
-from grpo_replay.storage.checkpoint import GIB
 from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training.disk_room import GIB
 from grpo_replay.training.opening import RunOpener
 
 
@@ -281,7 +281,7 @@ def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch, 
     """A checkpoint of the tiny base takes about 0.001 GiB; three are kept, and one is written."""
     asked = []
     free = lambda path: asked.append(path) or int(gib * GIB)  # noqa: E731
-    monkeypatch.setattr("grpo_replay.training.checkpoint_writer.free_bytes", free)
+    monkeypatch.setattr("grpo_replay.training.disk_room.free_bytes", free)
     recipe, here = load_recipe("tiny"), find_machines("cpu", [1])
     for machines, found in ((here, kind), (Machines("cpu", (1, 1), GIB), None)):
         opener, findings = checked(recipe, machines, tmp_path / "new")

@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 
 from grpo_replay.engine.models import load_config
 from grpo_replay.lab.dry_run import trace as trace_module
+from grpo_replay.lab.dry_run.estimates import stored_bytes
 from grpo_replay.lab.dry_run.memory import (
     PROCESS,
     PROCESS_ZERO,
@@ -37,7 +38,7 @@ from grpo_replay.lab.dry_run.trace import (
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.decode_ways import RowLayer
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
-from grpo_replay.storage.checkpoint import GIB, checkpoint_size, stored_bytes
+from grpo_replay.training.disk_room import GIB, checkpoint_size
 
 SHAPE = ModelShape(
     parameters=1000, tied_head=True, layers=2,

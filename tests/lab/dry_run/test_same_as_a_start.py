@@ -27,7 +27,7 @@ from grpo_replay.shipped_recipes import shipped_recipes
 from grpo_replay.storage.recipe_history import RECIPE_FILE, recipe_to_resume
 from grpo_replay.storage.run_directory import JOURNAL_FOLDER, LOCK, RunDirectory
 from grpo_replay.tiny import BASES
-from grpo_replay.training import Notice, checkpoint_writer, opening
+from grpo_replay.training import Notice, disk_room, opening
 from grpo_replay.training.opening import RunOpener, missing_packages
 
 QUICK = [
@@ -42,7 +42,7 @@ def quick_and_offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(dry_run_report, "_try_plan", lambda *_: None)
-    monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda _: 2**50)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: 2**50)
 
 
 def start(
@@ -249,7 +249,7 @@ def test_of_engines_that_would_span_nodes(monkeypatch):
 
 
 def test_of_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda _: 10)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: 10)
     refused = compare(load_recipe("tiny", QUICK), tmp_path / "run")
     assert refused is not None and "a checkpoint of this run needs" in refused
     assert not (tmp_path / "run").exists()
