@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
-from grpo_replay.lab.dry_run.estimates import expected_of
+from grpo_replay.lab.planning.expected import expected_of
 from grpo_replay.lab.planning.theory import (
     Growth,
     PlanInputs,

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import (
     RunEstimates,
@@ -17,6 +16,7 @@ from grpo_replay.lab.planning.estimate import (
     fit_growth,
     other_growths,
 )
+from grpo_replay.lab.planning.expected import COST_RATIO, expected_of
 from grpo_replay.lab.planning.theory import (
     Design,
     PlanInputs,

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import GrpoReplayError, ModelError, NotFetchedError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
-    Expected,
     Known,
     describe_replay,
     describe_step,
     describe_storage,
-    expected_of,
     seconds_of_step,
 )
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
@@ -32,6 +30,7 @@ from grpo_replay.lab.dry_run.planner import (
     plan_memory,
     with_known_model,
 )
+from grpo_replay.lab.planning.expected import Expected, expected_of
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.storage.run_directory import RunDirectory, default_run_dir
 from grpo_replay.training.disk_room import to_gib

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_replay.lab.dry_run.estimates import drawn_rollouts, stored_when_drawn
+from grpo_replay.lab.planning.expected import drawn_rollouts, stored_when_drawn
 from grpo_replay.recipe import ReplaySection
 
 FLAT_TOLERANCE = 0.05

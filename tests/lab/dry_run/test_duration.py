@@ -5,9 +5,9 @@ import pytest
 from grpo_replay.lab.dry_run.estimates import (
     Speed,
     describe_step,
-    expected_of,
     seconds_of_step,
 )
+from grpo_replay.lab.planning.expected import expected_of
 from grpo_replay.recipe import load_recipe
 
 

@@ -20,17 +20,17 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.cli.plan_command import plan_document
 from grpo_replay.errors import SnapshotError, UsageError
-from grpo_replay.lab.dry_run.estimates import (
-    assumed_cost_ratio,
-    assumed_survival,
-    expected_of,
-)
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import (
     estimate_from_run,
     fit_growth,
     measured_mu,
     other_growths,
+)
+from grpo_replay.lab.planning.expected import (
+    assumed_cost_ratio,
+    assumed_survival,
+    expected_of,
 )
 from grpo_replay.lab.planning.theory import (
     PlanInputs,
