@@ -15,7 +15,7 @@ ASYNCHRONOUS = (
     "sampling.vllm.enforce_eager=true", "sampling.vllm.enable_sleep_mode=false",
 )  # fmt: skip
 NAMES = {
-    **SHOWN, "straddlers": "async/straddlers", "trainer_idle": "async/trainer_idle",
+    **SHOWN, "partial_rollouts": "async/partial_rollouts", "trainer_idle": "async/trainer_idle",
     "server_idle": "async/sampler_idle", "age": "async/age_mean",
 }  # fmt: skip
 

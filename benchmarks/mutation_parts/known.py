@@ -227,7 +227,7 @@ KNOWN = (
     ),
     # Asynchronous collection
     Known(
-        "straddlers in the log-prob gap", ASYNCHRONOUS,
+        "partial rollouts in the log-prob gap", ASYNCHRONOUS,
         "(rollout.policy_version, rollout.policy_version_end) == (version, version)",
         "rollout.policy_version_end == version",
         "tests/training/test_metrics.py::"
@@ -261,10 +261,10 @@ KNOWN = (
         "tests/collection/test_arrivals.py::test_a_second_copy_of_a_group_is_recognised",
     ),
     Known(
-        "straddlers kept against the recipe", ARRIVALS,
+        "partial rollouts kept against the recipe", ARRIVALS,
         'return "stale" if dropped else "inserted"', 'return "inserted"',
         "tests/collection/test_assembly.py::"
-        "test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted",
+        "test_partial_rollouts_are_kept_or_dropped_as_the_recipe_says_and_counted",
     ),
     Known(
         "behaviour log-probs that are not the sampler's", TRAINER,

@@ -217,12 +217,12 @@ class Arrivals:
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple[Rollout, ...]:
     """Rollouts of a selection, in the order of arrival; those to train on and store are `kept`.
 
-    Each is closed in the ledger: as stale if its group is too old or it straddles an update that
-    the recipe drops it for, as no_reward if it has no reward, as zero_variance if it is not
-    kept (no signal in its group, or masked), else as inserted."""
+    The ledger closes each of them: as stale if its group is too old, or it is partial and the
+    recipe drops such; as no_reward if it has no reward; as zero_variance if it is not kept (no
+    signal in its group, or masked); else as inserted."""
     stale = {each.number for each in selection.stale}
     generated: list[Rollout] = []
-    drops = recipe.sampling.collection.straddlers == "drop"
+    drops = recipe.sampling.collection.partial_rollouts == "drop"
     by_arrival = sorted((*selection.taken, *selection.stale), key=lambda each: each.number)
     for arrived in by_arrival:
         for rollout in _rollouts(arrived, recipe):
@@ -236,24 +236,24 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple
 
 def rollouts_to_insert(arrived: Arrived, recipe: Recipe) -> int:
     """How many rollouts of a group that is not too old `take_rollouts` closes as inserted."""
-    drops = recipe.sampling.collection.straddlers == "drop"
+    drops = recipe.sampling.collection.partial_rollouts == "drop"
     rollouts = _rollouts(arrived, recipe)
     return sum(_category(rollout, False, drops) == "inserted" for rollout in rollouts)
 
 
-def straddles(rollout: Rollout) -> bool:
-    """True if more than one policy version sampled the rollout."""
+def is_partial(rollout: Rollout) -> bool:
+    """True if the weights changed while the rollout was sampled: it has several policy versions."""
     return rollout.policy_version != rollout.policy_version_end
 
 
-def _category(rollout: Rollout, stale: bool, drops_straddlers: bool) -> str:
+def _category(rollout: Rollout, stale: bool, drops_partial: bool) -> str:
     if stale:
         return "stale"
     if rollout.reward is None:
         return "no_reward"
     if not rollout.kept:
         return "zero_variance"
-    dropped = drops_straddlers and straddles(rollout)
+    dropped = drops_partial and is_partial(rollout)
     return "stale" if dropped else "inserted"
 
 

@@ -326,9 +326,9 @@ class CollectionSection(Section):
     order: Literal["oldest_first", "newest_first"] = "oldest_first"
     """Which finished groups a step takes first. `newest_first` (paper B's queue) needs
     `replay.preset: grpo`."""
-    straddlers: Literal["keep", "drop"] = "keep"
-    """Train on rollouts during which the weights changed, with the log-probs of the versions that
-    sampled them, or drop them."""
+    partial_rollouts: Literal["keep", "drop"] = "keep"
+    """Train on rollouts during which the weights changed (partial rollouts), with the log-probs of
+    the versions that sampled them, or drop them."""
     replay_journal: str | None = None
     """Asynchronous run whose journal is repeated instead of sampling; the same recipe gives the
     same weights."""

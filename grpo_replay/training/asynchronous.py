@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from grpo_replay.collection.arrivals import rollouts_to_insert, straddles
+from grpo_replay.collection.arrivals import is_partial, rollouts_to_insert
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.messages import CollectorSettings, Report
@@ -219,7 +219,7 @@ class MainSource(FollowerSource):
         arrivals, state = self.intake.arrivals, self.state
         self._metrics = {
             "async/sampler_idle": servers.idle,
-            "async/straddlers": sum(map(straddles, taken)),
+            "async/partial_rollouts": sum(map(is_partial, taken)),
             "async/outstanding_groups": self.intake.outstanding_groups(),
             **arrivals.ledger.metrics(),
         }

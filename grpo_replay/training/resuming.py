@@ -53,7 +53,7 @@ JOURNAL_RULES = (
     "sampling.prompts_per_step",
     "sampling.group_size",
     "sampling.collection.order",
-    "sampling.collection.straddlers",
+    "sampling.collection.partial_rollouts",
     "replay.preset",
     "replay.composition",
     "replay.max_age_steps",

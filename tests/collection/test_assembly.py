@@ -10,8 +10,8 @@ from collected import group, row
 from grpo_replay.collection.arrivals import (
     Amount,
     Arrivals,
+    is_partial,
     rollouts_to_insert,
-    straddles,
     take_rollouts,
 )
 from grpo_replay.collection.messages import LOGPROBS, Group, pack
@@ -31,7 +31,7 @@ def take(groups: list[Group], step: int, settings: Recipe, max_age=None):
     return take_rollouts(queue.select(step), settings, queue.ledger), queue.ledger
 
 
-def straddler() -> Group:
+def partial_group() -> Group:
     """Its second row changes from version 3 to version 4 after two tokens."""
     plain = group((0, 9), version=3, rewards=(1.0, -1.0))
     changing = msgspec.structs.replace(
@@ -90,16 +90,16 @@ def test_a_stale_group_is_recorded_but_not_trained_on():
     assert ledger.closed["stale"] == Amount(2, 6)
 
 
-def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
-    kept, _ = take([straddler()], 5, recipe())
+def test_partial_rollouts_are_kept_or_dropped_as_the_recipe_says_and_counted():
+    kept, _ = take([partial_group()], 5, recipe())
     _, second = survivors(kept)
-    assert sum(map(straddles, kept)) == 1
+    assert sum(map(is_partial, kept)) == 1
     assert (second.policy_version, second.policy_version_end, second.birth_step) == (3, 4, 4)
     assert second.sampler_logprobs.tolist() == [-0.25, -0.5, -1.0]
-    drop = recipe(sampling={"collection": {"straddlers": "drop"}})
-    dropped, ledger = take([straddler()], 5, drop)
+    drop = recipe(sampling={"collection": {"partial_rollouts": "drop"}})
+    dropped, ledger = take([partial_group()], 5, drop)
     assert [r.rollout_id for r in survivors(dropped)] == [0]
-    assert sum(map(straddles, dropped)) == 1
+    assert sum(map(is_partial, dropped)) == 1
     assert ledger.closed["stale"] == Amount(1, 3)
 
 
@@ -111,20 +111,27 @@ LONG_HALF = {"max_completion_length": 4}
     [
         ({}, 4),
         ({"replay": {"drop_zero_variance": False}}, 6),
-        ({"sampling": {"collection": {"straddlers": "drop"}}}, 3),
+        ({"sampling": {"collection": {"partial_rollouts": "drop"}}}, 3),
         ({"sampling": LONG_HALF, "reward": {"overlong_buffer_tokens": 2}}, 6),
         ({"sampling": LONG_HALF, "reward": {"mask_truncated": True}}, 3),
     ],
-    ids=["plain", "zero variance kept", "straddlers dropped", "length penalty", "truncated masked"],
+    ids=[
+        "plain",
+        "zero variance kept",
+        "partial rollouts dropped",
+        "length penalty",
+        "truncated masked",
+    ],
 )
 def test_what_a_step_waits_for_is_what_it_inserts(sections, inserted):
-    """Three groups: one with a straddler, one whose rewards differ and whose second completion was
-    cut off, and one whose rewards are equal and lengths are not: a length penalty parts them."""
+    """Three groups: one with a partial rollout, one whose rewards differ and whose second
+    completion was cut off, and one whose rewards are equal and lengths are not, which a length
+    penalty tells apart."""
     cut_off = msgspec.structs.replace(row(-1.0, 4, [(3, 0, 4)]), finish_reason="length")
     equal = (row(1.0, 2, [(3, 0, 2)]), row(1.0, 4, [(3, 0, 4)]))
     plain = group((0, 1), version=3)
     groups = [
-        straddler(),
+        partial_group(),
         msgspec.structs.replace(plain, rows=(plain.rows[0], cut_off)),
         msgspec.structs.replace(group((0, 2), version=3), rows=equal),
     ]

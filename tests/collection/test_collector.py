@@ -251,7 +251,9 @@ def test_a_server_that_is_being_updated_when_a_request_fails_is_used_again(serve
     harness.run(scenario)
 
 
-def test_a_straddler_arrives_with_the_version_and_the_log_prob_of_every_token(server, monkeypatch):
+def test_a_partial_rollout_arrives_with_the_version_and_the_log_prob_of_every_token(
+    server, monkeypatch
+):
     """An update during the completion. A reward function is told the step of the version that
     sampled the first token."""
     answer = Answer([7, 8, 1], [-0.25, -0.5, -1.0], ["run/4", "run/5", "run/5"])

@@ -268,7 +268,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     batch = ComposedBatch(tuple(entries_of(arrived)), np.zeros(2, bool), draw.ages, draw)
     found = source.metrics(StepRecord(3, taken, arrived, None, batch, [], []))
     assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.5, 0.25)
-    assert (found["async/straddlers"], found["async/outstanding_groups"]) == (2, 7)
+    assert (found["async/partial_rollouts"], found["async/outstanding_groups"]) == (2, 7)
     assert (found["sampler/policy_version"], found["async/undrawn_evicted"]) == (2, 2)
     assert found["ledger/generated_rollouts"] == 0
     assert (found["async/age_mean"], found["async/age_max"]) == (0.5, 1)

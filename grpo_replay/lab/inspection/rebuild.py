@@ -189,7 +189,7 @@ def _steps_of(log: Rollouts, recipe: Recipe) -> list[tuple[int, int]]:
 
 def kept_under(log: Rollouts, settings: ReplaySection) -> Rollouts:
     """The log as a run with these settings keeps it: without the groups whose rewards are all
-    equal, or with them, at advantage 0. What an asynchronous run dropped as stale or straddling
+    equal, or with them, at advantage 0. What an asynchronous run dropped as stale or partial
     stays out, and so does what arrived later than these settings allow."""
     equal = (log.group_reward_std == 0) & np.isfinite(log.reward)
     kept_equal = bool((log.kept & equal).any())  # what it left out nonetheless is masked

@@ -136,15 +136,15 @@ def _mean_and_std(rewards: np.ndarray, kind: str) -> tuple[float, float]:
 
 
 def _keeps(step: int, recipe: Recipe, group: Columns, came_G: np.ndarray, std: float) -> np.ndarray:
-    """Which rollouts of a group train. An asynchronous step also drops what is too old, or what
-    straddles an update if the recipe drops such."""
+    """Which rollouts of a group train. An asynchronous step also drops what is too old, and
+    partial rollouts if the recipe drops them."""
     has_signal = std > 0 or (std == 0 and not recipe.replay.drop_zero_variance)
     keeps_G = came_G & has_signal
     keeps_G &= (group["trainable"] > 0) | (group["completion_token_ids"] == 0)
     keeps_G &= ~(recipe.reward.mask_truncated & (group["finish_reason"] == "length"))
     if recipe.run.is_async:
         keeps_G &= ~is_too_old(recipe.replay, step, group["birth_step"])
-        if recipe.sampling.collection.straddlers == "drop":
+        if recipe.sampling.collection.partial_rollouts == "drop":
             keeps_G &= group["policy_version"] == group["policy_version_end"]
     return keeps_G
 

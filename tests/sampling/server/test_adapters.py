@@ -71,7 +71,9 @@ def test_base_once_then_an_adapter_a_version_which_its_requests_name(server, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_straddler_is_of_the_adapter_that_it_named_whatever_the_server_says(server, tmp_path):
+def test_a_partial_rollout_is_of_the_adapter_that_it_named_whatever_the_server_says(
+    server, tmp_path
+):
     """The label of a server's weights is that of all its requests."""
     recipe = async_recipe([server.url], LORA)
     sampler = open_sampler(recipe)

@@ -162,7 +162,7 @@ def test_an_update_freezes_requests_loads_recomputes_their_keys_labels_and_goes_
     assert all(loaded[name].equal(tensor) for name, tensor in pushed.items())
 
 
-def test_every_token_of_a_straddler_has_the_log_prob_and_the_version_of_its_own_weights(
+def test_every_token_of_a_partial_rollout_has_the_log_prob_and_the_version_of_its_own_weights(
     opened, tied
 ):
     """It stops after two tokens; then the weights change, and it goes on with the new ones."""

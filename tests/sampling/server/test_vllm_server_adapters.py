@@ -1,4 +1,4 @@
-"""LoRA over HTTP, against a real vLLM server: straddlers keep the adapter that they began with."""
+"""LoRA over HTTP, against a real vLLM server: partial rollouts keep the adapter they began with."""
 
 import asyncio
 from collections.abc import Iterator

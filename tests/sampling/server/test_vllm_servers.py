@@ -74,7 +74,7 @@ def test_two_servers_match_the_policy_after_every_sync(tied, sampler):
         }
 
 
-def test_a_straddler_has_the_log_probs_of_the_weights_that_sampled_each_token(tied, pair):
+def test_a_partial_rollout_has_the_log_probs_of_the_weights_that_sampled_each_token(tied, pair):
     """It runs while the weights change. In its second part, keys of the old ones would be seen."""
     with http_sampler(tied, pair[:1]) as sampler:
         client, old = sampler.servers.all[0], tied.model
