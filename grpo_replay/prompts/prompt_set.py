@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.prompts.gym import gym_rows, nonsense_notice
+from grpo_replay.prompts.gym_problems import gym_rows, nonsense_notice
 from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     PROBLEM_FIELDS,

@@ -62,6 +62,7 @@ from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.training import Notice
 from grpo_replay.training.disk_room import checkpoint_size, notices_of_room
+from grpo_replay.training.open_source import open_source
 from grpo_replay.training.resuming import (
     StartingPoint,
     find_start,
@@ -76,7 +77,6 @@ from grpo_replay.training.reward_watch import (
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource
 from grpo_replay.training.silent_settings import notices_of_beginning, notices_of_tags
-from grpo_replay.training.sources import open_source
 
 ATTENTION_PACKAGES = {
     "flash_attention_2": "flash_attn",

@@ -1,5 +1,5 @@
 """Where the rollouts of a training step come from: the protocol of a source, and what a run shares
-with it. The sources that there are (`sources.open_source`):
+with it. The sources that there are (`open_source.open_source`):
 
     SynchronousSource   the sampler generates them while the trainer waits; a lagging sampler
                         (`run.sync_every_steps`) is a setting of it
@@ -130,7 +130,7 @@ class StepRecord:
 class RolloutSource(Protocol):
     """Gives each training step its rollouts, and brings the sampler each new policy.
 
-    To add a source, write these four methods and name it in `sources.open_source`. `take` and
+    To add a source, write these four methods and name it in `open_source.open_source`. `take` and
     `advance` are called on every rank, in this order, once a step: they may use collectives
     (`parts.comm`) and the engine's. Rank 0 alone has the rollouts, the buffer and the files. A
     source must give a resumed run what the run would have had without the stop: what it needs for

@@ -125,6 +125,12 @@ def is_code(name: str) -> bool:
     return True
 
 
+def test_no_two_modules_have_the_same_name():
+    modules = [path.stem for path in (ROOT / "grpo_replay").rglob("*.py")]
+    names = [name for name in modules if name not in ("__init__", "__main__")]
+    assert len(names) > 100 and sorted(set(names)) == sorted(names)
+
+
 def test_every_function_and_key_that_the_equations_name_is_there():
     names = set(re.findall(r"`([a-z_]+(?:\.\w+)+)`", TEXTS["algorithm.md"]))
     assert [each for each in names if not is_code(each) and not is_recipe_key(each)] == []

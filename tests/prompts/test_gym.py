@@ -7,8 +7,8 @@ from small_runs.trained import train_small_run
 
 from grpo_replay.errors import DatasetError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
-from grpo_replay.prompts import gym
-from grpo_replay.prompts.gym import gym_rows, nonsense_notice
+from grpo_replay.prompts import gym_problems
+from grpo_replay.prompts.gym_problems import gym_rows, nonsense_notice
 from grpo_replay.prompts.prompt_set import read_source
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.recipe.input_sections import DatasetOptions
@@ -51,11 +51,11 @@ def test_a_family_with_many_repeats_takes_no_items_of_the_next_seed(monkeypatch)
 
     class Repeats:
         def __getitem__(self, index):
-            number = index % 9 if index < gym.BLOCK else index
+            number = index % 9 if index < gym_problems.BLOCK else index
             return {"question": f"{number} + 1", "answer": f"{number + 1}"}
 
-    monkeypatch.setattr(gym, "BLOCK", 100)
-    monkeypatch.setattr(gym, "open_family", lambda family, settings, **of_items: Repeats())
+    monkeypatch.setattr(gym_problems, "BLOCK", 100)
+    monkeypatch.setattr(gym_problems, "open_family", lambda family, settings, **of_items: Repeats())
     with pytest.raises(DatasetError, match=r"only \d different training .* 20 are needed"):
         rows(0, size=20)
 
@@ -123,7 +123,7 @@ def test_a_benchmark_has_the_settings_of_the_training_problems_and_none_of_them(
     )
     (benchmark,) = find_benchmarks(recipe.eval, recipe.prompts)
     problems = load_problems(benchmark, recipe.eval)
-    assert benchmark.name == "chain_sum" and len(problems) == gym.HELD_OUT_SIZE
+    assert benchmark.name == "chain_sum" and len(problems) == gym_problems.HELD_OUT_SIZE
     assert [each.text for each in problems] == questions(None, **options)
     assert not {each.text for each in problems} & set(read_source(recipe.prompts, 3).problems)
 
