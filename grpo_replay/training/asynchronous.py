@@ -166,7 +166,7 @@ class MainSource(FollowerSource):
         taken = self.intake.cut(step)
         report, scorer = self.intake.newest_report, self.parts.scorer
         scorer.first_error = scorer.first_error or report.first_error
-        share = self._times.step(report, self._server_sampler().paused_seconds)
+        share = self._times.step(report, self._server_sampler().pusher.paused_seconds)
         found = self._step_rollouts(taken, share)
         self._unmeasured = 0 if found.measured else self._unmeasured + 1
         if self._unmeasured < UNMEASURED_STEPS:
@@ -235,7 +235,7 @@ class MainSource(FollowerSource):
     def _go_live(self) -> None:
         """Open the sampler, and start the collector."""
         super()._go_live()
-        self._server_sampler().on_switch = self.intake.announce
+        self._server_sampler().pusher.on_switch = self.intake.announce
         version = self.state.policy_version
         self.intake.go_live(self._collector_settings(), len(self.parts.prompts), version)
 

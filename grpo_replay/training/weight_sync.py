@@ -1,6 +1,6 @@
 """A push of the policy to the sampler, what is kept of it, and the gap between the two.
 
-The push itself is the sampler's `load_weights` (for servers in `sampling/server/sampler.py`).
+The push itself is the sampler's `load_weights` (for servers `sampling/server/push.py`).
 
 With `run.sync_every_steps` above 1 the sampler lags on purpose (a stand-in for asynchrony, paper
 B): between pushes it samples with an older policy than the trainer's.

@@ -77,7 +77,7 @@ def main_source(recipe: Recipe) -> tuple[MainSource, Waiting]:
 def parts_of(recipe: Recipe) -> Parts:
     servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
     sampler = SimpleNamespace(
-        policy_version=2, paused_seconds=0.0, stop_token_ids=(1, 5),
+        policy_version=2, pusher=SimpleNamespace(paused_seconds=0.0), stop_token_ids=(1, 5),
         servers=SimpleNamespace(all=servers),
     )  # fmt: skip
     buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
@@ -297,7 +297,7 @@ def test_a_collector_is_started_with_the_servers():
         source.recipe, "run-7", ["a", "b"], (1, 5), Path("run/log/collector.log")
     )
     assert intake.done == [("go_live", settings, 11, 2)]
-    source.parts.sampler.on_switch("a", 3)
+    source.parts.sampler.pusher.on_switch("a", 3)
     assert intake.done[1:] == [("announce", "a", 3)]
 
 

@@ -1,13 +1,173 @@
-"""Switch a server to new weights, staged as files. It is used again only after it has confirmed the
-label of the new policy version.
+"""A push over HTTP, from new weights to servers that all have them.
+
+`WeightPush.push` stages a version as files on rank 0, then switches every server to it. Servers
+that were lost and answer again get it too. A server is used again only after it has confirmed the
+label of the new version.
 """
 
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpo_replay.distributed.failures import run_collectively
+from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.weights import (
+    CheckedWeights,
+    ExpectedWeights,
+    expected_weights,
+    named_weights,
+    refuse_problems,
+)
+from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening
+from grpo_replay.sampling.server.dispatcher import Servers
 from grpo_replay.sampling.server.routes import UPDATING, Refused, Unreachable, VllmServer, block_on
+from grpo_replay.sampling.weight_files import FolderTransfer
+from grpo_replay.types import NamedTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+RETURN_SECONDS = 2.0
+"""Longest wait, before a push, for the answer of a server that was lost."""
 
 WAY_OUT = (
     "the server must see the adapter's folder (sampling.servers.weight_transfer); with "
     "sampling.lora merged it gets whole weights instead"
 )
+
+
+class WeightPush:
+    """Brings versions of the policy to all `servers`; `files`, on rank 0, are what they read.
+
+    `check` raises if a server does not match the recipe. In asynchronous runs the servers are
+    updated one after the other, so that the others go on sampling; `on_switch(url, version)` is
+    called after each, with None if it did not confirm the version, and `paused_seconds` sums the
+    time that servers were paused for weights.
+    """
+
+    def __init__(
+        self,
+        opening: SamplerOpening,
+        servers: Servers,
+        expected: ExpectedWeights,
+        files: FolderTransfer | None,
+        check: Callable[[VllmServer], None],
+    ) -> None:
+        self._opening, self._comm, self.servers = opening, opening.comm, servers
+        self._expected, self._files, self._check = expected, files, check
+        self._base: FolderTransfer | None = None  # on rank 0, during a push
+        self._staging_base = Lock()
+        self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
+        self.paused_seconds = 0.0
+
+    def push_first(self) -> None:
+        """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
+        read it from the model's files. Adapters begin at zero."""
+        if self._opening.with_adapters:
+            shapes = self._expected.shapes.items()
+            zeros = ((name, torch.zeros(shape)) for name, shape in shapes)
+            self.push(zeros if self._comm.is_main else None, 0)
+        elif self._opening.sampling.servers.launch:
+            self._switch_all(None, 0)
+        else:
+            weights = named_weights(self._first_policy()) if self._comm.is_main else None
+            self.push(weights, 0)
+        self.servers.refuse_none()
+
+    def push(self, named_tensors: NamedTensors | None, version: int) -> None:
+        """Stage on rank 0, validate on every rank that has tensors, then switch the servers.
+        Everything is gathered before anything is sent."""
+        for lost in self._comm.all_gather_json(self.servers.lost):
+            self.servers.lost |= lost
+        try:
+            run_collectively(self._comm, lambda: self._stage(named_tensors, version))
+            self._switch_all(self._files, version)
+        finally:
+            if self._files is not None:
+                self._files.discard()
+
+    def _stage(self, named_tensors: NamedTensors | None, version: int) -> None:
+        if named_tensors is None:
+            return
+        checked = CheckedWeights(named_tensors, self._expected)
+        try:
+            if self._files is not None:
+                self._take_back(version)
+                self._files.stage(iter(checked), version)
+        finally:
+            checked.drain()
+        refuse_problems(checked.problems, version)
+
+    def _take_back(self, version: int) -> None:
+        """Give servers that were lost the version too, if they answer again."""
+        for server in self.servers.all:
+            if server.url in self.servers.lost:
+                with contextlib.suppress(Refused, Unreachable):
+                    block_on(server.check_health(RETURN_SECONDS))
+                    del self.servers.lost[server.url]
+                    logger.warning("%s is back, and gets version %d", server.url, version)
+
+    def _switch_all(self, staged: FolderTransfer | None, version: int) -> None:
+        """On rank 0, to what is staged if they do not have it. Every rank learns which servers are
+        lost."""
+        if self._comm.is_main:
+            live = self.servers.live()
+            at_once = 1 if self._opening.pushed_while_sampling else len(live)
+            with ThreadPoolExecutor(max_workers=max(at_once, 1)) as threads:
+                list(threads.map(lambda server: self._switch(server, staged, version), live))
+            if self._base is not None:
+                self._base.close()
+                self._base = None
+        self.servers.lost = self._comm.broadcast_json(self.servers.lost)
+
+    def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
+        """Bring one server the version, or lose it. One without a version is validated first."""
+        started = time.monotonic()
+        try:
+            label = block_on(server.weight_label())
+            is_new = server.version_of(label) is None  # restarted, or a load of weights failed
+            if is_new and version > 0:
+                self._check(server)
+            if is_new and server.with_adapters and not self._opening.sampling.servers.launch:
+                self._give_base(server)
+            folder = str(staged.path) if staged else None
+            reason = switch_server(server, folder, version, self.servers.timeout_seconds)
+        except (Refused, Unreachable, SamplerError) as error:
+            reason = str(error)
+        if not server.with_adapters:
+            self.paused_seconds += time.monotonic() - started
+        if reason is not None:
+            self.servers.lose(server, reason)
+        self.on_switch(server.url, None if reason else version)
+
+    def _give_base(self, server: VllmServer) -> None:
+        """Bring a server the weights that adapters belong to. They are staged once a push."""
+        with self._staging_base:
+            if self._base is None:
+                parent = self._opening.sampling.servers.sync_folder
+                needed = expected_weights(self._opening.model).bytes_needed
+                base = FolderTransfer(parent, needed, SYNC_BUCKET_BYTES)
+                try:
+                    base.stage(named_weights(self._first_policy()), 0)
+                except BaseException:
+                    base.close()
+                    raise
+                self._base = base
+        replace_weights(server, str(self._base.path), self.servers.timeout_seconds)
+        server.resume()
+
+    def _first_policy(self) -> "PreTrainedModel":
+        plain = self._opening.model.model_copy(update={"attn_implementation": "eager"})
+        return load_policy(plain, self._opening.seed)
 
 
 def switch_server(
@@ -27,7 +187,7 @@ def switch_server(
             server.load_adapter(label, folder, timeout_seconds)
             server.set_weight_label(label)
         else:
-            load_weights(server, folder, timeout_seconds)
+            replace_weights(server, folder, timeout_seconds)
             server.set_weight_label(label)
             server.resume()
         confirmed = block_on(server.weight_label())
@@ -38,7 +198,7 @@ def switch_server(
     return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
 
 
-def load_weights(server: VllmServer, folder: str | None, timeout_seconds: float) -> None:
+def replace_weights(server: VllmServer, folder: str | None, timeout_seconds: float) -> None:
     """Pause a server and let it load the weights in `folder`, if they are not there. Raises
     Refused, Unreachable."""
     server.pause(timeout_seconds)

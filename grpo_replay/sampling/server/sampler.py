@@ -1,39 +1,25 @@
 """The `vllm_server` sampler: vLLM servers over HTTP, given by URL or launched by the run.
 
 Every rank spreads its own requests over all servers. Rank 0 launches and validates the servers and
-brings them new weights; at every update the ranks agree on the servers in use, and those that were
-lost and answer again are taken back. Requests in flight are frozen during an update and go on with
-the new weights (`pause` with mode keep). Of LoRA they get the adapter, under a name of its own for
-every version, and a request in flight keeps that which it began with.
+brings them new weights (`push.py`); at every update the ranks agree on the servers in use. Requests
+in flight are frozen during an update and go on with the new weights (`pause` with mode keep). Of
+LoRA they get the adapter, under a name of its own for every version, and a request in flight keeps
+that which it began with.
 """
 
-import contextlib
-import logging
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
+from typing import ClassVar
 
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.engine.models import load_config, load_policy
-from grpo_replay.engine.weights import (
-    CheckedWeights,
-    expected_adapters,
-    expected_weights,
-    named_weights,
-    refuse_problems,
-)
-from grpo_replay.errors import SamplerError
+from grpo_replay.engine.models import load_config
+from grpo_replay.engine.weights import expected_adapters, expected_weights
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening, WeightState
 from grpo_replay.sampling.server.checks import check_server
 from grpo_replay.sampling.server.dispatcher import Servers, sample
-from grpo_replay.sampling.server.push import load_weights, switch_server
-from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
+from grpo_replay.sampling.server.push import WeightPush
+from grpo_replay.sampling.server.routes import Unreachable, VllmServer
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     devices_of_servers,
@@ -45,30 +31,18 @@ from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
 from grpo_replay.sampling.weight_files import AdapterTransfer, FolderTransfer
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
-
 ADAPTERS_KEPT = 16
 """Newest versions of the adapter that stay on disk in asynchronous runs, and in a server's memory:
 that of the oldest request in flight must be among them. In others one that ends may be there."""
 
-RETURN_SECONDS = 2.0
-"""Longest wait, before an update, for the answer of a server that was lost."""
-
 
 class VllmServerSampler:
-    """Implements `sampling.sampler_protocol.Sampler` over HTTP.
-
-    In asynchronous runs the servers are updated one after the other, so that the others go on
-    sampling; `on_switch(url, version)` is called after each, with None if it did not confirm the
-    version, and `paused_seconds` sums the time that servers were paused for weights.
-    """
+    """Implements `sampling.sampler_protocol.Sampler` over HTTP."""
 
     reads_files: ClassVar[bool] = True
     ranks_sample_together = False
     servers: Servers
+    pusher: WeightPush
 
     def __init__(self, opening: SamplerOpening) -> None:
         """Use `open`."""
@@ -81,14 +55,10 @@ class VllmServerSampler:
         of_push = expected_adapters(opening.model)[0] if opening.with_adapters else None
         self._expected = of_push or expected_weights(opening.model)
         self._launched: Sequence[LaunchedServer] = ()
-        self._transfer: FolderTransfer | None = None  # on rank 0
-        self._base: FolderTransfer | None = None  # on rank 0, during an update
-        self._staging_base = Lock()
+        self._files: FolderTransfer | None = None  # on rank 0
         self._weights = WeightState()
         self.stop_token_ids = tuple(opening.stop_token_ids)
         self.policy_version = 0
-        self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
-        self.paused_seconds = 0.0
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "VllmServerSampler":
@@ -103,7 +73,10 @@ class VllmServerSampler:
             run_collectively(opening.comm, sampler._open_resources)
             sampler._connect()
             run_on_main(opening.comm, sampler._check_servers)
-            sampler._push_initial_weights()
+            sampler.pusher = WeightPush(
+                opening, sampler.servers, sampler._expected, sampler._files, sampler._check_server
+            )
+            sampler.pusher.push_first()
         except BaseException:
             sampler.close()
             raise
@@ -135,10 +108,10 @@ class VllmServerSampler:
         if not self._comm.is_main:
             return
         if opening.with_adapters:
-            self._transfer = AdapterTransfer(settings.sync_folder, opening.model, self._kept)
+            self._files = AdapterTransfer(settings.sync_folder, opening.model, self._kept)
         else:
             needed = self._expected.bytes_needed
-            self._transfer = FolderTransfer(settings.sync_folder, needed, SYNC_BUCKET_BYTES)
+            self._files = FolderTransfer(settings.sync_folder, needed, SYNC_BUCKET_BYTES)
         if settings.launch:
             self._launched = launch_servers(
                 opening.sampling, self._arguments, opening.on_gpu, opening.log_folder
@@ -162,28 +135,13 @@ class VllmServerSampler:
             wait_until_healthy(self._launched, self.servers.all)
         for server in self.servers.all:
             try:
-                check_server(server, self._config, self._arguments)
+                self._check_server(server)
             except Unreachable as error:
                 self.servers.lose(server, str(error))
         self.servers.refuse_none()
 
-    def _push_initial_weights(self) -> None:
-        """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
-        read it from the model's files. Adapters begin at zero."""
-        if self._opening.with_adapters:
-            shapes = self._expected.shapes.items()
-            zeros = ((name, torch.zeros(shape)) for name, shape in shapes)
-            self._update(zeros if self._comm.is_main else None, 0)
-        elif self._comm.broadcast_json(bool(self._launched)):
-            self._publish(None, 0)
-        else:
-            weights = named_weights(self._first_policy()) if self._comm.is_main else None
-            self._update(weights, 0)
-        self.servers.refuse_none()
-
-    def _first_policy(self) -> "PreTrainedModel":
-        plain = self._opening.model.model_copy(update={"attn_implementation": "eager"})
-        return load_policy(plain, self._opening.seed)
+    def _check_server(self, server: VllmServer) -> None:
+        check_server(server, self._config, self._arguments)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request, all sampled by
@@ -208,93 +166,9 @@ class VllmServerSampler:
         SamplerError if `version` does not increase.
         """
         self._weights.begin(version, self.policy_version)
-        for lost in self._comm.all_gather_json(self.servers.lost):
-            self.servers.lost |= lost
-        self._update(named_tensors, version)
+        self.pusher.push(named_tensors, version)
         self._weights.complete()
         self.policy_version = version
-
-    def _update(self, named_tensors: NamedTensors | None, version: int) -> None:
-        """Stage on rank 0, validate on every rank that has tensors, then publish. Everything is
-        gathered before anything is sent."""
-        checked = None if named_tensors is None else CheckedWeights(named_tensors, self._expected)
-
-        def stage() -> None:
-            if checked is None:
-                return
-            try:
-                if self._transfer is not None:
-                    self._take_back(version)
-                    self._transfer.stage(iter(checked), version)
-            finally:
-                checked.drain()
-            refuse_problems(checked.problems, version)
-
-        try:
-            run_collectively(self._comm, stage)
-            self._publish(self._transfer, version)
-        finally:
-            if self._transfer is not None:
-                self._transfer.discard()
-
-    def _take_back(self, version: int) -> None:
-        """Give servers that were lost the version too, if they answer again."""
-        for server in self.servers.all:
-            if server.url in self.servers.lost:
-                with contextlib.suppress(Refused, Unreachable):
-                    block_on(server.check_health(RETURN_SECONDS))
-                    del self.servers.lost[server.url]
-                    logger.warning("%s is back, and gets version %d", server.url, version)
-
-    def _publish(self, staged: FolderTransfer | None, version: int) -> None:
-        """Switch the servers on rank 0, to what is staged if they do not have it. Every rank learns
-        which are lost."""
-        if self._comm.is_main:
-            live = self.servers.live()
-            at_once = 1 if self._opening.pushed_while_sampling else len(live)
-            with ThreadPoolExecutor(max_workers=max(at_once, 1)) as threads:
-                list(threads.map(lambda server: self._switch(server, staged, version), live))
-            if self._base is not None:
-                self._base.close()
-                self._base = None
-        self.servers.lost = self._comm.broadcast_json(self.servers.lost)
-
-    def _give_base(self, server: VllmServer) -> None:
-        """Bring a server the weights that adapters belong to. They are staged once an update."""
-        with self._staging_base:
-            if self._base is None:
-                parent = self._opening.sampling.servers.sync_folder
-                needed = expected_weights(self._opening.model).bytes_needed
-                base = FolderTransfer(parent, needed, SYNC_BUCKET_BYTES)
-                try:
-                    base.stage(named_weights(self._first_policy()), 0)
-                except BaseException:
-                    base.close()
-                    raise
-                self._base = base
-        load_weights(server, str(self._base.path), self.servers.timeout_seconds)
-        server.resume()
-
-    def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
-        """Bring one server the version, or lose it. One without a version is validated first."""
-        started = time.monotonic()
-        try:
-            label = block_on(server.weight_label())
-            is_new = server.version_of(label) is None  # restarted, or a load of weights failed
-            if is_new and version > 0:
-                check_server(server, self._config, self._arguments)
-            if is_new and server.with_adapters and not self._launched:
-                self._give_base(server)
-            timeout = self.servers.timeout_seconds
-            folder = str(staged.path) if staged else None
-            reason = switch_server(server, folder, version, timeout)
-        except (Refused, Unreachable, SamplerError) as error:
-            reason = str(error)
-        if not server.with_adapters:
-            self.paused_seconds += time.monotonic() - started
-        if reason is not None:
-            self.servers.lose(server, reason)
-        self.on_switch(server.url, None if reason else version)
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Frees nothing: the servers run on their own devices."""
@@ -303,7 +177,7 @@ class VllmServerSampler:
 
     def close(self) -> None:
         """Stop launched servers and remove weight files. May be called twice."""
-        if self._transfer is not None:
-            self._transfer.close()
+        if self._files is not None:
+            self._files.close()
         for server in self._launched:
             server.stop()

@@ -84,7 +84,7 @@ def test_a_server_that_fails_to_load_has_no_version_and_the_other_goes_on(
     rolling, tied, monkeypatch
 ):
     servers, told = rolling.servers, {}
-    monkeypatch.setattr(rolling.sampler, "on_switch", told.__setitem__)
+    monkeypatch.setattr(rolling.sampler.pusher, "on_switch", told.__setitem__)
     servers[0].load_status = 500
     version = push(rolling.sampler, changed(tied, 5))
     assert servers[0].label.endswith("/updating") and has_version(servers[1], version)

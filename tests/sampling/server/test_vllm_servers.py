@@ -104,15 +104,15 @@ def test_a_partial_rollout_has_the_log_probs_of_the_weights_that_sampled_each_to
 
 def test_weights_travel_in_several_files_and_leave_nothing_behind(tied, pair, tmp_path):
     with http_sampler(tied, pair, weight_transfer=str(tmp_path)) as sampler:
-        sampler._transfer._bucket_bytes = 20_000
+        sampler._files._bucket_bytes = 20_000
         written = []
-        stage = sampler._transfer.stage
+        stage = sampler._files.stage
 
         def watch(*arguments):
             stage(*arguments)
             written.extend(tmp_path.rglob("*.safetensors"))
 
-        sampler._transfer.stage = watch
+        sampler._files.stage = watch
         model = changed(tied, 35)
         push(sampler, model)
         requests = make_requests()
