@@ -178,8 +178,8 @@ def _recipe_of_run(
 ) -> Recipe:
     """Raises UsageError for a recipe of several ranks, without any for a new run, and with another
     than the run's for a resume."""
-    from grpo_replay.storage.recipe_history import recipe_to_resume, refuse_another
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
+    from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_another
 
     given = None if recipe is None else load_recipe(recipe, overrides)
     if resume and not (given and RunDirectory(path).only_opened):

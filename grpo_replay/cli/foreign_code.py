@@ -10,7 +10,7 @@ from grpo_replay.errors import UsageError
 from grpo_replay.recipe.layers import parse_overrides
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, SAMPLERS, VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.storage.recipe_history import texts_in
+from grpo_replay.storage.stored_recipe import texts_in
 from grpo_replay.terminal.console import printable
 
 

@@ -64,11 +64,10 @@ def _check_options(options: InspectOptions) -> None:
 
 def _consider_code(source: Source, options: InspectOptions) -> None:
     """Name the code of the run that an inspection runs, or with --no-code refuse any."""
-    if source.recipes is None:
+    if source.recipe is None:
         return
     sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
-    found = (each for recipe in source.recipes.recipes for each in code_of(recipe, sections))
-    code = list(dict.fromkeys(found))
+    code = code_of(source.recipe, sections)
     consider_code(code, f"the run in {source.path}", options.no_code, announce=True)
 
 
@@ -125,7 +124,7 @@ def _answer(
 def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:
     from grpo_replay.lab.verification.verify import verify_run
 
-    if source.recipes is None:
+    if source.recipe is None:
         raise SnapshotError(
             f"{source.path}: --verify recomputes a run from its rollout log; give a run directory"
         )
@@ -145,8 +144,8 @@ def _policies(source: Source) -> Callable[[int], Any]:
         from grpo_replay.engine.saved_policies import PlainPolicy
 
     def open_policy(step: int) -> PlainPolicy:
-        assert source.recipes, "the verification has read them"
+        assert source.recipe, "the verification has read it"
         checkpoint = source.path / "checkpoints" / checkpoint_name(step) if step else None
-        return PlainPolicy(source.recipes.at(max(step, 1)), checkpoint)
+        return PlainPolicy(source.recipe, checkpoint)
 
     return open_policy

@@ -11,8 +11,8 @@ from grpo_replay.distributed.environment import prepare_rank, rank_environment, 
 from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.stop import StopToken
-from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, default_run_dir, refuse_missing
+from grpo_replay.storage.stored_recipe import recipe_to_resume
 
 
 def run(options: TrainOptions) -> int:

@@ -65,17 +65,6 @@ def saved_layout(folder: Path) -> FileLayout:
     return saved
 
 
-def refuse_other_adapters(layout: FileLayout, folder: Path) -> None:
-    """Raises CheckpointError if the adapters of a saved state are others than this run's."""
-    then, now = (each.get("lora", "null") for each in (saved_layout(folder), layout))
-    if then != now:
-        raise CheckpointError(
-            f"{folder}: the engine state was saved with model.lora {then}, the recipe has {now}: "
-            "resume with the former, or start a new run (a checkpoint with model/ can be its "
-            "model.path)"
-        )
-
-
 def load_same_layout(
     engine: Any, layout: FileLayout, settings: OptimizerSection, folder: Path
 ) -> None:

@@ -40,7 +40,7 @@ from grpo_replay.storage.checkpoint import (
     read_json,
     read_state,
 )
-from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
+from grpo_replay.storage.stored_recipe import RECIPE_FILE, read_recipe_file
 from grpo_replay.terminal.quiet import quiet_libraries
 from grpo_replay.tiny import BASES
 
@@ -107,7 +107,7 @@ def _checkpoint(checkpoint: Path, merged: bool = False) -> ModelSource:
     manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     step = int(read_json(checkpoint / "state.json", "the checkpoint is incomplete")["step"])
     run = checkpoint.parent.parent
-    recipe = recipe_file(run, step)
+    recipe = run / RECIPE_FILE
     adapted = not merged and (checkpoint / ADAPTER_FOLDER).is_dir()
     folder = checkpoint / (ADAPTER_FOLDER if adapted else MODEL_FOLDER)
     checked = {Path(name): facts["sha256"] for name, facts in manifest["files"].items()}

@@ -16,8 +16,13 @@ from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeErro
 from grpo_replay.integrations.host_words import HostWords
 from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
-from grpo_replay.storage.recipe_history import RECIPE_FILE, record_recipe, write_recipe
 from grpo_replay.storage.rollout_log import first_steps, remove_later
+from grpo_replay.storage.stored_recipe import (
+    RECIPE_FILE,
+    differences,
+    read_recipe_file,
+    write_recipe,
+)
 
 METRICS = "metrics.jsonl"
 _UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards are not."
@@ -49,11 +54,16 @@ class OutputFolder:
             kept = self._first_steps(step)
             write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
         remove_later(self.folder, step)
-        if step == 0 or not (self.folder / RECIPE_FILE).exists():
-            write_recipe(self.folder / RECIPE_FILE, self.recipe, _UNKNOWN)
-        elif changes := record_recipe(self.folder, self.recipe, step):
-            changed = "; ".join(changes)
-            warnings.warn(f"the run goes on with other settings: {changed}", stacklevel=2)
+        path = self.folder / RECIPE_FILE
+        if step > 0 and path.exists():
+            found = differences(read_recipe_file(path), self.recipe)
+            if changed := "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in found):
+                warnings.warn(
+                    f"the run goes on with other settings: {changed}. {RECIPE_FILE} has the new "
+                    "ones from now on, and --verify recomputes all steps by them",
+                    stacklevel=2,
+                )
+        write_recipe(path, self.recipe, _UNKNOWN)
 
     def _first_steps(self, step: int) -> list[str]:
         try:

@@ -19,7 +19,7 @@ from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.entry_store import EntryStore, checked_settings
 from grpo_replay.replay.group import rollouts_of_group
 from grpo_replay.replay.insertion import check_insertable, entries_of
-from grpo_replay.storage.recipe_history import differences
+from grpo_replay.storage.stored_recipe import differences
 from grpo_replay.types import (
     DRAW_STREAM,
     SPLIT_STREAM,

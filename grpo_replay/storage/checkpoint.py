@@ -53,10 +53,9 @@ class RunState:
     (run.seed, step, purpose).
 
     `policy_version` is the version of the policy. `prompt_cursor` is the number of
-    prompts taken so far. `reward` is what decided the rewards of the stored rollouts
-    (`training.reward_watch`). `prompts` has the SHA-256 of the problems and answers
-    (`prompts.prompt_set`) by the first step that had them, `base` the digest of the model that the
-    run began with (`engine.models`).
+    prompts taken so far. `reward` has the SHA-256 of the source file of each reward function
+    (`training.reward_watch`), `prompts` that of the problems and answers (`prompts.prompt_set`),
+    `base` the digest of the model that the run began with (`engine.models`).
     """
 
     step: int = 0
@@ -69,8 +68,8 @@ class RunState:
     processed_tokens: int = 0
     replayed_rollouts: int = 0
     wall_seconds: float = 0.0
-    reward: dict[str, Any] = field(default_factory=dict)
-    prompts: dict[str, str] = field(default_factory=dict)
+    reward: dict[str, str | None] = field(default_factory=dict)
+    prompts: str = ""
     base: str = ""
     format_version: int = CHECKPOINT_VERSION
 
@@ -88,11 +87,6 @@ class RunState:
                 f"{CHECKPOINT_VERSION}"
             )
         return cls(**value)
-
-    def prompts_at(self, step: int) -> str | None:
-        """The SHA-256 of the prompts that `step` had; None if it is not recorded."""
-        earlier = [first for first in map(int, self.prompts) if first <= step]
-        return self.prompts[str(max(earlier))] if earlier else None
 
 
 def checkpoint_name(step: int) -> str:

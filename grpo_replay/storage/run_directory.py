@@ -30,20 +30,19 @@ from grpo_replay.storage.atomic import (
     write_text_whole,
 )
 from grpo_replay.storage.checkpoint import leftovers
-from grpo_replay.storage.recipe_history import (
-    CHANGES_FOLDER,
-    RECIPE_FILE,
-    read_history,
-    record_recipe,
-    refuse_secrets,
-    write_recipe,
-)
 from grpo_replay.storage.rollout_log import (
     STEP_FOLDERS,
     first_steps,
     read_metrics,
     remove_later,
     step_files,
+)
+from grpo_replay.storage.starts import record_start
+from grpo_replay.storage.stored_recipe import (
+    RECIPE_FILE,
+    read_recipe_file,
+    refuse_secrets,
+    write_recipe,
 )
 from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
 from grpo_replay.version import __version__
@@ -150,13 +149,7 @@ class RunDirectory:
         if not self.path.is_dir():
             return not self.path.exists()
         # Without a lock what is there is somebody's: a run locks its folder first.
-        begun = {
-            *STEP_FOLDERS,
-            "checkpoints",
-            JOURNAL_FOLDER,
-            CHANGES_FOLDER,
-            self.metrics_path.name,
-        }
+        begun = {*STEP_FOLDERS, "checkpoints", JOURNAL_FOLDER, self.metrics_path.name}
         return self.only_opened or ((self.path / LOCK).exists() and not begun & self._names)
 
     @property
@@ -210,6 +203,7 @@ class RunDirectory:
         with named_if_unwritable(self.path):
             self._make_folders()
             write_recipe(self.recipe_path, recipe)
+            record_start(self.path, recipe, 0)
 
     def check(self, step: int) -> int:
         """Check what a resume after `step` needs, and change nothing. Returns the last step that
@@ -217,7 +211,7 @@ class RunDirectory:
         be read."""
         first_steps(self.metrics_path, step)
         made = self.metrics_path.read_bytes().count(b"\n") if self.metrics_path.exists() else 0
-        every_steps = read_history(self.path).at(1).checkpoint.every_steps
+        every_steps = read_recipe_file(self.recipe_path).checkpoint.every_steps
         if step == 0 and made > every_steps:  # a resume would remove every step
             raise CheckpointError(
                 f"{self.checkpoints} holds no checkpoint, though {self.metrics_path} has "
@@ -226,15 +220,18 @@ class RunDirectory:
             )
         return made
 
-    def go_back(self, recipe: Recipe, step: int) -> list[str]:
-        """Go back to the end of `step` (0: the start). Returns the changes of the recipe."""
+    def go_back(self, recipe: Recipe, step: int) -> None:
+        """Go back to the end of `step` (0: the start), and go on from there by `recipe`."""
         with named_if_unwritable(self.path):
             if self.metrics_path.exists():
                 kept = first_steps(self.metrics_path, step)
                 write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
-            changes = record_recipe(self.path, recipe, step)
+            is_changed = read_recipe_file(self.recipe_path) != recipe
+            if is_changed:
+                write_recipe(self.recipe_path, recipe)
+            record_start(self.path, recipe, step, step > 0 and not recipe.checkpoint.restore_buffer)
             remove_later(self.path, step)
-            if step == 0 and changes:  # the base model may be another now
+            if step == 0 and is_changed:  # that of the base model may be another now
                 for suffix in ("json", "parquet"):
                     (self.path / "eval" / f"step_000000.{suffix}").unlink(missing_ok=True)
             for leftover in leftovers(self.checkpoints):
@@ -242,7 +239,6 @@ class RunDirectory:
             self.summary_path.unlink(missing_ok=True)
             self._make_folders()
         self._flushed_step = step
-        return changes
 
     def _make_folders(self) -> None:
         for folder in _FOLDERS:

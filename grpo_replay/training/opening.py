@@ -16,7 +16,6 @@ from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.engine.compiled import refuse_stage_3
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.engine.engine_state import layout_of, refuse_other_adapters
 from grpo_replay.engine.model_trials import refuse_crossing
 from grpo_replay.engine.models import (
     DTYPES,
@@ -67,13 +66,14 @@ from grpo_replay.training.resuming import (
     StartingPoint,
     find_start,
     go_back,
+    refuse_other_prompts,
     take_directory,
 )
 from grpo_replay.training.reward_watch import (
-    notices_of_change,
     notices_of_rewards,
     notices_of_verifier,
-    reward_facts,
+    refuse_edited_rewards,
+    reward_digests,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource
 from grpo_replay.training.silent_settings import notices_of_beginning, notices_of_tags
@@ -291,18 +291,9 @@ class RunOpener:
         return bool(on_hub) and self.place.is_plan
 
     def _remember_prompts(self, prompts: PromptSet, state: RunState) -> None:
-        """In the state. A notice if they are others than at the checkpoint."""
-        before, first = state.prompts_at(state.step), state.step + 1
-        if before == prompts.sha256:
-            return
-        state.prompts[str(first)] = prompts.sha256
-        if before is not None:
-            self._say(
-                "prompts",
-                f"the prompts are others than before step {first}: problems, answers or their "
-                "order. Epochs go on in another order, and a stored rollout's prompt_id may be "
-                "another problem now",
-            )
+        """In the state. Raises DatasetError for others than at the checkpoint. Collective."""
+        run_collectively(self.comm, lambda: refuse_other_prompts(state.prompts, prompts.sha256))
+        state.prompts = prompts.sha256
 
     def _plan_evaluation(self) -> None:
         recipe = self.sized
@@ -333,9 +324,8 @@ class RunOpener:
     def _notices_of_rewards(self) -> list[str]:
         recipe, state, scorer, notices = self.recipe, self.start.state, self.scorer, list[str]()
         assert scorer is not None
-        before, state.reward = state.reward, reward_facts(recipe.reward, scorer.sources())
-        if self.start.checkpoint is not None:
-            notices += notices_of_change(recipe, self.start.checkpoint, before, state.reward)
+        before, state.reward = state.reward, reward_digests(recipe.reward, scorer.sources())
+        refuse_edited_rewards(before, state.reward)
         if self.prompts is not None:
             text = CompletionText.of(recipe, self.tokenizer)
             notices += notices_of_rewards(recipe.reward, scorer, self.prompts, text)
@@ -358,9 +348,6 @@ class RunOpener:
         room = model_length(recipe.sampling, model, recipe.longest_sequence, config)
         refuse_crossing(model, config, room)
         self._say("engine", *notices_of_weights(recipe.model))
-        if self.start.checkpoint is not None:
-            layout = layout_of(recipe, self.place.ranks)
-            refuse_other_adapters(layout, self.start.checkpoint / "engine")
 
     def _check_disk(self) -> None:
         """On rank 0: whether the checkpoints will have room."""

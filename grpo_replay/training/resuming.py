@@ -1,5 +1,5 @@
 """Where a run begins: in a new folder, or at the last checkpoint of a run that is resumed; and what
-the recipe of a resume may not change.
+a resume may change in the recipe.
 
 Nothing that a resume will remove is removed before everything that it needs is restored:
 `find_start` only looks, `take_directory` makes or locks the folder, `go_back` comes last.
@@ -10,16 +10,14 @@ that the journal has after the checkpoint; `sampling.collection.replay_journal` 
 """
 
 import platform
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.errors import OutputDirectoryError, RecipeError
+from grpo_replay.errors import DatasetError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import (
     RunState,
@@ -31,59 +29,82 @@ from grpo_replay.storage.checkpoint import (
     read_state,
     remove_old,
 )
-from grpo_replay.storage.recipe_history import (
-    differences,
-    read_history,
-    read_recipe_file,
-    recipe_changes,
-    recipe_file,
-    refuse_secrets,
-)
 from grpo_replay.storage.run_directory import (
     JOURNAL_FOLDER,
     RunDirectory,
     environment_facts,
     refuse_missing,
 )
-from grpo_replay.training.reward_watch import changes_of_reward, reward_facts
+from grpo_replay.storage.stored_recipe import (
+    RECIPE_FILE,
+    differences,
+    other_content,
+    read_recipe_file,
+    refuse_secrets,
+)
 
-NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
+MAY_CHANGE = (
+    "name",
+    "model.dtype",
+    "model.attn_implementation",
+    "model.gradient_checkpointing",
+    "model.compile",
+    "sampling.max_batch_rollouts",
+    "sampling.logprob_gap_limit",
+    "sampling.vllm.",
+    "sampling.servers.",
+    "sampling.collection.max_ahead_steps",
+    "reward.max_failed_share",
+    "reward.workers",
+    "reward.time_limit_seconds",
+    "batch.max_tokens_per_microbatch",
+    "batch.packing",
+    "optimizer.learning_rate",
+    "optimizer.schedule",
+    "optimizer.warmup_steps",
+    "engine.",
+    "run.steps",
+    "checkpoint.",
+    "eval.",
+    "tracking.",
+)
+"""What a resume may change: keys, and sections that end with a dot."""
+
+CHANGE_WHAT_IS_SAMPLED = (
+    "sampling.vllm.dtype",
+    "sampling.vllm.hf_overrides",
+    "sampling.vllm.quantization",
+    "sampling.vllm.kv_cache_dtype",
+)
+"""Of these, what it may not change."""
+
+CHANGE_UPDATES = (
+    "model.dtype",
+    "optimizer.",
+    "run.steps",
+    "checkpoint.restore_buffer",
+)
+"""Keys that a resume may change, but not while it repeats the steps of a journal."""
 
 JOURNAL_RULES = (
     "sampling.prompts_per_step",
     "sampling.group_size",
+    "sampling.max_completion_length",
     "sampling.collection.order",
     "sampling.collection.partial_rollouts",
+    "reward.function",
+    "reward.correct",
+    "reward.incorrect",
+    "reward.overlong_buffer_tokens",
+    "reward.special_tokens",
     "replay.preset",
     "replay.composition",
     "replay.max_age_steps",
     "replay.drop_zero_variance",
     "replay.shadow",
 )
-"""Keys that decide which groups of the journal a step takes, and how each of them ends."""
-
-CHANGE_NO_UPDATE = (
-    "name",
-    "batch.max_tokens_per_microbatch",
-    "batch.packing",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "checkpoint.merged",
-    "engine.",
-    "eval.",
-    "model.attn_implementation",
-    "model.compile",
-    "model.gradient_checkpointing",
-    "reward.",
-    "sampling.collection.max_ahead_steps",
-    "sampling.logprob_gap_limit",
-    "sampling.max_batch_rollouts",
-    "sampling.servers.",
-    "sampling.vllm.",
-    "tracking.",
-)
-"""Keys, and beginnings of keys, that change the updates of recorded steps by rounding at most. What
-`reward.` changes is reported by `_reward_changes`."""
+"""Keys that decide which groups of a journal a step takes, how each of them ends, and the rewards
+that they were given."""
 
 
 @dataclass(slots=True)
@@ -118,16 +139,15 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
         return StartingPoint(None, notices=notices)
     refuse_missing(run_dir.path)
     run_dir.refuse_in_use()
-    refuse_other_rules(recipe, run_dir.path)
-    refuse_other_unit(recipe.draws_per_step, run_dir.path)
+    own = read_recipe_file(run_dir.recipe_path)
+    refuse_other_recipe(own, recipe, run_dir.path)
     checkpoint = find_checkpoint(run_dir.checkpoints)
-    refuse_other_advantages(recipe, run_dir.path, checkpoint)
     step = read_state(checkpoint).step if checkpoint else 0
     made = run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
-    refuse_other_steps(recipe, run_dir.path, step)
-    notices = [f"the recipe changes from here on: {change}"
-               for change in recipe_changes(run_dir.path, recipe)]  # fmt: skip
+    refuse_other_updates(own, recipe, run_dir.path, step)
+    notices = [f"the recipe changes from here on: {key}: {old!r} -> {new!r}"
+               for key, old, new in differences(own, recipe)]  # fmt: skip
     if not checkpoint:
         notices.insert(0, "the run had no checkpoint yet: it starts again from its first step")
     elif made > step:
@@ -173,35 +193,40 @@ def _refuse_moved(run_dir: RunDirectory, start: StartingPoint) -> None:
         )
 
 
-def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
-    """Raises RecipeError if the steps so far made another number of draws than `draws_per_step`:
-    ages and last uses count draws."""
-    recorded = recipe_file(run_dir)
-    if not recorded.exists():
-        return
-    before = read_recipe_file(recorded).draws_per_step
-    if before != draws_per_step:
+def refuse_other_recipe(own: Recipe, recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if `recipe` changes more of a run's `own` recipe than a resume may. The
+    folder of a file may be another one: what matters in files is compared by digests."""
+    refused = [
+        f"{key} is {old!r} in the run, and {new!r} is asked for"
+        for key, old, new in other_content(own, recipe)
+        if not key.startswith(MAY_CHANGE) or key.startswith(CHANGE_WHAT_IS_SAMPLED)
+    ]
+    if refused:
+        allowed = ", ".join(f"{key}*" if key.endswith(".") else key for key in MAY_CHANGE)
         raise RecipeError(
-            f"draws in a step of {run_dir}: {before} until now, {draws_per_step} by this "
-            "recipe (batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave "
-            f"these keys as they were, or {NEW_RUN}"
+            f"--resume: the run in {run_dir} keeps its recipe: {'; '.join(refused)}. Leave these "
+            f"keys as they were, or {new_run(run_dir)}. A resume may change {allowed} (but not "
+            f"{', '.join(CHANGE_WHAT_IS_SAMPLED)}), and the folders of files"
         )
 
 
-def refuse_other_advantages(recipe: Recipe, run_dir: Path, checkpoint: Path | None) -> None:
-    """Raises RecipeError if the buffer of the checkpoint is kept, also through steps without
-    replay, and the advantages of its rollouts are other ones than those that `recipe` gives."""
-    if checkpoint is None or not recipe.checkpoint.restore_buffer:
-        return
-    if not count_stored(checkpoint / "buffer.parquet"):
-        return
-    before = read_recipe_file(recipe_file(run_dir, read_state(checkpoint).step))
-    if changes := _changes(before, recipe, lambda key: key.startswith("advantage.")):
-        raise RecipeError(
-            f"the rollouts in the buffer of {run_dir} have advantages by other rules, which the "
-            f"recipe changes: {'; '.join(changes)}. Leave these keys as they were, empty the "
-            f"buffer (--set checkpoint.restore_buffer=false), or {NEW_RUN}"
+def refuse_other_prompts(before: str, now: str) -> None:
+    """Raises DatasetError if the prompts have another digest `now` than `before`, at the
+    checkpoint; an empty one is of none."""
+    if before and before != now:
+        raise DatasetError(
+            "prompts.source: problems, answers or their order are others than at the checkpoint, "
+            "and a run keeps its prompts: restore them, or start a new run from the checkpoint's "
+            "model (--set model.path=…), whose optimizer and KL reference begin anew"
         )
+
+
+def new_run(run_dir: Path) -> str:
+    """What to do instead of a resume that is refused."""
+    return (
+        "start a new run from the model of the last checkpoint (--set model.path="
+        f"{run_dir}/checkpoints/latest/model): its optimizer and KL reference begin anew"
+    )
 
 
 def refuse_fewer_steps(steps: int, done: int) -> None:
@@ -256,7 +281,7 @@ def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> None
 
 def refuse_other_journal(recipe: Recipe) -> None:
     """Raises RecipeError if the journal that `recipe` repeats is not there, or was recorded by
-    other rules or rewards."""
+    other rules or rewards: groups would be trained on in other steps, twice, or not at all."""
     repeated = recipe.sampling.collection.replay_journal
     if repeated is None:
         return
@@ -266,36 +291,24 @@ def refuse_other_journal(recipe: Recipe) -> None:
             f"sampling.collection.replay_journal {repeated!r}: {run / JOURNAL_FOLDER} has no "
             "segment_*.journal; the directory of an asynchronous run is expected"
         )
-    refuse_other_rules(recipe, run)
-    if recipe_file(run).exists():
-        _refuse_other_rewards([read_recipe_file(recipe_file(run))], recipe, run)
-
-
-def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError if `recipe` cannot repeat the steps of the journal in `run_dir`: groups
-    would be trained on in other steps, twice, or not at all."""
-    recorded = recipe_file(run_dir)
-    if not (run_dir / JOURNAL_FOLDER).is_dir() or not recorded.exists():
+    if not (run / RECIPE_FILE).exists():
         return
-    changes = _changes(read_recipe_file(recorded), recipe, JOURNAL_RULES.__contains__)
-    if changes:
+    recorded = read_recipe_file(run / RECIPE_FILE)
+    if changes := _changes(recorded, recipe, JOURNAL_RULES):
         raise RecipeError(
-            f"the steps in {run_dir / JOURNAL_FOLDER} are repeated by the rules that they were "
-            f"recorded under, which the recipe changes: {'; '.join(changes)}. Leave these keys as "
-            f"they were, or {NEW_RUN}"
+            f"the steps in {run / JOURNAL_FOLDER} are repeated by the rules and with the rewards "
+            f"that they were recorded with, which the recipe changes: {'; '.join(changes)}. Leave "
+            "these keys as they were"
         )
 
 
-def refuse_other_steps(recipe: Recipe, run_dir: Path, step: int) -> None:
-    """Raises RecipeError if `recipe` changes what the journal in `run_dir` has after `step`, that
-    of the checkpoint: updates of its steps, or rewards."""
-    if not (run_dir / JOURNAL_FOLDER).is_dir():
-        return
-    history = read_history(run_dir)
-    recorded = [history.at(step + 1), *(each for after, each in history.changed if after > step)]
-    _refuse_other_rewards(recorded, recipe, run_dir)
-    changes = _unique(_update_changes(before, recipe) for before in recorded)
-    if not changes:
+def refuse_other_updates(own: Recipe, recipe: Recipe, run_dir: Path, step: int) -> None:
+    """Raises RecipeError if `recipe` changes the updates of steps that the journal in `run_dir` has
+    after `step`, that of the checkpoint."""
+    changes = _changes(own, recipe, CHANGE_UPDATES)
+    if own.optimizer.schedule == recipe.optimizer.schedule == "constant":
+        changes = [each for each in changes if not each.startswith("run.steps ")]
+    if not changes or not (run_dir / JOURNAL_FOLDER).is_dir():
         return  # reading a journal takes time
     from grpo_replay.collection.journal import JournalRecords
 
@@ -306,49 +319,11 @@ def refuse_other_steps(recipe: Recipe, run_dir: Path, step: int) -> None:
             f"{run_dir / JOURNAL_FOLDER} goes on to step {last}, and the steps after {checkpoint} "
             f"are repeated as they were recorded, which the recipe changes: {'; '.join(changes)}. "
             f"Resume without these changes, stop with Ctrl-C when step {last} is done, and make "
-            f"them at the checkpoint that is then written; or {NEW_RUN}"
+            f"them at the checkpoint that is then written; or {new_run(run_dir)}"
         )
 
 
-def _refuse_other_rewards(recorded: Iterable[Recipe], recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError if `recipe` gives other rewards than the recipes under which the groups of
-    the journal in `run_dir` arrived: they keep theirs, those that wait for a step as well."""
-    changes = _unique(_reward_changes(before, recipe) for before in recorded)
-    if changes:
-        raise RecipeError(
-            f"the groups in {run_dir / JOURNAL_FOLDER} have the rewards that they were given, "
-            f"which the recipe changes: {'; '.join(changes)}. Leave these keys as they were, or "
-            f"{NEW_RUN}"
-        )
-
-
-def _update_changes(before: Recipe, now: Recipe) -> list[str]:
-    """The keys of `now` that make updates other than those of `before`."""
-    is_constant = now.optimizer.schedule == "constant"  # others fall to 0 at run.steps
-    return _changes(
-        before,
-        now,
-        lambda key: (
-            not key.startswith(CHANGE_NO_UPDATE) and not (key == "run.steps" and is_constant)
-        ),
-    )
-
-
-def _changes(before: Recipe, now: Recipe, concerns: Callable[[str], bool]) -> list[str]:
-    """The keys that differ and `concerns`, with both values."""
-    return [f"{key} {new!r}, was {old!r}" for key, old, new in differences(before, now)
-            if concerns(key)]  # fmt: skip
-
-
-def _reward_changes(before: Recipe, now: Recipe) -> list[str]:
-    """The keys of `now` that give other rewards than those of `before`. What a function of the
-    user's does is not looked at."""
-    changes = changes_of_reward(reward_facts(before.reward, {}), reward_facts(now.reward, {}))
-    old, new = (each.sampling.max_completion_length for each in (before, now))
-    if now.reward.overlong_buffer_tokens is not None and old != new:
-        changes.append(f"sampling.max_completion_length {new!r}, was {old!r}")
-    return changes
-
-
-def _unique(lists: Iterable[list[str]]) -> list[str]:
-    return list(dict.fromkeys(text for texts in lists for text in texts))
+def _changes(before: Recipe, now: Recipe, keys: tuple[str, ...]) -> list[str]:
+    """Those of `keys` (and of what begins with them) that differ, with both values."""
+    return [f"{key} {new!r}, was {old!r}" for key, old, new in other_content(before, now)
+            if key.startswith(keys)]  # fmt: skip

@@ -1,26 +1,19 @@
-"""What a run says about its rewards: at the start, at a resume with others, and in each step."""
+"""What a run says about its rewards: at the start, at a resume, and in each step."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from grpo_replay.errors import RecipeError, RewardError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, try_verifier
 from grpo_replay.prompts.prompt_set import PromptSet
-from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.recipe.input_sections import SamplingSection
 from grpo_replay.recipe.open_lists import VERIFIERS
-from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
 from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.types import FAILED, Rollout, first_score
-
-SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens", "special_tokens")
-"""Keys of the reward section that decide rewards, besides the functions and their weights."""
-
 
 FIRST_NOTICE_STEPS = 5
 """Consecutive steps without signal before the first notice. Each further notice waits twice as
@@ -51,67 +44,24 @@ def notices_of_verifier(
     ]
 
 
-def reward_facts(section: RewardSection, sources: Mapping[str, str]) -> dict[str, Any]:
-    """What decides a reward, as JSON: the settings, and for each function its name (of
-    `folder/file.py:function` without the folder), its weight and the SHA-256 of its source file in
-    `sources` (null if built in). What that file imports is not in it."""
-    functions = [
-        {
-            "name": Path(each.function).name,
-            "weight": each.weight,
-            "sha256": sources.get(VERIFIERS.place(each.function)),
-        }
-        for each in section.functions
-    ]
-    return {"functions": functions, **{name: getattr(section, name) for name in SETTINGS}}
+def reward_digests(reward: RewardSection, sources: Mapping[str, str]) -> dict[str, str | None]:
+    """The SHA-256 of the source file of each reward function, by its name, as the scorer's
+    `sources` have it; None if it is built in. What the file imports is not in it."""
+    return {
+        str(each.name): sources.get(VERIFIERS.place(each.function)) for each in reward.functions
+    }
 
 
-def notices_of_change(
-    recipe: Recipe, checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> list[str]:
-    """Notices if the reward of a run that is resumed from `checkpoint` is `now` another. Raises
-    RecipeError if the buffer is kept, also through steps without replay, and has rollouts with
-    advantages of the one `before`."""
-    changes = changes_of_reward(before, now)
-    if not changes:
-        return []
-    first = int(checkpoint.name.removeprefix("step_")) + 1
-    described = f"the reward is another than before step {first}: {'; '.join(changes)}"
-    kept = recipe.checkpoint.restore_buffer
-    stored = count_stored(checkpoint / "buffer.parquet") if kept else 0
-    if stored == 0:
-        arrived = ["groups that arrived before keep the rewards that they were given"]
-        return [described, *(arrived if recipe.run.is_async else [])]
-    raise RecipeError(
-        f"{described}. The buffer has {stored:,} rollouts with advantages of the old reward. "
-        "Empty it with --set checkpoint.restore_buffer=false, or restore the old reward"
-    )
-
-
-def changes_of_reward(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How the facts of a reward differ from those of `before`, one text for each."""
-    changes = [
-        f"reward.{name} {now[name]!r}, was {before[name]!r}"
-        for name in SETTINGS
-        if now[name] != before[name]
-    ]
-    old, new = before["functions"], now["functions"]
-    if [_named(each) for each in old] != [_named(each) for each in new]:
-        return [f"reward.function {_listed(new)}, was {_listed(old)}", *changes]
-    edited = [
-        f"the source file of {b['name']} has changed"
-        for a, b in zip(old, new, strict=True)
-        if a["sha256"] != b["sha256"]
-    ]
-    return edited + changes
-
-
-def _named(function: Mapping[str, Any]) -> tuple[str, float]:
-    return function["name"], function["weight"]
-
-
-def _listed(functions: Sequence[Mapping[str, Any]]) -> str:
-    return " + ".join(f"{each['weight']:g} · {each['name']}" for each in functions)
+def refuse_edited_rewards(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> None:
+    """Raises RecipeError for a function whose source file has another digest `now` than `before`,
+    at the checkpoint."""
+    edited = [name for name in before if now.get(name, before[name]) != before[name]]
+    if edited:
+        raise RecipeError(
+            f"reward.function: the source file of {', '.join(edited)} was edited after the "
+            "checkpoint, and a run keeps its reward: restore the file, or start a new run from the "
+            "checkpoint's model (--set model.path=…), whose optimizer and KL reference begin anew"
+        )
 
 
 def refuse_failed_verdicts(
@@ -128,7 +78,8 @@ def refuse_failed_verdicts(
         f"step {step}: the reward function ({functions}) failed on {len(failed)} of "
         f"{len(rollouts)} completions ({describe_failures(failed)}), more than "
         f"reward.max_failed_share {limit:g}. First error: {_described(first_error, failed)}. Mend "
-        "the function or its limit (reward.time_limit_seconds), then resume"
+        "what it calls or its limit (reward.time_limit_seconds), then resume; a function that was "
+        "edited itself needs a new run"
     )
 
 

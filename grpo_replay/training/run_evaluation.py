@@ -15,8 +15,8 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
-from grpo_replay.storage.recipe_history import shareable, shareable_yaml
 from grpo_replay.storage.rollout_log import mean_over_steps
+from grpo_replay.storage.stored_recipe import shareable, shareable_yaml
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.shadow import summarise_replay

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.cli.foreign_code import code_of
 from grpo_replay.recipe import load_recipe
-from grpo_replay.storage.recipe_history import write_recipe
+from grpo_replay.storage.stored_recipe import write_recipe
 
 PLANTED = """
 from pathlib import Path

@@ -28,9 +28,9 @@ ARGS = SimpleNamespace(
 )  # fmt: skip
 
 
-def folder(path, **settings):
+def folder(path, args=ARGS, **settings):
     replay = ReplayConfig.of("ours", **{"warmup_steps": 1, **settings})
-    return OutputFolder(path, replay, sections_of(ARGS, "a/model", False, 7), GRPO_CONFIG)
+    return OutputFolder(path, replay, sections_of(args, "a/model", False, 7), GRPO_CONFIG)
 
 
 def test_the_recipe_says_what_is_known_of_the_run(tmp_path):
@@ -62,10 +62,11 @@ def test_going_back_removes_what_came_later(tmp_path):
         refuse_another_run(tmp_path, GRPO_CONFIG)
     with pytest.raises(CheckpointError, match=r"fewer than the 4 steps .* earlier one"):
         folder(tmp_path).open(4, True)
-    with pytest.warns(UserWarning, match=r"other settings: replay.ratio: 0.5 -> 0.75"):
-        folder(tmp_path, ratio=0.75).open(2, True)
-    recipes = open_source(tmp_path).recipes
-    assert [recipes.at(step).replay.ratio for step in (2, 3)] == [0.5, 0.75]
+    hotter = SimpleNamespace(**{**vars(ARGS), "temperature": 1.0})
+    with pytest.warns(UserWarning, match=r"other settings: sampling.temperature: 0.9 -> 1.0"):
+        folder(tmp_path, hotter).open(2, True)
+    assert open_source(tmp_path).recipe.sampling.temperature == 1.0
+    folder(tmp_path, hotter).open(2, True)  # the same again, without a warning
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
     folder(tmp_path).open(0, True)  # from a checkpoint inside the first generation batch

@@ -6,7 +6,6 @@ import pytest
 
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, SnapshotError
 from grpo_replay.recipe import load_recipe
-from grpo_replay.storage.recipe_history import record_recipe
 from grpo_replay.storage.rollout_log import first_steps, read_metrics
 from grpo_replay.storage.run_directory import RunDirectory
 
@@ -50,9 +49,6 @@ def test_a_run_whose_checkpoints_were_removed_is_not_started_again_over_its_step
         run_dir.check(0)
     write(run_dir.metrics_path, LINES[:3])  # killed while it wrote the first one
     run_dir.check(0)
-    record_recipe(run_dir.path, load_recipe("tiny", ["checkpoint.every_steps=2"]), 0)
-    with pytest.raises(CheckpointError, match=r"3 steps.*every 2"):
-        run_dir.check(0)
     run_dir.unlock()
 
 
@@ -68,7 +64,7 @@ def test_a_metric_that_is_not_finite_is_refused_before_anything_is_written(tmp_p
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("changes", "stays"), [([], True), (["model.random_init=true"], False)])
+@pytest.mark.parametrize(("changes", "stays"), [([], True), (["model.dtype=bfloat16"], False)])
 def test_a_run_that_starts_again_as_it_was_keeps_the_evaluation_of_its_base_model(
     tmp_path, changes, stays
 ):

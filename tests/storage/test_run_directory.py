@@ -13,8 +13,8 @@ import pytest
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage import run_directory
-from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.storage.run_directory import RunDirectory, _AttemptLog, is_locked
+from grpo_replay.storage.stored_recipe import read_recipe_file
 
 
 @pytest.mark.parametrize("second_is_over", [False, True])
@@ -78,7 +78,7 @@ def test_a_start_that_failed_leaves_the_folder_free_for_the_repaired_command(tmp
         (directory.path / name).parent.mkdir(exist_ok=True)
         (directory.path / name).touch()
     directory.create(load_recipe("tiny", ["run.steps=7", "replay.warmup_steps=1"]))
-    assert read_history(directory.path).first.run.steps == 7
+    assert read_recipe_file(directory.recipe_path).run.steps == 7
     assert directory.next_attempt() == 2
     assert all((directory.path / name).exists() for name in kept)
     with pytest.raises(OutputDirectoryError, match=str(os.getpid())):
@@ -98,7 +98,7 @@ def test_what_a_start_leaves_is_somebodys_where_no_run_began(tmp_path, name):
 @pytest.mark.parametrize(
     "name",
     ["metrics.jsonl", "checkpoints/.tmp-step_000001/x", "eval/step_000000.json",
-     "recipes/step_000001.yaml", "journal/segment_000001.journal"],
+     "journal/segment_000001.journal"],
 )  # fmt: skip
 def test_a_run_with_a_step_or_a_checkpoint_is_not_free(tmp_path, name):
     directory = start_that_fails(tmp_path / "run")

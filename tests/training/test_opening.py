@@ -11,7 +11,7 @@ from small_runs.trained import Listener, small_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import PeerFailure
-from grpo_replay.errors import ModelError, OutputDirectoryError, RecipeError
+from grpo_replay.errors import DatasetError, ModelError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
@@ -120,21 +120,13 @@ def test_a_rank_whose_folder_is_on_another_disk_is_refused_and_leaves_nothing(tm
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("known", "told", "kept"),
-    [
-        ({"1": "old"}, 1, {"1": "old", "4": "new"}),
-        ({"1": "old", "3": "new"}, 0, {"1": "old", "3": "new"}),
-        ({"1": "new", "3": "old"}, 1, {"1": "new", "3": "old", "4": "new"}),
-    ],
-)
-def test_other_prompts_than_before_are_noticed_and_remembered(tmp_path, known, told, kept):
-    opened, state = opener(tmp_path), RunState(step=3, prompts=known)
-    opened._remember_prompts(SimpleNamespace(sha256="new"), state)
-    assert len(opened.notices) == told
-    assert all("before step 4" in each.text for each in opened.notices)
-    assert state.prompts == kept
-    assert state.prompts_at(4) == "new"
+def test_other_prompts_than_at_the_checkpoint_are_refused(tmp_path):
+    opened, state = opener(tmp_path), RunState()
+    for _ in range(2):
+        opened._remember_prompts(SimpleNamespace(sha256="some"), state)
+    assert state.prompts == "some"
+    with pytest.raises(DatasetError, match=r"prompts\.source: .* restore them"):
+        opened._remember_prompts(SimpleNamespace(sha256="others"), state)
 
 
 def test_another_model_than_the_run_began_with_is_refused(tmp_path):

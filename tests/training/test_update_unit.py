@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from small_runs.trained import spied_updates
 
-from grpo_replay.errors import RecipeError
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.source import open_source
@@ -100,12 +99,3 @@ def test_the_law_of_ages_and_last_use_is_that_of_uniform_draws_in_updates(arm):
     result = what_if(open_source(folder, None), [])
     assert result.same["age_mean"] == pytest.approx(np.mean(means), abs=3 * np.std(means) + 0.01)
     assert result.logged["age_mean"] == pytest.approx(np.mean(means), abs=4 * np.std(means))
-
-
-def test_a_resume_with_another_number_of_draws_is_refused(arm):
-    folder, _ = arm
-    other = [*QUICK, f"run.steps={STEPS + 1}", *ARM, f"batch.updates_per_step={UPDATES + 1}"]
-    before = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(RecipeError, match=": 3 until now, 4 by this"):
-        run_training(load_recipe("fifo-tiny", other), folder, True, Observer())
-    assert (folder / "metrics.jsonl").read_bytes() == before

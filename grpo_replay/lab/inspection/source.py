@@ -9,8 +9,8 @@ from grpo_replay.errors import SnapshotError, no_such_path
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
-from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_metrics
+from grpo_replay.storage.stored_recipe import RECIPE_FILE, read_recipe_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +18,16 @@ class Source:
     """The files behind an inspection, as of training step `step`.
 
     `snapshot` is the buffer written at exactly that step, or None if it must be rebuilt from the
-    rollout log. A snapshot alone has no recipes, metrics, rollouts and draws.
+    rollout log. A snapshot alone has no recipe, metrics, rollouts and draws.
     """
 
     path: Path
     step: int
     snapshot: Path | None
-    recipes: RecipeHistory | None = None
+    recipe: Recipe | None = None
     metrics: tuple[Mapping[str, Any], ...] = ()
     rollout_files: tuple[tuple[int, Path], ...] = ()  # (step, file), steps ascending and ≤ step
     draw_files: tuple[tuple[int, Path], ...] = ()
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The resolved recipe under which `step` was trained."""
-        return None if self.recipes is None else self.recipes.at(self.step)
 
     def points_of(self, name: str) -> tuple[tuple[int, float], ...]:
         """(step, value) of a metric, of the steps that define it."""
@@ -74,7 +69,7 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
         path=path,
         step=at,
         snapshot=snapshots.get(at),
-        recipes=read_history(path),
+        recipe=read_recipe_file(path / RECIPE_FILE),
         metrics=tuple(line for line in metrics if line["step"] <= at),
         rollout_files=tuple(each for each in rollouts if each[0] <= at),
         draw_files=tuple(each for each in draws if each[0] <= at),

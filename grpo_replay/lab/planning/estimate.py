@@ -54,7 +54,7 @@ def estimate_from_run(source: Source) -> RunEstimates:
         generated += len(table)
         kept += pc.sum(table["kept"]).as_py() or 0
     if kept == 0:
-        where = "" if source.recipes else "; a checkpoint has none: name its run"
+        where = "" if source.recipe else "; a checkpoint has none: name its run"
         raise SnapshotError(
             f"{source.path}: {generated} rollouts in rollouts/, {kept} of them kept: nothing to "
             f"estimate from{where}, or give --mu, --rho and --growth instead"

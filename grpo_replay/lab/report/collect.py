@@ -18,8 +18,8 @@ from grpo_replay.lab.report.finished_run import (
 from grpo_replay.lab.sweep.cells import Cell, error_line
 from grpo_replay.lab.sweep.sweep_file import SWEEP, read_choices, read_sweep_file
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.recipe_history import flatten, shareable
 from grpo_replay.storage.run_directory import is_of_another_trainer
+from grpo_replay.storage.stored_recipe import flatten, shareable
 from grpo_replay.terminal.console import tracked
 
 MANY_PATHS = 4

@@ -15,7 +15,6 @@ from grpo_replay.evaluation.evaluation_report import (
     read_report,
 )
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.storage.rollout_log import read_metrics
 from grpo_replay.storage.run_directory import (
     LOCK,
@@ -23,6 +22,7 @@ from grpo_replay.storage.run_directory import (
     is_of_another_trainer,
     read_summary,
 )
+from grpo_replay.storage.stored_recipe import read_recipe_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class FinishedRun:
     """What a report uses of a run.
 
     `lines` are the metrics of its steps; `evaluations`, by training step, are those comparable with
-    `final`, the last, which has per-sample rows if their file exists. `recipe` is the one that the
-    run ended with.
+    `final`, the last, which has per-sample rows if their file exists.
     """
 
     path: Path
@@ -97,7 +96,7 @@ def read_finished_run(path: Path) -> FinishedRun:
     """A finished run. Raises UnfinishedRun, and DataError for one that cannot be read."""
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
-    recipe = read_history(path).latest
+    recipe = read_recipe_file(path / "recipe.yaml")
     lines = tuple(map(_timed, read_metrics(path / "metrics.jsonl")))
     summary = _summary(path, f"step {len(lines)} of {recipe.run.steps}")
     last = _evaluation(path, len(lines))

@@ -39,7 +39,7 @@ from grpo_replay.lab.report.two_level import (
     sampled_over,
     seeds_to_tell,
 )
-from grpo_replay.storage.recipe_history import shareable
+from grpo_replay.storage.stored_recipe import shareable
 
 Document = dict[str, Any]
 

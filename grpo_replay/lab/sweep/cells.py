@@ -15,8 +15,8 @@ from pathlib import Path
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.lab.sweep.sweep_file import SweepFile, value_name
 from grpo_replay.recipe import Recipe, find_recipe, load_recipe
-from grpo_replay.storage.recipe_history import differences, read_history
 from grpo_replay.storage.run_directory import RunDirectory, read_summary
+from grpo_replay.storage.stored_recipe import differences, read_recipe_file
 
 _load = functools.lru_cache(maxsize=None)(load_recipe)
 
@@ -129,13 +129,13 @@ def state_of(cell: Cell) -> CellState:
     if not RunDirectory(cell.folder).recipe_path.exists():
         return CellState.NEW
     ours = cell.resolved_recipe()
-    for recipe in () if cell.awaits_choice else read_history(cell.folder).recipes:
-        if found := differences(recipe, ours):
-            shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in found[:3])
-            raise OutputDirectoryError(
-                f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, "
-                "or restore the recipe or the sweep file"
-            )
+    recipe = ours if cell.awaits_choice else read_recipe_file(RunDirectory(cell.folder).recipe_path)
+    if found := differences(recipe, ours):
+        shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in found[:3])
+        raise OutputDirectoryError(
+            f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, "
+            "or restore the recipe or the sweep file"
+        )
     summary = read_summary(cell.folder)
     return CellState.DONE if summary and summary["steps"] >= ours.run.steps else CellState.STARTED
 

@@ -26,7 +26,7 @@ class _Units:
         uses_N: np.ndarray,
         last_use_N: np.ndarray,
     ) -> None:
-        settings = run.recipes.at(step).replay
+        settings = run.recipe.replay
         uses_C, rest_C = uses_N[candidate_C], step - last_use_N[candidate_C]
         may_C = (uses_C == 0) | (settings.cooldown_steps == 0) | (rest_C > settings.cooldown_steps)
         candidate_C = candidate_C[may_C & (uses_C < (settings.max_uses or np.inf))]
@@ -100,14 +100,14 @@ class DrawChecks:
         return rows
 
     def _check_ages(self, step: int, draws: Columns, rows: np.ndarray) -> None:
-        settings, age_N = self.run.recipes.at(step).replay, draws["age_steps"]
+        settings, age_N = self.run.recipe.replay, draws["age_steps"]
         births = self.run.rollouts["birth_step"][rows]
         right_N = (draws["step"] == step) & (age_N >= settings.anchors_fresh)
         right_N &= (rows < 0) | (age_N == step - births)
         if settings.max_age_steps is not None:
             right_N &= age_N <= settings.max_age_steps
         if "update" in draws:
-            first = self.run.draws_per_step(step) * (step - age_N - 1) + 1
+            first = self.run.recipe.draws_per_step * (step - age_N - 1) + 1
             right_N &= draws["age_updates"] == draws["update"] - first
         found = {**draws, "birth_step": births}
         self.ages.expect_all(
@@ -117,7 +117,7 @@ class DrawChecks:
     def _asked(self, step: int, survivors: int) -> int:
         """Number of units to draw according to the recipe. R is what the step generated; an
         asynchronous step draws as many whatever has arrived."""
-        recipe = self.run.recipes.at(step)
+        recipe = self.run.recipe
         settings, rows = recipe.replay, self.run.rows_of_step[step]
         if not settings.replays or step <= settings.warmup_steps:
             return 0
@@ -130,7 +130,7 @@ class DrawChecks:
     def _single_draws(self, step: int, draws: Columns, asked: int) -> list[tuple[int, np.ndarray]]:
         """For each draw of the step the units asked for, and the rows of its file: one draw, or one
         for each update."""
-        updates = self.run.draws_per_step(step)
+        updates = self.run.recipe.draws_per_step
         if updates == 1:
             return [(asked, np.arange(len(draws["step"])))]
         update_N = draws.get("update", draws["step"]) - updates * (step - 1) - 1
@@ -143,7 +143,7 @@ class DrawChecks:
         self, step: int, draws: dict[str, np.ndarray], rows_D: np.ndarray, units: _Units, asked: int
     ) -> None:
         """Check one draw of `asked` units."""
-        settings = self.run.recipes.at(step).replay
+        settings = self.run.recipe.replay
         place_D = find_rows(units.candidate_C, rows_D)
         rested_D = place_D >= 0
         self.units.expect_all(

@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_replay.lab.verification.rollout_checks import is_too_old
 from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, chosen
+from grpo_replay.storage.starts import Start
 
 _OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl", "ratio_ess")
 
@@ -40,6 +41,15 @@ def _same(found: float | None, expected: float | None) -> bool:
     if found is None or expected is None or math.isnan(expected):
         return found is None and (expected is None or math.isnan(expected))
     return math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def check_rate(check: Check, line: Mapping[str, Any], start: Start | None) -> None:
+    """The learning rate of a step that made an update, by the schedule that held in it."""
+    found, step = line.get("learning_rate"), int(line["step"])
+    if found is not None and start is not None:
+        expected = start.rate_of(step)
+        holds = math.isclose(found, expected, rel_tol=1e-9)
+        check.expect(holds, f"step {step}: learning_rate {found}, scheduled {expected}")
 
 
 def generated_metrics(run: RunFiles, step: int) -> Values:
@@ -76,7 +86,7 @@ def mean_of(values: np.ndarray) -> float | None:
 def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
     """Of what the step trained on, as fresh and as replayed. From a pool, draws of fresh rollouts
     are not replayed. With `replay.shadow` the draws are those that nothing trained on."""
-    recipe, draws, born = run.recipes.at(step), run.draws_of(step), run.rollouts_of(step)
+    recipe, draws, born = run.recipe, run.draws_of(step), run.rollouts_of(step)
     old = (draws["age_steps"] > 0) | recipe.replay.stores_first
     drawn_fresh = len(old) and not recipe.replay.trains_on_all_fresh(step)
     fresh = chosen(draws, ~old) if drawn_fresh else chosen(born, born["tokens"] >= 0)
@@ -175,7 +185,7 @@ def check_ledger(run: RunFiles) -> Check:
 
 def _ends_of(run: RunFiles, step: int) -> dict[str, int]:
     """The rollouts and tokens of a step by the entry of the ledger that they belong to."""
-    recipe, columns = run.recipes.at(step), run.rollouts_of(step)
+    recipe, columns = run.recipe, run.rollouts_of(step)
     std, tokens = columns["group_reward_std"], columns["completion_token_ids"]
     equal = np.isnan(std) | ((std == 0) & recipe.replay.drop_zero_variance)
     late = is_too_old(recipe.replay, step, columns["birth_step"])

@@ -38,7 +38,7 @@ def check_groups(run: RunFiles) -> Check:
     pushed = {int(line["step"]): line.get("sampler/policy_version") for line in run.metrics}
     of_host = is_of_another_trainer(run.folder)
     for step in run.rows_of_step:
-        recipe, found = run.recipes.at(step), run.rollouts_of(step)
+        recipe, found = run.recipe, run.rollouts_of(step)
         in_step = pushed[step] if recipe.run.sync_every_steps > 1 else step - 1
         groups, size = dict(groups_of(found)), recipe.sampling.group_size
         first, last = found["policy_version"], found["policy_version_end"]
@@ -81,7 +81,7 @@ def check_advantages(run: RunFiles) -> list[Check]:
     for step in run.rows_of_step:
         found = run.rollouts_of(step)
         for _, members in groups_of(found):
-            _check_group(step, run.recipes.at(step), chosen(found, members), checks, in_float32)
+            _check_group(step, run.recipe, chosen(found, members), checks, in_float32)
     return list(checks)
 
 
@@ -182,13 +182,13 @@ def check_trained(run: RunFiles) -> Check:
     for step in run.rows_of_step:
         found = run.rollouts_of(step)
         kept, trained = found["kept"], found["tokens"] >= 0
-        replay = run.recipes.at(step).replay
+        replay = run.recipe.replay
         right = np.where(kept, trained | (not replay.trains_on_all_fresh(step)), ~trained)
         right &= ~trained | (found["tokens"] == found["trainable"])
         check.expect_all(right, naming(f"step {step}", found, "kept", "tokens"))
     for step, draws in run.draws_of_step.items():
         lengths = run.rollouts["trainable"][run.rows_of(draws["rollout_id"])]
-        in_shadow = run.recipes.at(step).replay.shadow  # only a probe has outcomes
+        in_shadow = run.recipe.replay.shadow  # only a probe has outcomes
         right = (draws["tokens"] == lengths) | (in_shadow & (draws["tokens"] < 0))
         check.expect_all(right, naming(f"step {step}", draws, "age_steps", "tokens"))
     return check
@@ -197,18 +197,21 @@ def check_trained(run: RunFiles) -> Check:
 def check_with_models(run: RunFiles, open_policy: Callable[[int], Any]) -> Check:
     """The rows of the step after every checkpoint, and of the first. `open_policy(step)` is the
     policy after a step, 0 the one that the run began with: its `logprobs` gives those of a prompt,
-    a completion and a temperature, float64 [T], and their entropies."""
+    a completion and a temperature, float64 [T], and their entropies. Steps of another `model.dtype`
+    than the recipe's are left out."""
     check = Check("behaviour log-probs", "recomputed from the weights that sampled")
     found, forms = run.checkpoints().items(), ("model/config.json", "adapter/adapter_config.json")
     saved = (step for step, path in found if any((path / form).exists() for form in forms))
     for step in (0, *saved):
-        if step + 1 in run.rows_of_step:
+        start = run.start_of(step + 1)
+        is_alike = start is None or start.dtype == run.recipe.model.dtype
+        if is_alike and step + 1 in run.rows_of_step:
             _check_logprobs(run, step + 1, open_policy(step), check)
     return check
 
 
 def _check_logprobs(run: RunFiles, step: int, policy: Any, check: Check) -> None:
-    recipe = run.recipes.at(step)
+    recipe = run.recipe
     exact = recipe.model.dtype == "float32" and recipe.loss.behavior_logprobs == "trainer"
     for row in _sampled_by(run, step):
         prompt, completion = (np.array(row[f"{n}_token_ids"]) for n in ("prompt", "completion"))

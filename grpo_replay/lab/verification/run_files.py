@@ -1,4 +1,4 @@
-"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes; and the checks of
+"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipe; and the checks of
 what must be there."""
 
 import json
@@ -14,14 +14,16 @@ import pyarrow.compute as pc
 from grpo_replay.errors import CheckpointError, SnapshotError
 from grpo_replay.lab.inspection.rollout_columns import find_rows
 from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import list_checkpoints, step_of, verify_checkpoint
-from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.storage.rollout_log import (
     DRAW_SCHEMA,
     ROLLOUT_FILE_SCHEMA,
     read_draw_table,
     read_rollout_table,
 )
+from grpo_replay.storage.run_directory import is_of_another_trainer
+from grpo_replay.storage.starts import STARTS_FILE, Start, read_starts, start_of
 from grpo_replay.types import first_score
 
 _LISTS = ("reward_scores", "completion_mask")  # read for what they say, not for their lengths
@@ -54,7 +56,8 @@ class RunFiles:
     What was written after the last line of metrics.jsonl is left out."""
 
     folder: Path
-    recipes: RecipeHistory
+    recipe: Recipe
+    starts: tuple[Start, ...]
     metrics: tuple[Mapping[str, Any], ...]
     rollouts: Columns
     rows_of_step: Mapping[int, slice]
@@ -75,8 +78,9 @@ class RunFiles:
         """The columns of the step's draws/ file; empty if there is none."""
         return self.draws_of_step.get(step) or _arrays(DRAW_SCHEMA.empty_table())
 
-    def draws_per_step(self, step: int) -> int:
-        return self.recipes.at(step).draws_per_step
+    def start_of(self, step: int) -> Start | None:
+        """What a resume may have changed, as it was in `step`; None in a run of another trainer."""
+        return start_of(self.starts, step)
 
     def checkpoints(self) -> dict[int, Path]:
         """Those up to the last step, by step."""
@@ -140,7 +144,7 @@ def read_run_files(folder: Path) -> RunFiles:
     source = open_source(folder)
     steps = {int(line["step"]) for line in source.metrics}
     files = [(step, path) for step, path in source.rollout_files if step in steps]
-    if source.recipes is None or not files:
+    if source.recipe is None or not files:
         raise SnapshotError(
             f"{folder}: verification needs a run directory with recipe.yaml, metrics.jsonl and "
             "rollouts/"
@@ -155,7 +159,8 @@ def read_run_files(folder: Path) -> RunFiles:
         rows_of_step[step] = slice(start, end)
     first, *_ = rollouts.values()
     whole = {name: np.concatenate([each[name] for each in rollouts.values()]) for name in first}
-    return RunFiles(folder, source.recipes, source.metrics, whole, rows_of_step, draws)
+    starts = read_starts(folder)
+    return RunFiles(folder, source.recipe, starts, source.metrics, whole, rows_of_step, draws)
 
 
 def _rollout_columns(table: pa.Table) -> dict[str, np.ndarray]:
@@ -186,11 +191,13 @@ def check_files(run: RunFiles) -> Check:
     """metrics.jsonl lists steps 1, 2, 3, …, to the last of a finished run, and every step has its
     file in rollouts/, and in draws/ if it replays."""
     check = Check("files", "steps without gaps or duplicates, each with its rollouts and draws")
+    is_known = is_of_another_trainer(run.folder) or run.start_of(1) is not None
+    check.expect(is_known, f"{STARTS_FILE} has no start of the first step")
     for position, step in enumerate(run.steps, start=1):
         check.expect(step == position, f"metrics.jsonl line {position} is step {step}")
         check.expect(step in run.rows_of_step, f"rollouts/step_{step:06d}.parquet is missing")
         check.expect(
-            step in run.draws_of_step or not run.recipes.at(step).replays,
+            step in run.draws_of_step or not run.recipe.replays,
             f"draws/step_{step:06d}.parquet is missing",
         )
     summary = run.folder / "summary.json"

@@ -11,6 +11,7 @@ from grpo_replay.lab.verification.draw_checks import DrawChecks, priorities
 from grpo_replay.lab.verification.metric_checks import (
     check_ledger,
     check_metrics,
+    check_rate,
     generated_metrics,
     mean_of,
     used_metrics,
@@ -41,7 +42,7 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Any] | None = None) -
     if the files cannot be read."""
     run = read_run_files(Path(run_dir))
     checks = [check_files(run), check_groups(run), *check_advantages(run), check_trained(run)]
-    if run.recipes.latest.run.is_async:
+    if run.recipe.run.is_async:
         checks.append(check_ledger(run))
     checks += _Replay(run).checks()
     checks += check_checkpoints(run)
@@ -74,15 +75,11 @@ class _Replay:
 
     def _step(self, step: int, line: Mapping[str, Any]) -> None:
         columns, rows = self.run.rollouts, self.run.rows_of_step[step]
-        recipe = self.run.recipes.at(step)
-        settings = recipe.replay
+        settings, start = self.run.recipe.replay, self.run.start_of(step)
         fresh = rows.start + np.flatnonzero(columns["kept"][rows])
-        # A resume may have lowered the capacity.
-        before = _within_capacity(self.stored, columns, settings)
-        if not recipe.checkpoint.restore_buffer:  # a resume may have emptied it
-            states = [_after(each, fresh, step, columns, settings) for each in (before[:0], before)]
-            if len(states[0]) == line["buffer/rollouts"] != len(states[1]):
-                before = before[:0]
+        before = self.stored
+        if start is not None and start.empty_buffer and start.after_step == step - 1:
+            before = before[:0]
         old = _young(before, step, columns, settings)
         candidates = np.append(old, fresh) if settings.pools_fresh else old
         if settings.replays and settings.stores_first:
@@ -97,7 +94,7 @@ class _Replay:
     def _check_metrics(self, step: int, line: Mapping[str, Any], fresh: int, evicted: int) -> None:
         run, stored = self.run, self.stored
         # Ages are at the last draw of the step, one for each of so many updates.
-        updates = run.draws_per_step(step)
+        updates = run.recipe.draws_per_step
         age_N = updates * (step - run.rollouts["birth_step"][stored]) + updates - 1
         expected = {
             **generated_metrics(run, step),
@@ -106,15 +103,13 @@ class _Replay:
             "replay/draw_entropy": self.draws.entropy,
             "buffer/rollouts": len(stored),
             "buffer/evicted": evicted,
-            "buffer/priority_mean": mean_of(self._priorities(step)),
+            "buffer/priority_mean": mean_of(priorities(run, run.recipe.replay, stored)),
             "buffer/age_mean": mean_of(age_N),
             "buffer/age_max": int(age_N.max()) if len(age_N) else None,
             "buffer/times_used_mean": mean_of(self.uses[stored]),
         }
         check_metrics(self.metrics, line, expected, run.metrics[0])
-
-    def _priorities(self, step: int) -> np.ndarray:
-        return priorities(self.run, self.run.recipes.at(step).replay, self.stored)
+        check_rate(self.metrics, line, run.start_of(step))
 
 
 def _after(

@@ -23,7 +23,7 @@ from grpo_replay.lab.inspection.rollout_columns import ROLLOUT, Rollouts, read_l
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import _STATISTICS
 from grpo_replay.recipe import load_recipe
-from grpo_replay.storage.recipe_history import recipe_to_resume
+from grpo_replay.storage.stored_recipe import recipe_to_resume
 
 STEPS = 60
 # Draws vary between simulations of one log; these counts are deterministic.

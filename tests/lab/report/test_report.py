@@ -200,15 +200,6 @@ def test_arms_of_one_name_with_other_recipes_are_one_arm_and_the_keys_are_named(
     assert document["notes"] == ["the runs of ours differ in optimizer.learning_rate"]
 
 
-def test_a_recipe_that_changed_at_a_resume_is_named(copy, capsys):
-    cell = copy / "ours/seed-2"
-    recipe = (cell / "recipe.yaml").read_text()
-    (cell / "recipes").mkdir()
-    changed = recipe.replace("max_age_steps: 10", "max_age_steps: 5")
-    (cell / "recipes/step_000006.yaml").write_text(changed)
-    assert report(capsys, copy)["notes"] == ["the runs of ours differ in replay.max_age_steps"]
-
-
 def test_steps_repeated_from_a_journal_have_no_time(copy, capsys):
     """They waited for no sampler, so their seconds are no cost of the run."""
     file = copy / f"ours/seed-{SEEDS[0]}/metrics.jsonl"

@@ -11,11 +11,11 @@ from edited_columns import edit
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.verification.run_files import read_run_files
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.recipe_history import change_file, write_recipe
 from grpo_replay.storage.rollout_log import step_path
+from grpo_replay.storage.starts import record_start
+from grpo_replay.storage.stored_recipe import read_recipe_file
 
 CHECKS = [
     "files", "groups", "kept flags", "group statistics", "advantages", "trained",
@@ -199,16 +199,6 @@ def test_a_broken_parquet_file_is_named_without_a_traceback(run):
         verify_run(run)
 
 
-def test_each_draw_is_checked_by_the_recipe_of_its_step(run):
-    """A resume with another exponent that made no step yet changes no draw before it."""
-    files = read_run_files(run)
-    other = files.recipes.latest.replay.model_copy(update={"priority_exponent": 3.0})
-    changed = files.recipes.latest.model_copy(update={"replay": other})
-    write_recipe(change_file(run, files.steps[-1]), changed)
-    assert read_run_files(run).recipes.latest == changed
-    assert failed(run) == set()
-
-
 def test_a_gap_and_a_duplicate_in_the_metrics_are_named(run):
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -259,7 +249,7 @@ def test_a_resume_without_the_buffer_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(SyntheticRun, "step", forgetful)
     write_run(tmp_path)
     assert "draw counts" in failed(tmp_path) or "metrics" in failed(tmp_path)
-    change_recipe(tmp_path, "checkpoint", restore_buffer=False)
+    record_start(tmp_path, read_recipe_file(tmp_path / "recipe.yaml"), 15, empty_buffer=True)
     report = verify_run(tmp_path)
     assert report.passed, [check for check in report.checks if not check.passed]
 

@@ -23,6 +23,7 @@ from grpo_replay.storage.checkpoint import (
     temporary_folder,
 )
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.storage.starts import record_start
 from grpo_replay.types import Rollout, RolloutOutcome
 
 GROUP_SIZE = 4
@@ -102,6 +103,7 @@ class SyntheticRun:
         for name in ("rollouts", "draws", "checkpoints"):
             (folder / name).mkdir(parents=True)
         (folder / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+        record_start(folder, recipe, 0)
 
     def write(self, steps: int, checkpoint_at: Sequence[int] = ()) -> "SyntheticRun":
         with (self.folder / "metrics.jsonl").open("w") as metrics:

@@ -1,16 +1,11 @@
-"""The recipes of a run: the one it began with, and one more for each change at a resume.
+"""The recipe of a run, in its recipe.yaml: the one that it began with, with what resumes changed by
+`--set` (`training.resuming` has what they may).
 
-    recipe.yaml                 the recipe of the first step on; never changed
-    recipes/step_000006.yaml    the recipe of the steps after step 6, where the run was resumed
-
-A resumed run goes on with the newest of them. Only explicit overrides change it. Secrets stay off
-the disk (a recipe with one is refused where it would be written), and a user's hosts and folders
-out of what people share.
+Secrets stay off the disk (a recipe with one is refused where it would be written), and a user's
+hosts and folders out of what people share.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,56 +26,12 @@ from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.quiet import without_secrets
 
 RECIPE_FILE = "recipe.yaml"
-CHANGES_FOLDER = "recipes"
-_NAME = re.compile(r"step_(\d{6,})\.yaml")
 _NAMED_DIFFERENCES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeHistory:
-    """The recipes of a run. `changed[i]` is (step, recipe): the recipe of the steps after `step`,
-    ascending."""
-
-    first: Recipe
-    changed: tuple[tuple[int, Recipe], ...] = ()
-
-    def at(self, step: int) -> Recipe:
-        """The recipe under which `step` (1-based) was trained."""
-        found = self.first
-        for after, recipe in self.changed:
-            if after < step:
-                found = recipe
-        return found
-
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """All of them, in the order of their steps."""
-        return self.first, *(recipe for _, recipe in self.changed)
-
-    @property
-    def latest(self) -> Recipe:
-        return self.recipes[-1]
-
-
-def recipe_file(run_dir: Path, step: int | None = None) -> Path:
-    """The file of the recipe under which `step` was trained, or with which a resume goes on. The
-    file need not exist."""
-    found = run_dir / RECIPE_FILE
-    for after, path in _changes(run_dir):
-        if step is None or after < step:
-            found = path
-    return found
 
 
 def read_recipe_file(path: Path) -> Recipe:
     """A recipe that a run wrote. Raises RecipeError."""
     return resolve_recipe([read_recipe_layer(path)], source=str(path))
-
-
-def read_history(run_dir: Path) -> RecipeHistory:
-    """All recipes of a run. Raises RecipeError if one cannot be read."""
-    changed = tuple((after, read_recipe_file(path)) for after, path in _changes(run_dir))
-    return RecipeHistory(read_recipe_file(run_dir / RECIPE_FILE), changed)
 
 
 def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) -> Recipe:
@@ -89,7 +40,7 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
     `name` is the RECIPE of the command line, if given. Raises UsageError if it differs from the
     run's in more than the overrides, RecipeError if the run's own is not valid.
     """
-    path = recipe_file(run_dir)
+    path = run_dir / RECIPE_FILE
     source = f"{path} with --set" if overrides else str(path)
     layers = [read_recipe_layer(path), parse_overrides(overrides)]
     resumed = resolve_recipe(layers, source=source)
@@ -123,24 +74,6 @@ def _word(value: Any) -> str:
     )
 
 
-def record_recipe(run_dir: Path, recipe: Recipe, step: int) -> list[str]:
-    """Keep `recipe` as that of the steps after `step`. Returns the changes against the recipe that
-    the run had last, one line each. Recipes of later steps are removed, as their steps are."""
-    changes = recipe_changes(run_dir, recipe)
-    if read_recipe_file(recipe_file(run_dir, step + 1)) != recipe:
-        write_recipe(change_file(run_dir, step), recipe, f"The recipe of the steps after {step}.")
-    for after, path in _changes(run_dir):
-        if after > step:
-            path.unlink()
-    return changes
-
-
-def recipe_changes(run_dir: Path, recipe: Recipe) -> list[str]:
-    """How `recipe` differs from the one that the run had last, one line for each key."""
-    before = read_recipe_file(recipe_file(run_dir))
-    return [f"{key}: {old!r} -> {new!r}" for key, old, new in differences(before, recipe)]
-
-
 def write_recipe(path: Path, recipe: Recipe, comment: str = "") -> None:
     """Write a recipe atomically. Raises RecipeError if it holds a secret."""
     refuse_secrets(recipe)
@@ -148,15 +81,17 @@ def write_recipe(path: Path, recipe: Recipe, comment: str = "") -> None:
     write_text_whole(path, (f"# {comment}\n" if comment else "") + recipe_to_yaml(recipe))
 
 
-def change_file(run_dir: Path, step: int) -> Path:
-    return run_dir / CHANGES_FOLDER / f"step_{step:06d}.yaml"
-
-
 def differences(one: BaseModel, other: BaseModel) -> list[tuple[str, Any, Any]]:
     """(dotted key, value in one, value in the other) of every leaf that differs."""
     a, b = flatten(one.model_dump()), flatten(other.model_dump())
     keys = dict.fromkeys([*a, *b])
     return [(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
+
+
+def other_content(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]]:
+    """The `differences` that are more than the folder of a file, or the host of a URL."""
+    a, b = (flatten(shareable(each.model_dump(mode="json"))) for each in (one, other))
+    return [each for each in differences(one, other) if a.get(each[0]) != b.get(each[0])]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -168,15 +103,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _changes(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, file) of every change, ascending."""
-    folder = run_dir / CHANGES_FOLDER
-    if not folder.is_dir():
-        return []
-    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 VARIABLES = "HF_TOKEN, VLLM_API_KEY, WANDB_API_KEY"
