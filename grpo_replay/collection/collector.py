@@ -35,7 +35,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.replay.rollouts import group_requests
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer
 from grpo_replay.sampling.server.dispatcher import Dispatcher, Job, Servers
 from grpo_replay.sampling.server.routes import VllmServer, close_kept_connections
 from grpo_replay.types import Completion, Prompt, Span, Verdict
@@ -213,14 +213,12 @@ class Collector:
         member.completion, member.spans, member.text = completion, spans, text
         self._generated_rollouts += 1
         self._generated_tokens += len(completion.token_ids)
-        prompt = member.group.prompt
-        key = (member.group.place, member.index)
-        self._scorer.submit(
-            key, text, prompt.answer, prompt.row, prompt=prompt.text, messages=prompt.messages,
-            step=spans[0][0] + 1, truncated=completion.finish_reason == "length",
-            group=_name_of(member.group.place), of=len(member.group.members),
-            completion_ids=token_ids,
+        request = GradingRequest.of(
+            member.group.prompt, text, token_ids, step=spans[0][0] + 1,
+            truncated=completion.finish_reason == "length",
+            group=_name_of(member.group.place), group_size=len(member.group.members),
         )  # fmt: skip
+        self._scorer.submit((member.group.place, member.index), request)
 
     def _on_lost(self, member: Member, reason: str) -> None:
         group = member.group

@@ -34,7 +34,7 @@ from grpo_replay.evaluation.statistics import summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
 from grpo_replay.recipe import BUILTIN_VERIFIERS
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.run_directory import installed_versions
@@ -126,11 +126,12 @@ class _Grading:
         if not self._is_builtin:
             messages = prompt_messages(self.plan.prompts, problem.problem)
         group = _group_of(planned)
-        self._scorer.submit(
-            index, text, problem.answer, problem.row, prompt=planned.prompt, messages=messages,
-            truncated=finish_reason == "length", completion_ids=token_ids.tolist(),
-            group=group, of=self._sizes[group],
+        request = GradingRequest(
+            text, problem.answer, problem.row, token_ids.tolist(),
+            truncated=finish_reason == "length", prompt=planned.prompt, messages=messages,
+            group=group, group_size=self._sizes[group],
         )  # fmt: skip
+        self._scorer.submit(index, request)
         self._report_progress()
 
     def wait(self, stop: StopToken) -> None:

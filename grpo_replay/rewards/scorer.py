@@ -2,7 +2,7 @@
 
     with RewardScorer.open(recipe.reward) as scorer:      # workers start in the background
         for completion in sampler.generate(requests):
-            scorer.submit(completion.key, text, answer, row)
+            scorer.submit(completion.key, GradingRequest(text, answer, row))
         verdicts = scorer.results()                       # key -> Verdict, in submission order
 
 A function of the user that raises, returns None, exceeds the time or memory limit or crashes its
@@ -26,12 +26,42 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.rewards.pool import Answers, VerifierPool
 from grpo_replay.terminal.quiet import without_secrets
-from grpo_replay.types import FAILED, Verdict
+from grpo_replay.types import FAILED, Prompt, Verdict
 
 MEMORY_LIMIT_MIB = 2048
 """Maximum memory growth of a worker process."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GradingRequest:
+    """A completion to grade against the reference `answer`.
+
+    Only functions of the user receive the rest: the dataset's `row`, whether the completion was
+    `truncated` at the length limit, its `completion_ids`, the rendered `prompt`, its `messages`,
+    the training `step` (None in evaluations), and the `group`, which is that of the other
+    completions of the prompt, `group_size` in all.
+    """
+
+    text: str
+    answer: str
+    row: Mapping[str, Any] | None = None
+    completion_ids: Sequence[int] = ()
+    truncated: bool = False
+    prompt: str = ""
+    messages: Sequence[Mapping[str, Any]] = ()
+    step: int | None = None
+    group: str = ""
+    group_size: int = 1
+
+    @classmethod
+    def of(
+        cls, prompt: Prompt, text: str, completion_ids: Sequence[int], **others: Any
+    ) -> "GradingRequest":
+        """Of a completion to `prompt`; `others` are fields."""
+        known = prompt.answer, prompt.row, completion_ids
+        return cls(text, *known, prompt=prompt.text, messages=prompt.messages, **others)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,40 +113,21 @@ class RewardScorer:
         """
         return cls(section, as_verdicts)
 
-    def submit(
-        self,
-        key: Hashable,
-        completion: str,
-        answer: str,
-        row: Mapping[str, Any] | None = None,
-        *,
-        truncated: bool = False,
-        completion_ids: Sequence[int] = (),
-        prompt: str = "",
-        messages: Sequence[Mapping[str, Any]] = (),
-        step: int | None = None,
-        group: str = "",
-        of: int = 1,
-    ) -> None:
-        """Queue one completion for grading, and return without its verdict. With `of` above 1 and a
-        function of the user it first waits until a worker is ready.
+    def submit(self, key: Hashable, request: GradingRequest) -> None:
+        """Queue one completion for grading, and return without its verdict. With a function of the
+        user and a group of several it first waits until a worker is ready.
 
-        Only functions of the user receive `row`, whether the completion was `truncated` at the
-        length limit, its `completion_ids`, the rendered `prompt`, its `messages`, the training
-        `step` (None in evaluations), and the `group`, which is that of the other completions of the
-        prompt. If a function takes these together, they wait until `of` of them are submitted, and
-        come in the order of their keys. Raises DatasetError if the row holds what JSON cannot.
+        If a function takes a group together, its completions wait until all are submitted, and come
+        in the order of their keys. Raises DatasetError if the row holds what JSON cannot.
         """
-        together = of > 1 and not self._builtin and self._takes_many()
+        together = request.group_size > 1 and not self._builtin and self._takes_many()
         with self._changed:
-            graded = _Graded(answer)
-            given = {"truncated": truncated, "prompt": prompt, "messages": list(messages)}
-            given |= {"step": step, "group": group, "completion_ids": completion_ids}
-            member = (key, graded, self._body(completion, answer, row, given))
+            graded = _Graded(request.answer)
+            member = (key, graded, self._body(request))
             self._pending += 1
             if together:
-                self._groups.setdefault(group, []).append(member)
-                self._put_group(group, of)
+                self._groups.setdefault(request.group, []).append(member)
+                self._put_group(request.group, request.group_size)
             else:
                 self._put([member])
             self._submitted.append((key, graded))
@@ -202,8 +213,8 @@ class RewardScorer:
 
     def score(self, items: Sequence[tuple[str, str, Mapping[str, Any] | None]]) -> list[Verdict]:
         """Verdicts of (completion, answer, row) items, in order."""
-        for index, (completion, answer, row) in enumerate(items):
-            self.submit(index, completion, answer, row)
+        for index, item in enumerate(items):
+            self.submit(index, GradingRequest(*item))
         return list(self.results().values())
 
     def close(self) -> None:
@@ -216,22 +227,18 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _body(
-        self,
-        completion: str,
-        answer: str,
-        row: Mapping[str, Any] | None,
-        given: Mapping[str, Any],
-    ) -> bytes:
-        task: dict[str, Any] = {"text": completion, "answer": answer}
+    def _body(self, request: GradingRequest) -> bytes:
+        task: dict[str, Any] = {"text": request.text, "answer": request.answer}
+        row = request.row or {}
         if not self._builtin:
-            task |= {"row": dict(row or {}), **given}
+            names = ("completion_ids", "truncated", "prompt", "messages", "step", "group")
+            task |= {"row": dict(row)} | {name: getattr(request, name) for name in names}
         try:
             return json.dumps(task, default=_plain).encode("ascii")
         except (TypeError, ValueError) as error:
             raise DatasetError(
                 f"a row cannot be passed to reward.function {self._names()}: {error}; "
-                f"its fields are {', '.join(map(str, row or {}))}: remove the field that is not "
+                f"its fields are {', '.join(map(str, row))}: remove the field that is not "
                 "text, a number, a list or a mapping"
             ) from error
 

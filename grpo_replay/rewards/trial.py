@@ -12,7 +12,7 @@ from statistics import fmean
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer
 from grpo_replay.types import FAILED, Prompt, Verdict
 
 TRIED_ROWS = 4
@@ -116,10 +116,9 @@ def _graded(
     """Of a completion to each problem that ends in the answer beside it, in a box."""
     for place, (each, answer) in enumerate(zip(problems, answers, strict=True)):
         completion = right_completion(answer)
-        scorer.submit(
-            place, completion, each.answer, each.row, prompt=each.text, messages=each.messages,
-            step=step, group=f"trial {place}", completion_ids=sample.encode(completion),
-        )  # fmt: skip
+        encoded, group = sample.encode(completion), f"trial {place}"
+        request = GradingRequest.of(each, completion, encoded, step=step, group=group)
+        scorer.submit(place, request)
     return list(scorer.results().values())
 
 

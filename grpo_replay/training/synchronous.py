@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import ServersLost
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
+from grpo_replay.rewards.scorer import GradingRequest
 from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.sampling.sampler_protocol import completions_of
 from grpo_replay.storage.checkpoint import RunState
@@ -143,15 +144,14 @@ class SynchronousSource:
         finished = completions_of(parts.sampler, requests)
         for completion in finished:
             step, number = completion.key.step, completion.key.prompt_index
-            prompt = prompts[number]
             token_ids = completion.token_ids.tolist()
             text = self._text.decode(token_ids)
-            parts.scorer.submit(
-                completion.key, text, prompt.answer, prompt.row, prompt=prompt.text,
-                messages=prompt.messages, step=step, group=f"{step}.{number}", of=sizes[number],
+            request = GradingRequest.of(
+                prompts[number], text, token_ids, step=step,
                 truncated=completion.finish_reason == "length",
-                completion_ids=token_ids,
+                group=f"{step}.{number}", group_size=sizes[number],
             )  # fmt: skip
+            parts.scorer.submit(completion.key, request)
             yield completion, text
 
     def _sleep(self) -> None:

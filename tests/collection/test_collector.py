@@ -271,8 +271,8 @@ def test_a_partial_rollout_arrives_with_the_version_and_the_log_prob_of_every_to
         assert unpack(row.token_ids, TOKEN_IDS).tolist() == [7, 8, 1]
         assert unpack(row.logprobs, LOGPROBS).tolist() == [-0.25, -0.5, -1.0]
     assert Arrived(0, group).birth_step == 5
-    assert [facts["step"] for facts in harness.scorer.asked] == [5, 5]
-    assert not any(facts["truncated"] for facts in harness.scorer.asked)
+    assert [request.step for request in harness.scorer.asked] == [5, 5]
+    assert not any(request.truncated for request in harness.scorer.asked)
 
 
 def test_groups_that_would_be_too_old_are_cancelled_and_counted(server):

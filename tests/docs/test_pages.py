@@ -21,7 +21,7 @@ from grpo_replay.cli.app import app
 from grpo_replay.cli.plan_command import MEASURED
 from grpo_replay.errors import UsageError
 from grpo_replay.recipe import Recipe, RewardSection, load_recipe
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -216,8 +216,10 @@ def test_every_reward_function_grades_as_the_page_says(tmp_path):
         section = RewardSection(function=f"{tmp_path}/{function}", workers=1)
         with RewardScorer.open(section) as scorer:
             for key, text in enumerate(("4", "5", "so 4.")):
-                scorer.submit(key, text, "4", {}, truncated=key == 2, prompt="2+2=", step=1,
-                              group="1.0", of=3)  # fmt: skip
+                scorer.submit(key, GradingRequest(
+                    text, "4", {}, truncated=key == 2, prompt="2+2=", step=1, group="1.0",
+                    group_size=3,
+                ))  # fmt: skip
             found = [verdict.reward for verdict in scorer.results().values()]
         assert found == expected, function
 

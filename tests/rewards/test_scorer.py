@@ -13,7 +13,7 @@ from processes_left import ends, is_alive
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.pool import LOGGED_LINES
-from grpo_replay.rewards.scorer import RewardScorer, _Graded
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer, _Graded
 from grpo_replay.types import Verdict
 
 SYMBOLIC_SECONDS = 2.0
@@ -39,8 +39,8 @@ def test_verdicts_are_returned_in_submission_order(symbolic):
 def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
     """A verdict that was waited for would take its limit."""
     started = time.monotonic()
-    symbolic.submit(("a", 1), "\\boxed{(x+y+1)^{60}}", "5")
-    symbolic.submit("b", "\\boxed{5}", "5")
+    symbolic.submit(("a", 1), GradingRequest("\\boxed{(x+y+1)^{60}}", "5"))
+    symbolic.submit("b", GradingRequest("\\boxed{5}", "5"))
     assert time.monotonic() - started < SYMBOLIC_SECONDS
     results = symbolic.results()
     assert list(results) == [("a", 1), "b"]
@@ -107,7 +107,7 @@ def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
         opened.wait_ready()
         texts = ["ok"] * 40 + ["hang"] + ["ok"] * 40
         for key, text in enumerate(texts):
-            opened.submit(key, text, "", {})
+            opened.submit(key, GradingRequest(text, "", {}))
         arrived: dict = {}
         deadline = time.monotonic() + 60
         while len(arrived) < 80 and time.monotonic() < deadline:
@@ -117,7 +117,7 @@ def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
 
 
 def test_a_verdict_is_taken_once(symbolic):
-    symbolic.submit("a", "\\boxed{5}", "5")
+    symbolic.submit("a", GradingRequest("\\boxed{5}", "5"))
     while not symbolic.wait(1.0):
         pass
     assert list(symbolic.take_graded()) == ["a"]
@@ -188,11 +188,11 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     program = (
         "import sys, time\n"
         "from grpo_replay.recipe import RewardSection\n"
-        "from grpo_replay.rewards.scorer import RewardScorer\n"
+        "from grpo_replay.rewards.scorer import GradingRequest, RewardScorer\n"
         "s = RewardScorer.open(RewardSection(function='judge_rewards:misbehave',"
         " time_limit_seconds=600))\n"
         "s.score([('ok', '', {})] * 50)\n"
-        "s.submit('x', 'hang', '', {})\n"
+        "s.submit('x', GradingRequest('hang', '', {}))\n"
         "time.sleep(0.5)\n"
         "print(*(p._process.pid for p in s._pool._processes.values()), flush=True)\n"
         "time.sleep(600)\n"
@@ -295,7 +295,8 @@ def test_a_batch_function_gets_the_completions_of_a_prompt_together():
         for place in (2, 0, 1):  # members of groups mixed, as samplers finish them
             for name, texts in groups.items():
                 if place < len(texts):
-                    opened.submit((name, place), texts[place], "4", {}, group=name, of=3)
+                    request = GradingRequest(texts[place], "4", {}, group=name, group_size=3)
+                    opened.submit((name, place), request)
         verdicts = opened.results()
         again = opened.score([("xx", "4", {})])[0]
     scores = {key: verdict.scores for key, verdict in verdicts.items()}
@@ -316,7 +317,7 @@ def test_a_batch_comes_in_the_order_of_its_keys(tmp_path):
     (tmp_path / "own.py").write_text("def f(completions, rows):\n return [0, 1, 2]\n")
     with scorer(f"{tmp_path}/own.py:f", workers=1) as opened:
         for key in (2, 0, 1):
-            opened.submit(key, "x", "4", {}, group="a", of=3)
+            opened.submit(key, GradingRequest("x", "4", {}, group="a", group_size=3))
         assert {key: verdict.reward for key, verdict in opened.results().items()} == {
             0: 0,
             1: 1,

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from grpo_replay.recipe import RewardSection
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer
 from grpo_replay.rewards.verifier_worker import Caller
 
 TASK = {
@@ -137,7 +137,8 @@ def test_async_functions_are_awaited_on_one_loop_and_extras_reach_the_worker():
     section = RewardSection(function="judge_rewards:awaited", workers=1)
     with RewardScorer.open(section) as opened:
         for key, (truncated, step) in enumerate([(False, 3), (True, 4), (False, None)]):
-            opened.submit(key, "c", "a", {}, truncated=truncated, prompt="p=", step=step)
+            request = GradingRequest("c", "a", {}, truncated=truncated, prompt="p=", step=step)
+            opened.submit(key, request)
         verdicts = list(opened.results().values())
         assert [verdict.reward for verdict in verdicts] == [3.0, -4.0, None]
         assert "takes no evaluation" in opened.first_error

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Group, Row, pack
+from grpo_replay.rewards.scorer import GradingRequest
 from grpo_replay.types import Prompt, Span, Verdict
 
 PROMPTS = 6
@@ -65,13 +66,13 @@ class InstantScorer:
         self.stalled = False
         self.waiting: list = []
         self.groups: dict[str, int] = {}
-        self.asked: list[dict] = []  # step, truncated, … of each completion
+        self.asked: list[GradingRequest] = []
         self.incomplete: list[str] = []
 
-    def submit(self, key, text, answer, row=None, *, group, of, **facts) -> None:
+    def submit(self, key, request: GradingRequest) -> None:
         self.waiting.append(key)
-        self.asked.append(facts)
-        self.groups[group] = of
+        self.asked.append(request)
+        self.groups[request.group] = request.group_size
 
     def put_incomplete(self, group: str) -> None:
         self.incomplete.append(group)

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,11 +113,12 @@ def test_answers_as_in_gsm8k_are_graded_by_the_default_reward(tmp_path, monkeypa
     submitted = []
     original = RewardScorer.submit
 
-    def half_right(self, key, completion, answer, row=None, **given):
+    def half_right(self, key, request):
         if isinstance(key, tuple) and key.completion_index % 2 == 0:
-            submitted.append(answer)
-            completion = f"so \\boxed{{{answer.replace(',', '')}}}"
-        original(self, key, completion, answer, row, **given)
+            submitted.append(request.answer)
+            answer = request.answer.replace(",", "")
+            request = replace(request, text=f"so \\boxed{{{answer}}}")
+        original(self, key, request)
 
     monkeypatch.setattr(RewardScorer, "submit", half_right)
     recipe = small_recipe(
