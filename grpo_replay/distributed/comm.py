@@ -2,7 +2,6 @@
 gradients and parameters. A single process needs no process group.
 """
 
-import json
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -73,14 +72,6 @@ class Comm:
             else:
                 dist.send_object_list([value], dst=rank, group=self._group)
         return mine[0]
-
-    def all_gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank."""
-        return [json.loads(each) for each in self.all_gather(json.dumps(value))]
-
-    def broadcast_json(self, value: Any = None) -> Any:
-        """Rank 0's JSON value on every rank."""
-        return json.loads(self.broadcast(json.dumps(value) if self.is_main else ""))
 
     def barrier(self) -> None:
         """Returns when every rank has arrived."""

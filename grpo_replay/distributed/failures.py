@@ -38,12 +38,12 @@ def run_on_main(
     `action` must not call collectives.
     """
     future = start_in_thread(action) if comm.is_main else None
-    while not comm.broadcast_json(future is not None and bool(wait([future], poll_seconds).done)):
+    while not comm.broadcast(future is not None and bool(wait([future], poll_seconds).done)):
         pass  # rank 0 is still working
     error = None if future is None else future.exception()
     if error is not None and not isinstance(error, GrpoReplayError):
         raise error
-    outcome = comm.broadcast_json(None if error is None else [str(error), error.exit_code])
+    outcome = comm.broadcast(None if error is None else [str(error), error.exit_code])
     raise_first_failure(comm.rank, [outcome] + [None] * (comm.world_size - 1), error)
     return None if future is None else future.result()
 
@@ -210,7 +210,7 @@ def run_collectively(comm: Comm, action: Callable[[], _Result]) -> _Result:
     except GrpoReplayError as error:
         failure = error
     mine = None if failure is None else [str(failure), failure.exit_code]
-    raise_first_failure(comm.rank, comm.all_gather_json(mine), failure)
+    raise_first_failure(comm.rank, comm.all_gather(mine), failure)
     return outcome  # type: ignore[return-value]
 
 

@@ -98,7 +98,7 @@ def refuse_disagreement(comm: Comm, recipe: Recipe) -> None:
     of this package, and PeerFailure on the others. Collective."""
     sections = recipe.model_dump(mode="json").items()
     mine = {"version of grpo-replay": __version__, **{name: repr(each) for name, each in sections}}
-    facts = comm.all_gather_json(mine)
+    facts = comm.all_gather(mine)
 
     def compare() -> None:
         others = [rank for rank, theirs in enumerate(facts) if theirs != facts[0]]

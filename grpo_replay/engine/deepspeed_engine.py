@@ -171,7 +171,7 @@ class DeepSpeedEngine:
             return module(*self._inputs(batch))[0]
 
         mine = why_not_compiled(module, self._recipe, self._layout.packing, forward)
-        reason = self._comm.broadcast_json(mine) or mine
+        reason = self._comm.broadcast(mine) or mine
         if reason is None:
             if self._reference is not None:
                 compile_policy(self._reference)
@@ -331,7 +331,7 @@ class DeepSpeedEngine:
         if joined is not None:
             finite = np.isfinite(joined[0][:, 0]).tolist()
             bad = [row.rollout_id for row, fine in zip(rows, finite, strict=True) if not fine]
-        bad = self._comm.broadcast_json(bad)
+        bad = self._comm.broadcast(bad)
         if bad:
             raise NonFiniteError(
                 f"the loss of {len(bad)} of the mini-batch's rollouts is not finite (rollout_id "

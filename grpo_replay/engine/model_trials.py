@@ -58,14 +58,14 @@ def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, 
             f"model.path: a model of type {model.config.model_type} does not run on token ids "
             f"alone: {first_line(error)}"
         ) from error
-    if not comm.broadcast_json(bool(np.isfinite(own_C).all())):
+    if not comm.broadcast(bool(np.isfinite(own_C).all())):
         raise ModelError(
             "model.path: log-probs of the model are not finite, so its weights hold NaN or "
             "infinity: take an earlier checkpoint, or fetch the model again"
         )
     difference = float(np.abs(found_C - own_C).max())
     largest = HEAD_TOLERANCE[dtype] * max(1.0, float(np.abs(own_C).max()))
-    if comm.broadcast_json(not difference <= largest):  # also of NaN
+    if comm.broadcast(not difference <= largest):  # also of NaN
         refuse_wrong_head(model, difference)
 
 
@@ -102,7 +102,7 @@ def refuse_length_dependence(
         places_SL = np.arange(batch.input_ids_SL.size).reshape(batch.input_ids_SL.shape)
         places_SL[:, -1] = last - 1
         found.append(forward(replace(batch, position_ids_SL=places_SL))[:-1])
-    if comm.broadcast_json(not _close(found[1], found[0], LARGEST_DIFFERENCE)):
+    if comm.broadcast(not _close(found[1], found[0], LARGEST_DIFFERENCE)):
         raise ModelError(
             f"model.path: log-probs of a row of a {config.model_type} change when its micro-batch "
             f"has a row of {longest} tokens (prompts.max_prompt_length plus max_completion_length),"
@@ -116,7 +116,7 @@ def can_pack(required: bool | None, config: PreTrainedConfig, forward: Forward, 
 
     Raises RecipeError if they cannot and packing is `required`.
     """
-    apart = bool(comm.broadcast_json(keeps_rows_apart(forward, config)))
+    apart = comm.broadcast(keeps_rows_apart(forward, config))
     if required and not apart:
         raise RecipeError(
             f"batch.packing true: a model of type {config.model_type} does not keep the rows of a "
@@ -164,7 +164,7 @@ def can_share(
     else:
         apart = _close(found[1], found[0], LARGEST_DIFFERENCE)
         apart = apart and _close(found[0], own_C, OTHER_SHAPE[dtype])
-    return bool(comm.broadcast_json(apart))
+    return comm.broadcast(apart)
 
 
 def two_rows(config: PreTrainedConfig, length: int, packing: bool) -> MicroBatch:

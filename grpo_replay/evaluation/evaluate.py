@@ -74,11 +74,11 @@ def evaluate(
     stop = stop or StopToken()
     _generate(grading, sampler, missing, generations_folder, stop)
     grading.wait(stop)
-    if any(comm.all_gather_json(stop.requested)):
+    if any(comm.all_gather(stop.requested)):
         return None
     table, unparsable = grading.finish()
     tables = comm.gather(table)
-    unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
+    unparsable_by_rank = comm.all_gather(sorted(unparsable))
     if tables is None:
         return None
     samples = merge(tables, [benchmark.name for benchmark in plan.benchmarks])

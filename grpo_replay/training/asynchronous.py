@@ -88,7 +88,7 @@ class FollowerSource:
     def take(self, step: int) -> StepRollouts | None:
         """A step that the journal has never waits. After its last one, a run that repeats it raises
         SamplerError; any other goes live, and waits for what the collector delivers."""
-        if self.comm.broadcast_json(self._is_recorded()):
+        if self.comm.broadcast(self._is_recorded()):
             return self._take_recorded(step)
         if self.recipe.sampling.collection.replay_journal is not None:
             raise SamplerError(
@@ -101,7 +101,7 @@ class FollowerSource:
             self._go_live()
         ready = run_on_main(self.comm, lambda: self._wait(step))
         waited_seconds = time.perf_counter() - started
-        return self._take_arrived(step, waited_seconds) if self.comm.broadcast_json(ready) else None
+        return self._take_arrived(step, waited_seconds) if self.comm.broadcast(ready) else None
 
     def _is_recorded(self) -> bool:
         """On rank 0: whether the next step is in the journal."""

@@ -81,7 +81,7 @@ def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
     mine = [name for name in _files_in(folder) if _writer(name) % comm.world_size == comm.rank]
     flush_files([folder / name for name in mine])
     facts: FileFacts = {}
-    for part in comm.all_gather_json(file_facts(folder, mine)):
+    for part in comm.all_gather(file_facts(folder, mine)):
         facts |= part
     return facts
 

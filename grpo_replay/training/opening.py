@@ -180,7 +180,7 @@ class RunOpener:
         with suppress(GrpoReplayError):
             if self.comm.is_main and (counts := parameter_counts(self.sized.model)):
                 given = place.gpu_bytes, sum(counts), counts[1] or counts[0]
-        given = self.comm.broadcast_json(given)
+        given = self.comm.broadcast(given)
         return recipe if given is None else recipe.on_gpus(place.ranks, *given)
 
     @property

@@ -241,7 +241,7 @@ def refuse_fewer_steps(steps: int, done: int) -> None:
 def _seen_by_all(found: Path | None, checkpoints: Path, comm: Comm) -> Path | None:
     """Broadcast the checkpoint that rank 0 verified. Raises OutputDirectoryError on a rank that
     does not see it."""
-    name = comm.broadcast_json(found.name if found else None)
+    name = comm.broadcast(found.name if found else None)
     if name is None:
         return None
     checkpoint = checkpoints / name
@@ -261,7 +261,7 @@ def _refuse_unseen(path: Path) -> None:
 def open_other_logs(run_dir: RunDirectory, comm: Comm) -> None:
     """Open the logs of ranks other than 0, next to rank 0's, which has the newest number. Raises
     OutputDirectoryError on a rank that does not see rank 0's."""
-    attempt = comm.broadcast_json(run_dir.next_attempt() - 1 if comm.is_main else None)
+    attempt = comm.broadcast(run_dir.next_attempt() - 1 if comm.is_main else 0)
 
     def open_log() -> None:
         if not comm.is_main:

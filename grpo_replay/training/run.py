@@ -63,7 +63,7 @@ def run_training(
     with ExitStack() as stack, stop.on_signals():
         comm, device = initialize_processes(recipe)
         # Ranks that a launcher started apart would name a directory after different times.
-        run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
+        run_dir = RunDirectory(Path(comm.broadcast(str(run_path))))
         opener = RunOpener(recipe, comm, device, run_dir, stack, scorer, stop, resume)
         run = Run(opener.open(), observer, stack)
         stop.can_save = True
@@ -172,7 +172,7 @@ class Run:
                 raise
             self.stop.end(error)
             return None, False
-        return report, bool(self.comm.broadcast_json(report is not None))
+        return report, self.comm.broadcast(report is not None)
 
     def _evaluate_pending(self) -> bool:
         """Evaluate the base model, or after a resume what the stop did not wait for. Returns
@@ -200,7 +200,7 @@ class Run:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop. Collective."""
-        asked = any(self.comm.all_gather_json(self.stop.requested))
+        asked = any(self.comm.all_gather(self.stop.requested))
         if asked and not self._told_of_stop:
             self._told_of_stop = True
             reason = self.stop.reason or "another rank"
@@ -211,7 +211,7 @@ class Run:
         """Write the checkpoint of the last step, unless there is one."""
         step = self.state.step
         written = self.run_dir.checkpoints / checkpoint_name(step)
-        if not self.comm.broadcast_json(step == 0 or written.is_dir()):
+        if not self.comm.broadcast(step == 0 or written.is_dir()):
             self._checkpoint()
 
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:

@@ -49,7 +49,7 @@ class RunEvaluation:
         if self.plan is None:
             return None
         path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
-        if self.comm.broadcast_json(path.exists()):
+        if self.comm.broadcast(path.exists()):
             return read_report(path, with_samples=False) if self.comm.is_main else None
         if self.comm.is_main:
             self.observer.on_status(f"evaluating step {step}")

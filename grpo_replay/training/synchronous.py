@@ -84,7 +84,7 @@ class SynchronousSource:
             if is_last:
                 break
             survivors = len({rollout.group_id for rollout in generated if rollout.kept})
-            missing = self.comm.broadcast_json(settings.prompts_per_step - survivors)
+            missing = self.comm.broadcast(settings.prompts_per_step - survivors)
             if missing == 0:
                 self._sleep()
                 break
@@ -114,13 +114,13 @@ class SynchronousSource:
                 sampled += self._sample(requests, prompts)
             except ServersLost as error:
                 parts.stop.end(error)
-            if any(comm.all_gather_json(parts.stop.error is not None)):
+            if any(comm.all_gather(parts.stop.error is not None)):
                 return None
             if is_last:
                 self._sleep()
         with parts.clock.stage("reward"):
             verdicts = parts.scorer.results()
-            errors = comm.all_gather_json(parts.scorer.first_error)  # rank 0 tells the user
+            errors = comm.all_gather(parts.scorer.first_error)  # rank 0 tells the user
             parts.scorer.first_error = next(filter(None, errors), None)
             mine = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
             graded = gather_graded(comm, mine)

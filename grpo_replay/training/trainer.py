@@ -90,7 +90,7 @@ class Trainer:
 
     def trainer_logprobs(self, rollouts: Sequence[Rollout]) -> dict[int, np.ndarray]:
         """float32 [T] of each completion under the trainer's weights, by rollout id, on rank 0."""
-        if not self.comm.broadcast_json(len(rollouts)):
+        if not self.comm.broadcast(len(rollouts)):
             return {}
         with self.parts.clock.stage("logprob"):
             rows = [logprob_row(r.prompt_token_ids, r.completion_token_ids) for r in rollouts]
@@ -150,7 +150,7 @@ class Trainer:
         results: list[UpdateResult] = []
         outcomes: list[RolloutOutcome | None] = [None] * len(batch.rollouts)
         with self.parts.clock.stage("training"):
-            count = self.comm.broadcast_json(len(parts))
+            count = self.comm.broadcast(len(parts))
             for index in range(count):
                 members = parts[index] if self.comm.is_main else np.zeros(0, dtype=np.int64)
                 result = self._update_once([batch.rollouts[i] for i in members])

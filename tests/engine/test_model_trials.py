@@ -28,7 +28,7 @@ class SecondRank(Comm):
         super().__init__(1, 2)
         self.answer, self.heard = answer, 0
 
-    def broadcast_json(self, value: Any = None) -> Any:
+    def broadcast(self, value: Any) -> Any:
         self.heard += 1
         return self.answer
 

@@ -76,7 +76,7 @@ def test_of_several_ranks_the_lowest_that_a_check_refuses_speaks(tmp_path):
     """This is rank 1, which has no such function; rank 0 has another reason."""
     opened = opener(tmp_path / "run", replay={"priority": "nowhere.py:f"})
     opened.comm = SimpleNamespace(
-        rank=1, is_main=False, all_gather_json=lambda mine: [["no such model", 3], mine]
+        rank=1, is_main=False, all_gather=lambda mine: [["no such model", 3], mine]
     )
     with pytest.raises(PeerFailure, match="rank 0: no such model") as refused:
         opened.check()
@@ -104,8 +104,8 @@ def test_every_other_rank_logs_beside_rank_0(tmp_path, rank, logs):
         (folder / f"attempt_{attempt:03d}.log").touch()
     comm = SimpleNamespace(
         rank=rank, is_main=rank == 0,
-        broadcast_json=lambda value=None: 4 if value is None else value,
-        all_gather_json=lambda value: [value],
+        broadcast=lambda value: value or 4,
+        all_gather=lambda value: [value],
     )  # fmt: skip
     open_other_logs(RunDirectory(tmp_path), comm)
     assert sorted(path.name for path in folder.glob("*rank*")) == logs
@@ -113,7 +113,7 @@ def test_every_other_rank_logs_beside_rank_0(tmp_path, rank, logs):
 
 def test_a_rank_whose_folder_is_on_another_disk_is_refused_and_leaves_nothing(tmp_path):
     comm = SimpleNamespace(
-        rank=1, is_main=False, broadcast_json=lambda _: 1, all_gather_json=lambda mine: [None, mine]
+        rank=1, is_main=False, broadcast=lambda _: 1, all_gather=lambda mine: [None, mine]
     )
     with pytest.raises(OutputDirectoryError, match=r"attempt_001\.log is not there .* all nodes"):
         open_other_logs(RunDirectory(tmp_path / "run"), comm)
@@ -134,6 +134,6 @@ def test_another_model_than_the_run_began_with_is_refused(tmp_path):
     opened._remember_base("the base", RunState(base="the base"))
     with pytest.raises(ModelError, match="builtin:tiny"):
         opened._remember_base("another", RunState(base="the base"))
-    opened.comm = SimpleNamespace(rank=1, all_gather_json=lambda mine: [mine, mine])
+    opened.comm = SimpleNamespace(rank=1, all_gather=lambda mine: [mine, mine])
     with pytest.raises(PeerFailure, match="rank 0"):  # which says it once for both
         opened._remember_base("another", RunState(base="the base"))

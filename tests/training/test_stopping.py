@@ -117,7 +117,7 @@ def test_every_rank_hears_what_ended_the_source_of_rank_0(rank):
     run = SimpleNamespace(
         stop=StopToken(), state=RunState(), recipe=small_recipe(), _evaluate_pending=lambda: False,
         comm=SimpleNamespace(
-            rank=rank, all_gather_json=lambda mine: [mine, None] if rank == 0 else [lost, mine]
+            rank=rank, all_gather=lambda mine: [mine, None] if rank == 0 else [lost, mine]
         ),
     )  # fmt: skip
     if rank == 0:

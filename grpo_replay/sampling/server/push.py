@@ -86,7 +86,7 @@ class WeightPush:
     def push(self, named_tensors: NamedTensors | None, version: int) -> None:
         """Stage on rank 0, validate on every rank that has tensors, then switch the servers.
         Everything is gathered before anything is sent."""
-        for lost in self._comm.all_gather_json(self.servers.lost):
+        for lost in self._comm.all_gather(self.servers.lost):
             self.servers.lost |= lost
         try:
             run_collectively(self._comm, lambda: self._stage(named_tensors, version))
@@ -127,7 +127,7 @@ class WeightPush:
             if self._base is not None:
                 self._base.close()
                 self._base = None
-        self.servers.lost = self._comm.broadcast_json(self.servers.lost)
+        self.servers.lost = self._comm.broadcast(self.servers.lost)
 
     def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
         """Bring one server the version, or lose it. One without a version is validated first."""

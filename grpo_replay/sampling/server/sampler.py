@@ -121,8 +121,8 @@ class VllmServerSampler:
         """Create a client for every server, on every rank."""
         settings = self._opening.sampling.servers
         own = {each.url: str(each.log) for each in self._launched}
-        logs = self._comm.broadcast_json(own or dict.fromkeys(settings.urls))
-        run = self._comm.broadcast_json(secrets.token_hex(4))
+        logs = self._comm.broadcast(own or dict.fromkeys(settings.urls))
+        run = self._comm.broadcast(secrets.token_hex(4))
         adapters = self._opening.with_adapters
         servers = [
             VllmServer(url, run, Path(log) if log else None, adapters) for url, log in logs.items()

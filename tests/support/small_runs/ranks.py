@@ -67,8 +67,8 @@ def run_mode(mode: str, argument: str = "") -> int:
 
 
 def sums(comm: Comm) -> int:
-    total = sum(comm.all_gather_json(comm.rank + 1))
-    everyone = comm.all_gather_json([comm.rank, os.environ["MASTER_ADDR"]])
+    total = sum(comm.all_gather(comm.rank + 1))
+    everyone = comm.all_gather([comm.rank, os.environ["MASTER_ADDR"]])
     print(f"rank {comm.rank} of {comm.world_size}: sum {total} {everyone}")
     return 0
 
@@ -148,7 +148,7 @@ def long_work(comm: Comm) -> int:
         comm, lambda: time.sleep(3 * TIMEOUT_SECONDS) or 7, poll_seconds=TIMEOUT_SECONDS / 10
     )
     waited = time.monotonic() - started > 2.5 * TIMEOUT_SECONDS
-    print(f"done {comm.all_gather_json([done, waited])}")
+    print(f"done {comm.all_gather([done, waited])}")
     return 0
 
 
@@ -159,10 +159,10 @@ def until_signal(comm: Comm) -> int:
         signal.signal(number, lambda number, _: received.append(number))
     comm.barrier()
     print("ready", flush=True)
-    while not any(comm.all_gather_json(len(received))):
+    while not any(comm.all_gather(len(received))):
         time.sleep(0.02)
     time.sleep(0.3 * (1 + comm.rank))  # a checkpoint
-    counts = comm.all_gather_json(received)
+    counts = comm.all_gather(received)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if comm.is_main:
         time.sleep(0.7)  # closes its trackers, while the other ranks are done
