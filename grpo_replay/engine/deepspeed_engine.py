@@ -424,13 +424,13 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, also on another number of ranks, at another ZeRO stage or in
-        another dtype. The optimizer's settings are the recipe's. Raises CheckpointError."""
+        another dtype. Raises CheckpointError."""
         layout = layout_of(self._recipe, self._comm.world_size)
         if saved_layout(folder) != layout:
             load_other_layout(self._engine, self._stage, folder)
             self._comm.barrier()
         else:
-            load_same_layout(self._engine, layout, self._recipe.optimizer, folder)
+            load_same_layout(self._engine, layout, folder)
 
     def begin_step(self, step: int) -> None:
         """Set what depends on the training step: the learning rate of its updates, and the seed

@@ -25,7 +25,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_quirks import only_data
 from grpo_replay.engine.weights import is_adapter
 from grpo_replay.errors import CheckpointError
-from grpo_replay.recipe import LoraSection, OptimizerSection, Recipe
+from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import read_json
 
 ENGINE_TAG = "state"
@@ -51,7 +51,7 @@ def save_state(engine: Any, layout: FileLayout, comm: Comm, folder: Path) -> Non
         str(folder),
         tag=ENGINE_TAG,
         save_latest=False,
-        exclude_frozen_parameters="lora" in layout,
+        exclude_frozen_parameters=layout["lora"],
     )
     if comm.is_main:
         (folder / LAYOUT).write_text(json.dumps(layout, indent=2) + "\n")
@@ -60,21 +60,16 @@ def save_state(engine: Any, layout: FileLayout, comm: Comm, folder: Path) -> Non
 def saved_layout(folder: Path) -> FileLayout:
     """The layout of a saved state. Raises CheckpointError."""
     saved: FileLayout = read_json(folder / LAYOUT, "no layout of an engine state")
-    if "lora" in saved:  # with its defaults
-        saved["lora"] = LoraSection.model_validate(saved["lora"]).model_dump()
     return saved
 
 
-def load_same_layout(
-    engine: Any, layout: FileLayout, settings: OptimizerSection, folder: Path
-) -> None:
-    """Restore a state of this run's `layout`, with the recipe's optimizer `settings`."""
-    complete = "lora" not in layout
+def load_same_layout(engine: Any, layout: FileLayout, folder: Path) -> None:
+    """Restore a state of this run's `layout`."""
+    complete = not layout["lora"]
     with only_data(folder):
         path, _ = engine.load_checkpoint(str(folder), tag=ENGINE_TAG, load_module_strict=complete)
     if path is None:
         raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
-    _apply_optimizer_settings(engine, settings)
 
 
 def load_other_layout(engine: Any, stage: int, folder: Path) -> None:
@@ -106,28 +101,15 @@ def param_groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def layout_of(recipe: Recipe, ranks: int) -> FileLayout:
-    """The settings that decide how DeepSpeed splits a state into files, and LoRA's."""
-    stage, lora = recipe.zero_stage(ranks), recipe.model.lora
-    sub_group = recipe.engine.zero.sub_group_size if stage == 3 else None
-    layout = {
+    """The settings that decide how DeepSpeed splits a state into files, and what is in it."""
+    stage = recipe.zero_stage(ranks)
+    return {
         "ranks": ranks,
         "zero_stage": stage,
         "dtype": recipe.model.dtype,
-        "sub_group_size": sub_group,
+        "sub_group_size": recipe.engine.zero.sub_group_size if stage == 3 else None,
+        "lora": recipe.model.lora.r is not None,
     }
-    return layout if lora.r is None else {**layout, "lora": lora.model_dump()}
-
-
-def _apply_optimizer_settings(engine: Any, settings: OptimizerSection) -> None:
-    """Train on with the recipe's settings: DeepSpeed restores those of the saved state."""
-    optimizer = engine.optimizer
-    for group in param_groups(engine):
-        group["lr"] = settings.learning_rate
-        group["betas"] = tuple(settings.adamw.betas)
-        group["eps"] = settings.adamw.eps
-        group["weight_decay"] = settings.adamw.weight_decay
-    if hasattr(optimizer, "clip_grad"):
-        optimizer.clip_grad = settings.max_grad_norm
 
 
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")

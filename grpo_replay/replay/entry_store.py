@@ -227,19 +227,16 @@ class EntryStore:
             "priority": self._columns["priority"].copy(),
             "times_used": self._columns["times_used"].copy(),
             "last_used_step": self._columns["last_used_step"].copy(),
-            "priority_kind": self.settings.priority,
             "evicted_by_capacity": self._evicted_by_capacity,
             "evicted_at": self._evicted_at,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the contents by a state from `get_state`.
+        """Replace the contents by a state from `get_state` of a buffer with the same settings.
 
-        Priorities are recomputed from the entries under this buffer's settings, so that a run can
-        be resumed with another `replay.priority`. Under the same settings they must equal the saved
-        ones bit for bit. A smaller capacity evicts at once. What had left the buffer before is not
-        reported to `on_evict`. Raises ValueError for an inconsistent state; the buffer is then
-        unchanged.
+        Priorities are recomputed from the entries, and must equal the saved ones bit for bit. What
+        had left the buffer before is not reported to `on_evict`. Raises ValueError for an
+        inconsistent state; the buffer is then unchanged.
         """
         restored = EntryStore(self.settings, self.group_size)
         entries = state["entries"]
@@ -250,15 +247,14 @@ class EntryStore:
             last_used_N = np.asarray(state["last_used_step"], dtype=np.int64)
             columns["last_used_step"] = last_used_N
             restored._append(columns)
-        same_law = state["priority_kind"] == self.settings.priority
-        if same_law and not np.array_equal(state["priority"], restored._columns["priority"]):
+        if not np.array_equal(state["priority"], restored._columns["priority"]):
             raise ValueError(
                 f"the saved priorities are not those that replay.priority {self.settings.priority} "
                 "gives now (undo a change of that function, or give it another name)"
             )
         self._columns = restored._columns
         self._gone = []
-        self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity(0)
+        self._evicted_by_capacity = state["evicted_by_capacity"]
         self._evicted_at, self._evicted_undrawn = tuple(state["evicted_at"]), 0
 
     def _append(self, new: Mapping[str, np.ndarray]) -> None:

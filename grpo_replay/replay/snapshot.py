@@ -149,7 +149,6 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
         "priority": _joined(columns["priority"], np.float64),
         "times_used": _joined(columns["times_used"], np.int32),
         "last_used_step": _joined(columns["last_used_step"], np.int64),
-        "priority_kind": facts["settings"]["priority"],
         **{name: facts[name] for name in _COUNTERS},
     }
     state["evicted_at"] = tuple(state["evicted_at"])

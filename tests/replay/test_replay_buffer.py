@@ -260,15 +260,6 @@ def test_a_state_with_other_priorities_is_refused_and_the_buffer_is_unchanged():
     assert_same_state(before, buffer.get_state())
 
 
-def test_resuming_under_another_priority_or_a_smaller_capacity():
-    state = busy_buffer(replay_settings()).get_state()
-    other = ReplayBuffer(replay_settings(priority="uniform", capacity_rollouts=10), 4)
-    other.set_state(state)
-    assert other.column("priority").tolist() == [1.0] * 10
-    assert stored_ids(other) == ids(state["entries"])[-10:]
-    assert other.stats(9).evicted_by_capacity == len(state["entries"]) - 10
-
-
 def test_the_evicted_that_were_never_drawn_are_counted_by_step():
     """Stored 0 to 3, of which 0 was drawn before; the step draws 1. Then 4 to 7 push them all out,
     of which 2 and 3 were never drawn; at its end nothing is too old. In the next step 4 to 7 are:
