@@ -229,11 +229,14 @@ class HostRun:
         stages.setdefault("step", sum(stages.values()))
         trained, survivors = step.rollouts, sum(rollout.kept for rollout in step.generated)
         found = _outcomes_of_rows(step, outcomes)
+        generated_for = seconds.get("generation")
+        # In shadow the host trains on its own batch, with the groups that replay drops.
+        updated_rows = len(step.generated) if self.buffer.settings.shadow else None
         ours = json_values(
             batch_metrics(step.batch, found, survivors, probe)
             | self._shadow_metrics(step, stages)
             | buffer_metrics(step.stats)
-            | cost_metrics(stages, seconds.get("generation"), step.generated, trained)
+            | cost_metrics(stages, generated_for, step.generated, trained, updated_rows)
         )
         generation = generation_metrics(step.generated, self.buffer.group_size)
         write_step(self.folder, step.number, step.generated, step.batch, found, probe=probe)

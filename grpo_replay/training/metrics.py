@@ -255,16 +255,19 @@ def cost_metrics(
     generation_seconds: float | None,
     generated: Sequence[Rollout],
     trained: Sequence[Rollout],
+    updated_rows: int | None = None,
 ) -> Metrics:
-    """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one;
+    """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one, where
+    the updates had `updated_rows`, `trained` unless a host in shadow trained on others too;
     γ = paper B's relative compute, (1 + μR/B) / (1 + μR/B'): the step per rollout trained on,
     relative to training once on each survivor (None without survivors). Both are None if
     `generation_seconds` is."""
     mu = gamma = None
     survivors = sum(rollout.kept for rollout in generated)
-    if trained and generated and seconds["training"] > 0 and generation_seconds is not None:
+    rows = len(trained) if updated_rows is None else updated_rows
+    if rows and generated and seconds["training"] > 0 and generation_seconds is not None:
         per_generated = generation_seconds / len(generated)
-        mu = per_generated / (seconds["training"] / len(trained))
+        mu = per_generated / (seconds["training"] / rows)
     if mu is not None and survivors > 0:
         gamma = relative_compute(len(trained) / survivors, mu * len(generated) / survivors)
     return {

@@ -123,6 +123,16 @@ def test_a_run_leaves_what_the_commands_read(tmp_path, knows):
     assert (last["replay/ratio_mean"] is None) == (not knows)
 
 
+def test_in_shadow_the_cost_ratio_counts_all_rows_that_the_host_trains_on(tmp_path):
+    """Its own batch has the groups that replay drops: 12 rows a second, whatever survives."""
+    run = begin(tmp_path, ReplayConfig.of("ours", shadow=True, warmup_steps=1))
+    equal = [row([1, 3], [4, 5], 1.0, 0.0) for _ in range(4)]
+    for groups, survivors in (([*groups_of(1)[:2], equal], 8), ([equal] * 3, 0)):
+        found = run.record(run.step(groups), None, {"generation": 2.0, "training": 1.0})
+        assert found["cost/trained_rollouts"] == survivors
+        assert found["cost/mu"] == pytest.approx(2.0)
+
+
 def test_rollouts_that_were_sampled_ahead_are_as_old_as_their_policy(tmp_path):
     run = begin(tmp_path)
     train(run, range(1, 7), saves=[6], birth=lambda number: max(1, number - 1))
