@@ -14,13 +14,15 @@ verl's metrics, dumps and clean-up. A step of the buffer is a call of `_update_a
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import hydra
+import numpy as np
 import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf
@@ -33,19 +35,10 @@ from verl.utils.device import auto_set_device
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from grpo_replay.errors import GrpoReplayError, UsageError
+from grpo_replay.integrations import verl_rows
 from grpo_replay.integrations.host import HostRun, HostStep, HostWords, Row, replay_settings
-from grpo_replay.integrations.verl_rows import (
-    FIELDS,
-    OUTCOMES,
-    clip_range,
-    fields_of,
-    groups_of,
-    layout,
-    loss_with_outcomes,
-    outcomes_by_row,
-)
 from grpo_replay.recipe import ReplayConfig
-from grpo_replay.types import RolloutOutcome
+from grpo_replay.types import Rollout, RolloutOutcome
 
 TESTED = "0.9.1"
 MODE = "replay"
@@ -91,8 +84,6 @@ def _problems(config: Any, settings: ReplayConfig) -> Iterator[str]:
         yield f"verl {found} is installed, and private methods differ: install verl=={TESTED}"
     if not config.trainer.use_v1:
         yield "trainer.use_v1=False is another trainer: set True"
-    if settings.shadow:
-        yield "trainer.v1.replay.shadow is not supported"
     if not settings.replays:
         return
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -135,7 +126,7 @@ def new_run(config: Any, steps: int | None) -> HostRun:
 def sections_of(config: Any, host_mode: str, steps: int) -> dict[str, Any]:
     """The recipe of a run of `steps` steps of verl, as far as known."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    low, high = clip_range(actor)
+    low, high = verl_rows.clip_range(actor)
     loss = {"epsilon": low, "epsilon_high": high, "dual_clip": actor.clip_ratio_c}
     loss["beta"] = actor.kl_loss_coef if actor.use_kl_loss else 0.0
     if aggregation := AGGREGATIONS.get(actor.loss_agg_mode):
@@ -170,7 +161,7 @@ class ReplayMixin(_Host):
         config.trainer.v1.trainer_mode = self._host_mode  # verl often asks whether it is "sync"
         super().__init__(config)
         self._sizes: dict[str, Any] = {}  # of the composed batch
-        self._outcomes: dict[int, RolloutOutcome] = {}
+        self._outcomes: dict[int, RolloutOutcome] | None = None
         self._timed: dict[str, float] = {}  # in this step of verl, by its earlier updates
         self._sync_seconds, self._ended = 0.0, time.perf_counter()
 
@@ -182,9 +173,9 @@ class ReplayMixin(_Host):
 
     def _setup(self) -> None:
         super()._setup()
-        if self.replay.replays:
+        if self.replay.trains_on_draws:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            self.actor_rollout_wg.set_loss_fn(partial(loss_with_outcomes, actor))
+            self.actor_rollout_wg.set_loss_fn(partial(verl_rows.loss_with_outcomes, actor))
             update = self.actor_rollout_wg.update_actor
             self.actor_rollout_wg.update_actor = partial(self._with_own_sizes, update)
 
@@ -192,55 +183,83 @@ class ReplayMixin(_Host):
         """verl takes the sizes of its configuration just before this call."""
         batch.extra_info.update(self._sizes)
         metrics = update(batch)["metrics"]
-        self._outcomes = outcomes_by_row(metrics.pop(OUTCOMES))
+        self._outcomes = verl_rows.outcomes_by_row(metrics.pop(verl_rows.OUTCOMES))
         return {"metrics": metrics}
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if not self.replay.replays:
             return super()._update_actor(batch, metrics)
-        seconds = self._seconds_before()
+        seconds, began = self._seconds_before(), time.perf_counter()
         step = self.run.step(self._groups(batch))
-        began, self._outcomes = time.perf_counter(), {}
-        if step.rollouts:
+        probe = self._score(step.probed) if step.probed else {}
+        if self.replay.shadow:
+            seconds["shadow"] = time.perf_counter() - began
+        began, self._outcomes = time.perf_counter(), None
+        if self.replay.shadow:
+            super()._update_actor(batch, metrics)
+        elif step.rollouts:
             self._train(step, batch, metrics)
         seconds["training"] = time.perf_counter() - began
         whole, self._ended = time.perf_counter() - self._ended, time.perf_counter()
         seconds |= {"step": whole, "other": max(0.0, whole - sum(seconds.values()))}
-        found = self.run.record(step, self._outcomes, seconds)
+        found = self.run.record(step, self._outcomes, seconds, probe)
         metrics.update({name: value for name, value in found.items() if value is not None})
         return batch
 
     def _groups(self, batch: Any) -> list[list[Row]]:
         tagged = zip(batch.keys, batch.tags, strict=True)
         keys = [key for key, tag in tagged if not tag.get("is_padding")]
-        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=[*FIELDS])  # those there are
+        fields = [*verl_rows.FIELDS]  # it returns those that there are
+        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=fields)
         decode, end = self.tokenizer.decode, self.tokenizer.eos_token_id
-        return groups_of(keys, data, self.config.actor_rollout_ref.rollout.n, decode, end)
+        return verl_rows.groups_of(keys, data, self.config.actor_rollout_ref.rollout.n, decode, end)
 
     def _train(self, step: HostStep, batch: Any, metrics: dict[str, Any]) -> None:
         """verl's update with the rows of the step, in as many mini-batches as without replay."""
         actor, rollouts = self.config.actor_rollout_ref.actor, step.rollouts
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
         split = self.run.buffer.split(step.batch, -(-prompts // actor.ppo_mini_batch_size))
+        micro_batch, info = actor.ppo_micro_batch_size_per_gpu, dict(batch.extra_info)
+        with self._composed(rollouts, split, micro_batch, info) as (composed, size):
+            self._sizes = {
+                "mini_batch_size": size,
+                "global_batch_size": len(rollouts) / len(split),  # every row has one weight
+                "dataloader_kwargs": {"shuffle": False},  # the split is random
+            }
+            super()._update_actor(composed, metrics)
+
+    def _score(self, probed: Mapping[int, Rollout]) -> dict[int, RolloutOutcome]:
+        """The outcomes that drawn rollouts would have in an update now, by index in the draw: with
+        verl's log-probs of the present policy."""
+        config, rollouts = self.config.actor_rollout_ref, [*probed.values()]
+        split, info = [np.arange(len(probed))], {"compute_loss": False, "calculate_entropy": False}
+        info["temperature"] = config.rollout.temperature
+        micro_batch = config.rollout.log_prob_micro_batch_size_per_gpu
+        with self._composed(rollouts, split, micro_batch, info) as (composed, _):
+            self.actor_rollout_wg.compute_log_prob(composed)
+            data = tq.kv_batch_get(composed.keys, MODE)
+        found = verl_rows.composed_outcomes(config.actor, data["log_probs"], data)
+        return {index: found[row] for row, index in enumerate(probed)}
+
+    @contextmanager
+    def _composed(
+        self, rollouts: Sequence[Rollout], split: Any, micro_batch: int, info: dict[str, Any]
+    ) -> Iterator[tuple[Any, int]]:
+        """A batch of verl with rollouts of the buffer, in a partition of its own, and the rows of a
+        mini-batch."""
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        micro_batch = 1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
+        whole = 1 if self.config.actor_rollout_ref.actor.use_dynamic_bsz else micro_batch
         lengths = [len(each.prompt_token_ids) + len(each.completion_token_ids) for each in rollouts]
-        order, size = layout(split, lengths, ranks, micro_batch)
-        self._sizes = {
-            "mini_batch_size": size,
-            "global_batch_size": len(rollouts) / len(split),  # every row has one weight, padding 0
-            "dataloader_kwargs": {"shuffle": False},  # the split is random
-        }
-        rows = fields_of(rollouts, order, self.tokenizer.eos_token_id)
+        order, size = verl_rows.layout(split, lengths, ranks, whole)
+        rows = verl_rows.fields_of(rollouts, order, self.tokenizer.eos_token_id)
         # verl's sampler reads the tags of all partitions.
         versions = {f"{name}global_steps": self.global_steps for name in ("", "min_", "max_")}
         tags = [{"status": "success", "seq_len": len(row["input_ids"]), **versions} for row in rows]
-        keys = [f"{step.number}_{i}_0" for i in range(len(rows))]
+        keys = [f"{self.run.buffer.last_step}_{i}_0" for i in range(len(rows))]
         put = {"keys": keys, "partition_id": MODE, "tags": tags}
         tq.kv_batch_put(**put, fields=list_of_dict_to_tensordict(rows))
         try:
-            composed = tq.KVBatchMeta(**put, extra_info=dict(batch.extra_info))
-            super()._update_actor(composed, metrics)
+            yield tq.KVBatchMeta(**put, extra_info=info), size
         finally:
             tq.kv_clear(keys=keys, partition_id=MODE)
 

@@ -140,16 +140,25 @@ def loss_with_outcomes(config: Any, model_output: Any, data: Any, dp_group: Any 
     """verl's loss of a micro-batch, in a worker; its metrics get the outcomes of composed rows."""
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
     if ROW in data:
-        padded = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
-        behavior_BT, entropy_BT = padded["old_log_probs"], model_output.get("entropy", None)
-        logprobs_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
-        found = outcomes_of(
-            torch.cat(data[ROW].unbind()).tolist(), behavior_BT, padded["response_mask"],
-            logprobs_BT, _clipped(config, logprobs_BT - behavior_BT, padded["advantages"]),
-            None if entropy_BT is None else no_padding_2_padding(entropy_BT, data),
-        )  # fmt: skip
+        logprobs, entropy = model_output["log_probs"], model_output.get("entropy", None)
+        found = composed_outcomes(config, logprobs, data, entropy)
         metrics[OUTCOMES] = [(row, *astuple(each)) for row, each in found.items()]
     return loss, metrics
+
+
+def composed_outcomes(
+    config: Any, logprobs: Any, data: Any, entropy: Any = None
+) -> dict[int, RolloutOutcome]:
+    """The outcomes of composed rows under `logprobs`, the nested tensor [P + T] of verl's forward
+    pass; without padding."""
+    padded = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
+    behavior_BT, logprobs_BT = padded["old_log_probs"], no_padding_2_padding(logprobs, data)
+    log_ratio_BT = logprobs_BT.detach() - behavior_BT
+    return outcomes_of(
+        torch.cat(data[ROW].unbind()).tolist(), behavior_BT, padded["response_mask"],
+        logprobs_BT, _clipped(config, log_ratio_BT, padded["advantages"]),
+        None if entropy is None else no_padding_2_padding(entropy, data),
+    )  # fmt: skip
 
 
 def _clipped(config: Any, log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor) -> Any:

@@ -8,23 +8,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 pytest.importorskip("verl", reason="needs an environment with verl: .ci/check_verl")
 
-from verl_runs import OURS, PLAIN, PlainPolicy, VerlRun
+from verl_runs import OURS, PLAIN, PlainPolicy, VerlRun, assert_equal_tensors
 
 from grpo_replay.lab.verification.verify import verify_run
 
 pytestmark = pytest.mark.timeout(1500)
-
-
-def assert_equal_tensors(first: VerlRun, second: VerlRun, step: int) -> None:
-    for kind in ("model", "optim"):
-        one, other = (run.checkpoint(step, kind) for run in (first, second))
-        assert one.keys() == other.keys() and len(one) > 30
-        different = [name for name in one if not torch.equal(one[name], other[name])]
-        assert different == [], kind
 
 
 @pytest.fixture(scope="module")

@@ -196,6 +196,32 @@ def test_outcomes_come_back_from_any_nesting_of_ranks_and_micro_batches():
         assert set(asdict(found[2]).values()) == {4, 0.25}
 
 
+def test_what_verl_s_forward_pass_says_of_composed_rows(tmp_path):
+    """Three rows, one of them padding, for which verl gives a log-prob of every position: that of
+    the next token. Those before the response, and the tokens of a tool, say nothing."""
+    rollouts = stepped(tmp_path, groups_of()).rollouts
+    rows = verl_rows.fields_of(rollouts, [2, -1, 0], END)
+    data = list_of_dict_to_tensordict(rows)
+    given = []
+    for each in rows:
+        values = torch.full((len(each["input_ids"]),), 99.0)
+        start = len(each["prompts"]) - 1
+        values[start:-1] = each["old_log_probs"] + 0.5 * each["response_mask"]
+        given.append(values)
+    logprobs = torch.nested.as_nested_tensor(given, layout=torch.jagged)
+    actor = config(tmp_path).actor_rollout_ref.actor
+    found = verl_rows.composed_outcomes(actor, logprobs, data)
+    assert set(found) == {2, 0}
+    assert {row: each.tokens for row, each in found.items()} == {
+        row: int(rollouts[row].trained_tokens) for row in (0, 2)
+    }
+    for row, each in found.items():
+        assert each.log_ratio_mean == pytest.approx(0.5, abs=1e-6)
+        assert each.ratio_max == pytest.approx(np.exp(0.5), rel=1e-6)
+        assert each.clip_fraction == (rollouts[row].advantage > 0), "1.65 is above 1.28"
+        assert np.isnan(each.entropy)
+
+
 # Refusals
 
 
@@ -216,6 +242,7 @@ def test_the_settings_of_verl_s_examples_pass(tmp_path):
     verl.check(config(tmp_path))
     verl.check(config(tmp_path, "actor_rollout_ref.actor.use_kl_loss=True"))
     verl.check(config(tmp_path, "trainer.total_training_steps=null"))
+    verl.check(config(tmp_path, "+trainer.v1.replay.shadow=True"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +256,6 @@ def test_the_settings_of_verl_s_examples_pass(tmp_path):
         (["actor_rollout_ref.actor.ppo_epochs=2"], "ppo_epochs=2: set 1"),
         (["distillation.enabled=True"], "distillation.enabled=False"),
         (["trainer.use_v1=False"], "use_v1"),
-        (["+trainer.v1.replay.shadow=True"], "shadow is not supported"),
         (["trainer.use_v1=False", "trainer.v1.replay.preset=grpo"], "use_v1"),
         (["+trainer.v1.replay.host_mode=later"], "host_mode=later.*colocate_async"),
         (["trainer.v1.trainer_mode=sync"], "trainer_mode=sync: set replay"),

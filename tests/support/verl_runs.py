@@ -131,6 +131,14 @@ def _tensors(tree: Any, name: str = "") -> Any:
         yield name, getattr(tree, "_local_tensor", tree)
 
 
+def assert_equal_tensors(first: VerlRun, second: VerlRun, step: int) -> None:
+    for kind in ("model", "optim"):
+        one, other = (run.checkpoint(step, kind) for run in (first, second))
+        assert one.keys() == other.keys() and len(one) > 30
+        different = [name for name in one if not torch.equal(one[name], other[name])]
+        assert different == [], kind
+
+
 def logprobs_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
     """float32 [T] of a logged rollout's completion, by one plain forward pass."""
     prompt, completion = row["prompt_token_ids"], row["completion_token_ids"]
@@ -150,4 +158,7 @@ class PlainPolicy:
         return logprobs_of(self.model, row).double().numpy(), None
 
 
-__all__ = ["OURS", "PLAIN", "REPLAY", "SEEDED", "PlainPolicy", "VerlRun", "logprobs_of"]
+__all__ = [
+    "OURS", "PLAIN", "REPLAY", "SEEDED", "PlainPolicy", "VerlRun", "assert_equal_tensors",
+    "logprobs_of",
+]  # fmt: skip
