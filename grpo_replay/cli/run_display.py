@@ -134,7 +134,8 @@ class RunDisplay(Observer):
             parts.append(self._held_out)
         fresh, replayed = metrics["fresh/rollouts"], metrics["replay/rollouts"]
         why = "" if reward is None or fresh or replayed else " (no group with signal)"
-        parts.append(f"fresh {fresh} replayed {replayed}{why}")
+        drawn = "would replay" if "shadow/rare_success_fraction" in metrics else "replayed"
+        parts.append(f"fresh {fresh} {drawn} {replayed}{why}")
         if metrics["replay/age_mean"] is not None:
             parts.append(f"age {metrics['replay/age_mean']:.1f}")
         if "async/trainer_idle" in metrics:
@@ -282,13 +283,18 @@ def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
 
     if replay["shadow"]:
         means = {name.partition("/")[2]: value for name, value in replay["means"].items()}
+        measured = "no probe fell into a step with a draw (replay.probe_every_steps)"
+        if means["approx_kl"] is not None:
+            measured = (
+                f"{percent(means['clip_fraction'])} of their tokens clipped, effective sample size "
+                f"{percent(means['ratio_ess'])}, KL {means['approx_kl']:.2g} nats"
+            )
         yield (
-            f"in shadow: {means['rollouts'] or 0:.0f} rollouts a step would be replayed, "
-            f"{percent(means['clip_fraction'])} of their tokens clipped, effective sample size "
-            f"{percent(means['ratio_ess'])}, KL {means['approx_kl'] or 0:.2g} nats; "
-            f"{percent(means['rare_success_fraction'])} are rare successes that the fresh batch "
-            f"lacks, {percent(means['new_prompt_fraction'])} of the prompts would be theirs alone; "
-            f"buffer and probe took {percent(replay['shadow_time_share'])} of the time"
+            f"in shadow: {means['rollouts'] or 0:.0f} rollouts a step would be replayed; "
+            f"{measured}; {percent(means['rare_success_fraction'])} are rare successes that the "
+            f"fresh batch lacks, {percent(means['new_prompt_fraction'])} of the prompts would be "
+            "theirs alone; buffer and probe took "
+            f"{percent(replay['shadow_time_share'])} of the time"
         )
     if replay["advice"] is not None:
         takes, share = "would take" if replay["shadow"] else "took", replay["compute_share"]

@@ -117,4 +117,7 @@ def advice(mu: float | None) -> str | None:
             "at 4.8 `ours` was +2.3 [+0.6, +3.9] points ahead of GRPO at equal rollouts, on one "
             "tiny model, and not by the clock: try it"
         )
-    return f"μ is {mu:.2g}; {measured} (docs/results.md)"
+    return (
+        f"to generate a rollout cost {mu:.2g} (μ) times what training on one cost; {measured}; "
+        "docs/results.md"
+    )

@@ -29,6 +29,12 @@ def test_the_end_says_what_replay_took_or_in_shadow_would_take():
     said = describe_end(Path("runs/one"), summary(None) | {"replay": shadow})
     assert "in shadow: 88 rollouts a step" in said and "2.7 % of their tokens clipped" in said
     assert "replay would take 20 % of the compute" in said
+    without_probe = dict.fromkeys(means) | {"replay/rollouts": 11.3}
+    said = describe_end(
+        Path("runs/one"), summary(None) | {"replay": shadow | {"means": without_probe}}
+    )
+    assert "11 rollouts a step" in said and "no probe" in said
+    assert "KL" not in said and "of their tokens" not in said, "nothing was measured"
     unknown = summary(None)["replay"] | {"mu": None, "compute_share": None, "advice": None}
     assert "compute" not in describe_end(Path("runs/one"), summary(None) | {"replay": unknown})
 
