@@ -37,6 +37,7 @@ def main() -> None:
         for path in Path().glob(pattern):
             assert (package / path).read_bytes() == path.read_bytes(), path
             data += 1
+    assert (package / "grpo_replay/py.typed").exists(), "the wheel has no py.typed"
     assert data >= 20, f"{data} files of tiny bases and published configurations"
     assert grpo_replay.ReplayBuffer and grpo_replay.ReplayConfig and grpo_replay.Rollout
     for command in READING:

@@ -1,3 +1,3 @@
 """The version of the package. It imports nothing, so that everything may import it."""
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
