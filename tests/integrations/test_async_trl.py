@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 
 from async_trl import make
+from slow_tests import slow_except
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl_runs import weights_of
 
@@ -63,14 +64,16 @@ def test_the_example_has_at_most_two_hundred_lines():
 
 
 def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
-    plain = make(tmp_path / "plain", AsyncGRPOTrainer)
-    none = make(tmp_path / "none", ReplayAsyncGRPOTrainer, replay=ReplayConfig.of("grpo"))
+    steps = {"max_steps": 3}
+    plain = make(tmp_path / "plain", AsyncGRPOTrainer, **steps)
+    off = ReplayConfig.of("grpo")
+    none = make(tmp_path / "none", ReplayAsyncGRPOTrainer, replay=off, **steps)
     for trainer in (plain, none):
         trainer.train()
     assert weights_of(plain) == weights_of(none)
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", slow_except([1], [1, 2]))
 def test_fresh_rollouts_through_the_buffer_train_as_in_trl(tmp_path, accumulated):
     """Groups without a signal are kept, as TRL has them; rows are in another order."""
     changes = {"max_steps": 4, "gradient_accumulation_steps": accumulated}
@@ -113,7 +116,7 @@ def test_groups_count_once_when_they_are_fresh(whole):
     assert whole._trained_groups == set(range(4 * len(whole.batches)))
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", slow_except([2], [1, 2]))
 def test_what_waited_is_older_by_the_policies_that_it_waited_for(tmp_path, every):
     trainer = replaying(
         tmp_path, Watched, late=1, max_steps=8, weight_sync_steps=every, problems=8,
@@ -130,7 +133,7 @@ def test_what_waited_is_older_by_the_policies_that_it_waited_for(tmp_path, every
 
 def test_rows_that_replay_draws_as_queries_are_whole_groups(tmp_path):
     trainer = replaying(
-        tmp_path, Watched, settings={"unit": "query", "priority": "group_std"}, max_steps=6
+        tmp_path, Watched, settings={"unit": "query", "priority": "group_std"}, max_steps=4
     )
     trainer.train()
     for batch in trainer.batches:
@@ -140,17 +143,17 @@ def test_rows_that_replay_draws_as_queries_are_whole_groups(tmp_path):
 
 
 def test_a_checkpoint_has_the_buffer_before_the_step_that_is_planned(tmp_path):
-    trainer = replaying(tmp_path, max_steps=8, save_strategy="steps", save_steps=5)
+    trainer = replaying(tmp_path, max_steps=4, save_strategy="steps", save_steps=3)
     trainer.train()
-    saved = ReplayBuffer.load(tmp_path / "checkpoint-5" / "buffer.parquet")
-    assert saved.last_step == 5
-    trainer = replaying(tmp_path, max_steps=8)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert trainer.state.global_step == 8
-    assert 8 <= trainer.replay_buffer.last_step <= 9
-    other = replaying(tmp_path, settings={"ratio": 0.5}, max_steps=8)
+    saved = ReplayBuffer.load(tmp_path / "checkpoint-3" / "buffer.parquet")
+    assert saved.last_step == 3
+    trainer = replaying(tmp_path, max_steps=5)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert trainer.state.global_step == 5
+    assert 5 <= trainer.replay_buffer.last_step <= 6
+    other = replaying(tmp_path, settings={"ratio": 0.5}, max_steps=5)
     with pytest.raises(SnapshotError, match=r"replay.ratio is 1.0 in the file"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 @pytest.mark.parametrize("age, every", [(2, 1), (4, 2)])

@@ -39,8 +39,6 @@ def seen(trainer):
 
 
 QUICK = [
-    {"loss_type": "cispo", "epsilon_high": 5.0},
-    {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4},
     {"loss_type": "dr_grpo", "scale_rewards": "none"},
     {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1,
      "per_device_train_batch_size": 8},
@@ -51,6 +49,8 @@ QUICK = [
     "changes",
     slow_except(QUICK, [
         *QUICK,
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4},
         {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 10.0},
         {"loss_type": "vespo"},
         {"loss_type": "bnpo"},

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 
 import torch
+from slow_tests import slow_except
 from trl import GRPOTrainer
 from trl_runs import failures, logged, make, metrics, preset, weights_of
 
@@ -46,7 +47,10 @@ class Beside(Shapes, ReplayGRPOTrainer):
     """Its override stands above the mixin's methods."""
 
 
-@pytest.mark.parametrize("kind", [ShapesAbove, ShapesBelow, Beside])
+KINDS = [ShapesAbove, ShapesBelow, Beside]
+
+
+@pytest.mark.parametrize("kind", slow_except([ShapesBelow, Beside], KINDS))
 def test_rewards_that_a_subclass_shapes_are_those_that_count(tmp_path, kind):
     trainer = make(tmp_path, preset("ours"), kind)
     trainer.reward_funcs = [of_no_use]
@@ -112,7 +116,7 @@ class TeacherWithAGraph(Teacher):
 
 @pytest.mark.parametrize("kind", [Teacher, TeacherWithAGraph])
 def test_statistics_are_those_of_the_forward_pass_that_made_the_loss(tmp_path, kind):
-    trainer = make(tmp_path, preset("ours"), kind)
+    trainer = make(tmp_path, preset("ours"), kind, max_steps=6)
     trainer.train()
     lines = metrics(tmp_path)
     assert max(line["fresh/clip_fraction"] for line in lines) < 0.1
@@ -135,7 +139,7 @@ UNKNOWN = ("fresh/clip_fraction", "replay/ratio_max", "replay/approx_kl", "entro
 
 
 def test_a_loss_with_a_forward_pass_of_its_own_has_no_statistics(tmp_path):
-    trainer = make(tmp_path, preset("ours"), ForwardOfItsOwn)
+    trainer = make(tmp_path, preset("ours"), ForwardOfItsOwn, max_steps=6)
     trainer.train()
     lines = metrics(tmp_path)
     assert sum(line["replay/rollouts"] for line in lines) > 0
@@ -173,7 +177,7 @@ def gmpo(tmp_path, **changes):
 
 def test_a_mean_over_rows_weighs_every_row_of_a_generation_batch_alike(tmp_path):
     """TRL's experimental GMPOTrainer has the `loss_type` of dapo, and is one."""
-    trainer = gmpo(tmp_path, per_device_train_batch_size=32, max_steps=12, num_generations=8)
+    trainer = gmpo(tmp_path, per_device_train_batch_size=32, max_steps=9, num_generations=8)
     uneven = [each for each in trainer.losses if each[1] % 3]
     assert uneven
     for (rows, real, loss), inner in zip(trainer.losses, trainer.inner, strict=True):
@@ -184,7 +188,8 @@ def test_a_mean_over_rows_weighs_every_row_of_a_generation_batch_alike(tmp_path)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_the_clip_of_another_loss_is_where_it_has_no_gradient(tmp_path, beta):
     """Of GMPO: outside of ±epsilon for the log-ratio, here of 0. Its KL has one everywhere."""
-    gmpo(tmp_path, learning_rate=1e-3, epsilon=1e-9, beta=beta, use_bias_correction_kl=False)
+    changes = {"epsilon": 1e-9, "beta": beta, "use_bias_correction_kl": False}
+    gmpo(tmp_path, max_steps=6, learning_rate=1e-3, **changes)
     clipped = [line["replay/clip_fraction"] for line in metrics(tmp_path)]
     assert 0.2 < max(each or 0.0 for each in clipped) < 0.9
     assert failures(tmp_path) == []
@@ -253,7 +258,7 @@ class KeepsMore(ReplayGRPOTrainer):
 
 
 def test_keys_of_a_subclass_are_stored_and_replayed_with_their_rollout(tmp_path):
-    trainer = make(tmp_path, preset("ours"), KeepsMore)
+    trainer = make(tmp_path, preset("ours"), KeepsMore, max_steps=6)
     trainer.seen = []
     trainer.train()
     assert any(birth < step for birth, step in trainer.seen)

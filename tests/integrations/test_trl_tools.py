@@ -57,7 +57,7 @@ class Watched(ReplayGRPOTrainer):
 
 @cache
 def weights():
-    return make_model(game.make_tokenizer()).state_dict()
+    return make_model(game.make_tokenizer(), steps=250).state_dict()
 
 
 def supervised(tokenizer):
@@ -101,13 +101,24 @@ def check(folder, trainer):
     assert failures(folder) == []
 
 
-def test_an_environment_of_several_turns_with_its_own_reward(tmp_path):
-    trainer = make(tmp_path, environment_factory=game.Guess)
+SAVES = {"environment_factory": game.Guess, "save_strategy": "steps", "save_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(Folder, trainer) of a run with an environment of several turns."""
+    folder = tmp_path_factory.mktemp("tools") / "whole"
+    trainer = make(folder, **SAVES)
     trainer.train()
-    check(tmp_path, trainer)
-    text = logged(tmp_path)[0]["completion_text"]
-    assert json.loads(text.splitlines()[0])["name"] == "guess"
-    assert text.splitlines()[1].split()[0] in ("no", "yes")
+    return folder, trainer
+
+
+def test_an_environment_of_several_turns_with_its_own_reward(whole):
+    check(*whole)
+    texts = [row["completion_text"].splitlines() for row in logged(whole[0])]
+    call, answer, *_ = next(lines for lines in texts if lines[0].startswith("{"))
+    assert json.loads(call)["name"] == "guess"
+    assert answer.split()[0] in ("no", "yes")
 
 
 def guess(number: int) -> str:
@@ -225,18 +236,16 @@ class Kill(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_episodes_killed_and_resumed_are_those_never_killed(tmp_path):
-    saves = {"environment_factory": game.Guess, "save_strategy": "steps", "save_steps": 4}
-    whole = make(tmp_path / "whole", **saves)
-    whole.train()
-    killed = make(tmp_path / "killed", **saves)
+def test_episodes_killed_and_resumed_are_those_never_killed(tmp_path, whole):
+    folder, never_killed = whole
+    killed = make(tmp_path, **SAVES)
     killed.add_callback(Kill())
     with pytest.raises(KeyboardInterrupt):
         killed.train()
-    resumed = make(tmp_path / "killed", **saves)
+    resumed = make(tmp_path, **SAVES)
     resumed.train(resume_from_checkpoint=True)
-    assert weights_of(resumed) == weights_of(whole)
-    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
+    assert weights_of(resumed) == weights_of(never_killed)
+    assert logged(tmp_path) == logged(folder)
 
 
 @pytest.mark.slow
