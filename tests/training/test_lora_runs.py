@@ -101,16 +101,27 @@ def test_the_last_checkpoint_of_a_run_in_bfloat16_has_the_whole_change_in_float3
     assert relative(found, expected) < 1e-3
 
 
+FAR = BF16 | {
+    "optimizer": {"learning_rate": 3e-2},
+    "run": {"steps": 3},
+    "checkpoint": {"every_steps": 1},
+    "eval": {"benchmarks": ["tiny"], "at_start": False, "max_problems": 1, "samples": 1},
+}
+"""The rate is so large that answers change."""
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory, processes) -> FinishedRun:
+    return train_small_run(tmp_path_factory.mktemp("far") / "run", **FAR)
+
+
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory, processes) -> FinishedRun:
-    """In bfloat16, evaluated after each step. The rate is so large that answers change."""
-    sections = BF16 | {
-        "optimizer": {"learning_rate": 3e-2},
-        "run": {"steps": 3},
-        "checkpoint": {"every_steps": 1},
-        "eval": {"benchmarks": ["tiny"], "every_steps": 1, "max_problems": 6, "samples": 2},
-    }
-    return train_small_run(tmp_path_factory.mktemp("evaluated") / "run", **sections)
+    """Evaluated after each step."""
+    evaluation = {"benchmarks": ["tiny"], "every_steps": 1, "max_problems": 6, "samples": 2}
+    return train_small_run(
+        tmp_path_factory.mktemp("evaluated") / "run", **FAR | {"eval": evaluation}
+    )
 
 
 @pytest.mark.slow
@@ -128,8 +139,8 @@ def test_the_evaluation_of_a_checkpoint_is_that_of_the_trainer(evaluated, tmp_pa
     assert merged.model["sha256"] == after.model["sha256"]
 
 
-def test_behaviour_log_probs_are_recomputed_from_adapters_and_base(evaluated, run):
-    for each in (evaluated, run):
+def test_behaviour_log_probs_are_recomputed_from_adapters_and_base(far, run):
+    for each in (far, run):
         checkpoints = {0: None} | {
             step: each.path / f"checkpoints/step_{step:06d}" for step in (1, 2)
         }
@@ -138,8 +149,8 @@ def test_behaviour_log_probs_are_recomputed_from_adapters_and_base(evaluated, ru
         assert report.passed, [check for check in report.checks if not check.passed]
 
 
-def test_adapters_are_evaluated_on_the_base_that_they_were_trained_on(evaluated, tmp_path):
-    copied = shutil.copytree(evaluated.path, tmp_path / "copied")
+def test_adapters_are_evaluated_on_the_base_that_they_were_trained_on(far, tmp_path):
+    copied = shutil.copytree(far.path, tmp_path / "copied")
     text = (copied / "recipe.yaml").read_text()
     (copied / "recipe.yaml").write_text(text.replace("builtin:tiny\n", "builtin:tiny-long\n", 1))
     with pytest.raises(ModelError, match="another model than the one that the run began with"):

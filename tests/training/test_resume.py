@@ -12,6 +12,7 @@ import pytest
 from slow_tests import slow_except
 from small_runs.trained import (
     FinishedRun,
+    interrupted,
     same_files,
     same_weights,
     small_recipe,
@@ -39,19 +40,27 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(["ours"], RUNS))
-def runs(request, tmp_path_factory, processes) -> tuple[FinishedRun, FinishedRun]:
-    """(never killed, killed after step 8 and resumed from the checkpoint of step 6)"""
-    folder, sections = tmp_path_factory.mktemp("resume"), RUNS[request.param]
-    killed = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder / "killed"), "8", json.dumps(sections)],
+def kill(folder: Path, sections: dict) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder), "8", json.dumps(sections)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module", params=slow_except(["ours"], RUNS))
+def runs(request, tmp_path_factory, processes) -> tuple[FinishedRun, FinishedRun]:
+    """(never killed, killed after step 8 and resumed from the checkpoint of step 6). The quick one
+    dies of an exception, the slow one of SIGKILL."""
+    folder, sections = tmp_path_factory.mktemp("resume"), RUNS[request.param]
+    if request.param == "ours":
+        interrupted(folder / "killed", 8, **sections)
+    else:
+        kill(folder / "killed", sections)
     assert len(FinishedRun(folder / "killed", None).metrics) == 8
     assert (folder / "killed/checkpoints/latest").resolve().name == "step_000006"
     if request.param == "ours":

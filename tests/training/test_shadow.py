@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from buffer_makers import make_rollout
+from slow_tests import slow_except
 from small_runs.asynchronous import async_recipe, replay_run, train_async_run
 from small_runs.trained import (
     FinishedRun,
@@ -41,7 +42,6 @@ from grpo_replay.types import Draw
 NO_EVAL = {"eval": {"benchmarks": []}}
 GRPO = {"replay": {"preset": "grpo", "warmup_steps": 2, "max_age_steps": 3}}
 SHADOWS = {
-    "ours": {"preset": "ours"},
     "pool": {"preset": "uniform"},
     "fifo": {"preset": "fifo", "warmup_steps": 0, "drop_zero_variance": True, "ratio": 1.0},
 }
@@ -73,9 +73,11 @@ def in_shadow(tmp_path_factory, processes) -> FinishedRun:
 # --- training is plain GRPO -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replay", SHADOWS.values(), ids=list(SHADOWS))
-def test_weights_rollouts_and_metrics_are_those_of_grpo(tmp_path, plain, replay):
-    run = train_small_run(tmp_path / "run", **shadow(**replay))
+@pytest.mark.parametrize("name", slow_except(["ours", "fifo"], ["ours", *SHADOWS]))
+def test_weights_rollouts_and_metrics_are_those_of_grpo(tmp_path, plain, in_shadow, name):
+    run = in_shadow
+    if name in SHADOWS:
+        run = train_small_run(tmp_path / "run", **shadow(**SHADOWS[name]))
     assert same_weights(plain.weights(), run.weights())
     assert same_files(plain.path, run.path, "rollouts") == 10
     assert of_training(plain) == of_training(run)
@@ -105,6 +107,7 @@ def test_two_ranks_in_shadow_train_as_two_ranks_of_grpo(tmp_path, model):
     assert all(check.failed == 0 for check in verify_run(tmp_path / "shadow").checks)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_in_shadow_trains_as_grpo_does(tmp_path, fake_server, processes):
     """The steps of a run of GRPO, repeated from its journal in shadow. Its recipe is changed by
     hand, because a journal is only repeated under the rules that it was recorded under."""
@@ -131,7 +134,7 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, in_shadow, processes):
 # --- what the buffer says -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("learning_rate", [1e-3, 1e-30])
+@pytest.mark.parametrize("learning_rate", slow_except([1e-3], [1e-3, 1e-30]))
 def test_a_probe_measures_what_the_update_of_a_replaying_run_measures(tmp_path, learning_rate):
     """Both runs have the same policy until the first draw is trained on. At a rate of almost 0
     they have it for ever, and every ratio is 1."""
