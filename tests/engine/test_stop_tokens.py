@@ -39,7 +39,7 @@ def test_the_recipe_chooses_and_by_default_both_end_a_qwen_completion(
 
 
 def test_a_stop_text_that_is_not_a_token_is_refused_before_the_run():
-    recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]"])
+    recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]", "reward.function=minerva"])
     with pytest.raises(RecipeError, match=r"sampling.stop_tokens: '<eo>' .*'<eos>'"):
         find_stop_tokens(recipe.sampling.stop_tokens, recipe.model, load_tokenizer(recipe.model))
     report = dry_run(recipe)

@@ -25,7 +25,7 @@ from grpo_replay.evaluation.session import (
 from grpo_replay.recipe import load_recipe
 from grpo_replay.tiny import BASE_DIR
 
-FAST = ("eval.max_problems=4", "eval.samples=2")
+FAST = ("eval.max_problems=4", "eval.samples=2", "eval.reward=minerva", "reward.workers=1")
 CHAT = ("prompts.template=chat", "prompts.system_prompt=null", "sampling.max_completion_length=16")
 
 

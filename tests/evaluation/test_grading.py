@@ -48,7 +48,7 @@ def recipe(tmp_path_factory):
     problems = tmp_path_factory.mktemp("problems") / "five.jsonl"
     problems.write_text("".join(json.dumps({"problem": p, "answer": "5"}) + "\n" for p in TEXTS))
     words = ["model.tokenizer=builtin:bytes", f"eval.benchmarks=[{problems}]", "eval.samples=2"]
-    return load_recipe("tiny", [*words])
+    return load_recipe("tiny", [*words, "reward.workers=1"])
 
 
 @pytest.fixture(scope="module")

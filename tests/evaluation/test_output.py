@@ -21,7 +21,7 @@ from grpo_replay.evaluation.evaluation_report import read_report, samples_path
 from grpo_replay.evaluation.session import model_sha256
 from grpo_replay.types import Completion, GenerationRequest, RequestKey
 
-FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false")
+FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false", "eval.reward=minerva")
 
 
 def tiny(output: object = None, *overrides: str, **options) -> EvalOptions:

@@ -16,7 +16,7 @@ from grpo_replay.rewards.pool import LOGGED_LINES
 from grpo_replay.rewards.scorer import GradingRequest, RewardScorer, _Graded
 from grpo_replay.types import Verdict
 
-SYMBOLIC_SECONDS = 2.0
+SYMBOLIC_SECONDS = 5.0
 
 
 def scorer(function: str, **settings) -> RewardScorer:
@@ -50,7 +50,7 @@ def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
 
 
 def test_unparsable_reference_answers_are_named():
-    with scorer("math_verify") as opened:
+    with scorer("math_verify", workers=1) as opened:
         opened.score([("\\boxed{5}", "", None), ("\\boxed{5}", "5", None)])
         assert opened.unparsable_answers == {""}
 
@@ -245,7 +245,7 @@ def test_none_says_that_there_is_no_reward_also_beside_other_functions():
 def test_a_limit_is_the_completions_doing_in_a_verifier_and_the_functions_in_a_users():
     """Each function answers on its own, so the one that the limit ended is known."""
     others = [{"function": "judge_rewards:misbehave"}]
-    section = RewardSection(function=["minerva", *others], workers=1, time_limit_seconds=1.0)
+    section = RewardSection(function=["minerva", *others], workers=1, time_limit_seconds=5.0)
     with RewardScorer.open(section) as opened:
         (late,) = opened.score([("hang", "1", {})])
         in_the_verifier = opened._verdict(_Graded("1", [{"status": "timeout"}]))
@@ -275,23 +275,28 @@ def test_as_verdicts_a_score_counts_as_correct_from_reward_correct_on():
 
 def test_a_stopped_worker_does_not_hold_the_run():
     """SIGSTOP before the tasks are sent: they are larger than the pipe, so sending blocks."""
-    with scorer("judge_rewards:half_for_hint", workers=1, time_limit_seconds=1.0) as opened:
+    with scorer("judge_rewards:half_for_hint", workers=1, time_limit_seconds=5.0) as opened:
         opened.wait_ready()
         (process,) = opened._pool._processes.values()
         os.kill(process._process.pid, signal.SIGSTOP)
         started = time.monotonic()
         rows = [(f"{n}" * 300_000, "", {"hint": "0"}) for n in range(4)]
         verdicts = opened.score(rows)
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
     assert [verdict.status for verdict in verdicts] == ["timeout", "scored", "scored", "scored"]
 
 
 def test_a_batch_function_gets_the_completions_of_a_prompt_together():
     """Also beside functions that take one, and of an incomplete group when nothing more comes."""
-    functions = ["judge_rewards:above_the_mean", "judge_rewards:quarter", "math_verify"]
+    functions = ["judge_rewards:above_the_mean", "judge_rewards:quarter", "minerva"]
     section = RewardSection(function=functions, workers=2)
     with RewardScorer.open(section) as opened:
-        groups = {"a": ("x", "xxx", "4"), "b": ("xx", "xxxx", "xx"), "c": ("", "xx"), "d": ("die",)}
+        groups = {
+            "a": ("x", "xxx", "\\boxed{4}"),
+            "b": ("xx", "xxxx", "xx"),
+            "c": ("", "xx"),
+            "d": ("die",),
+        }
         for place in (2, 0, 1):  # members of groups mixed, as samplers finish them
             for name, texts in groups.items():
                 if place < len(texts):
@@ -301,9 +306,7 @@ def test_a_batch_function_gets_the_completions_of_a_prompt_together():
         again = opened.score([("xx", "4", {})])[0]
     scores = {key: verdict.scores for key, verdict in verdicts.items()}
     third = 2 / 3
-    assert [scores["a", place][0] for place in range(3)] == pytest.approx(
-        [-third, 2 * third, -third]
-    )
+    assert [scores["a", place][0] for place in range(3)] == pytest.approx([-10 / 3, -4 / 3, 14 / 3])
     assert [scores["b", place][0] for place in range(3)] == pytest.approx(
         [-third, 2 * third, -third]
     )

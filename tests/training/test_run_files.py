@@ -22,6 +22,8 @@ from grpo_replay.training.run import run_training
 
 SETTINGS = [
     "run.steps=5",
+    "reward.function=minerva",
+    "reward.workers=1",
     "sampling.prompts_per_step=8",
     "sampling.group_size=4",
     "sampling.stop_tokens=['}']",

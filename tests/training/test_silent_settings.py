@@ -20,7 +20,8 @@ def rows(tmp_path: Path) -> list[str]:
     problems = [{"problem": f"{n}+1", "answer": str(n + 1)} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
     return [f"prompts.source={tmp_path}/rows.jsonl", "prompts.id_field=null", "engine.device=cpu",
-            "eval.benchmarks=[]", "reward.workers=1", "prompts.system_prompt=null"]  # fmt: skip
+            "eval.benchmarks=[]", "reward.workers=1", "reward.function=minerva",
+            "prompts.system_prompt=null"]  # fmt: skip
 
 
 def tokenizer_with_bos(folder: Path, template: str) -> str:

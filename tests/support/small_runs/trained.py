@@ -37,6 +37,7 @@ SMALL: dict[str, Any] = {
     },
     "sampling": {"prompts_per_step": PROMPTS, "group_size": GROUP, "max_completion_length": 16},
     "reward": {"function": "minerva", "workers": 1},
+    "eval": {"reward": "minerva"},
     "replay": {"warmup_steps": 2, "max_age_steps": 3, "capacity_rollouts": 1000},
     "batch": {"max_tokens_per_microbatch": 400},
     "optimizer": {"learning_rate": 1e-3},
