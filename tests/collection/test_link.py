@@ -87,12 +87,12 @@ def test_a_collector_may_be_silent_longer_while_it_starts(idle):
     idle.report = Report(sent=time.monotonic() - SILENCE_SECONDS - 5)
     assert list(idle.receive()) == []
     idle.report = Report(sent=time.monotonic() - START_SECONDS - 5)
-    with pytest.raises(CollectorGone, match="has reported nothing for 605 s"):
+    with pytest.raises(CollectorGone, match=r"has reported nothing for 6.. s"):
         list(idle.receive())
     deliver(idle, Delivery(None, Report(sent=time.monotonic() - SILENCE_SECONDS + 5)))
     assert len(list(idle.receive(5.0))) == 1
     idle.report = Report(sent=time.monotonic() - SILENCE_SECONDS - 5)
-    with pytest.raises(CollectorGone, match="has reported nothing for 125 s"):
+    with pytest.raises(CollectorGone, match=r"has reported nothing for 1.. s"):
         list(idle.receive())
 
 

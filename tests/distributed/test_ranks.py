@@ -223,7 +223,7 @@ class ThreadComm(Comm):
 
     def all_gather(self, payload):
         self._slots[self.rank] = payload
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=100)
         return list(self._slots)
 
 
