@@ -60,7 +60,7 @@ def test_logprobs_that_are_no_numbers_fail_the_trial_of_the_head(of_logits):
         refuse_other_logprobs(MODEL, "float32", forward, Comm())
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_a_model_whose_weights_hold_no_numbers_is_refused_by_training_and_evaluation(
     value, tmp_path
 ):

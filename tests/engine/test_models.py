@@ -295,6 +295,7 @@ def test_weights_that_need_a_package_do_not_blame_the_attention(tmp_path):
         load_policy(ModelSection(path="builtin:tiny", attn_implementation="flash_attention_2"), 0)
 
 
+@pytest.mark.slow
 def test_a_python_that_drops_docstrings_is_named():
     """transformers reads its own docstrings; the commands that need no model still run."""
     words = ([sys.executable, "-OO", "-m", "grpo_replay", *each.split()] for each in (

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from slow_tests import slow_except
 from small_runs.trained import train_small_run
 
 from grpo_replay.errors import OutputDirectoryError
@@ -17,7 +18,10 @@ from grpo_replay.training import checkpoint_writer
 SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}
 
 
-@pytest.mark.parametrize("name", ["engine/state/mp_rank_00_model_states.pt", "manifest.json.tmp"])
+FILES = ["engine/state/mp_rank_00_model_states.pt", "manifest.json.tmp"]
+
+
+@pytest.mark.parametrize("name", slow_except(FILES[:1], FILES))
 def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written(
     tmp_path, processes, monkeypatch, name
 ):

@@ -124,7 +124,10 @@ def plain(tmp_path_factory, processes) -> FinishedRun:
     [
         {"ratio": 0, "composition": "fresh_anchored"},
         {"ratio": 0, "composition": "pool"},
-        {"preset": "grpo", "ratio": 3, "max_age_steps": 7, "with_replacement": True},
+        pytest.param(
+            {"preset": "grpo", "ratio": 3, "max_age_steps": 7, "with_replacement": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fresh_anchored", "pool", "preset"],
 )

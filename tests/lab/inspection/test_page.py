@@ -13,6 +13,7 @@ from pathlib import Path
 import by_hand
 import pytest
 from commands import run_inspect as run
+from slow_tests import slow_except
 from small_runs.synthetic import SyntheticRun, synthetic_recipe, write_synthetic_run
 from tokenizers import Tokenizer, decoders, models
 
@@ -34,7 +35,7 @@ def shown(path: Path) -> ShownRollouts:
     return shown_rollouts.shown_rollouts(source, read_records(source))
 
 
-@pytest.mark.parametrize("preset", ["ours", "fifo"])
+@pytest.mark.parametrize("preset", slow_except(["ours"], ["ours", "fifo"]))
 def test_every_rollout_of_a_small_run_has_the_life_that_the_files_say(runs, preset):
     found, source = shown(runs[preset]), open_source(runs[preset])
     rows = by_hand.rows_of(runs[preset] / "rollouts")
@@ -191,7 +192,7 @@ def test_the_page_has_six_figures_every_table_and_runs_its_own_script_alone(runs
     assert len(script.splitlines()) <= 151  # with the line break after the tag
 
 
-@pytest.mark.parametrize("preset", ["grpo", "fifo", "group_std"])
+@pytest.mark.parametrize("preset", slow_except(["grpo", "fifo"], ["grpo", "fifo", "group_std"]))
 def test_the_page_has_only_figures_with_data(runs, preset, tmp_path):
     page = page_of(runs[preset], tmp_path / "page.html")
     assert page.count("<figure>") == (1 if preset == "grpo" else 6)
