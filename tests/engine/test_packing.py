@@ -73,9 +73,9 @@ def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch
     ):
         pass
     monkeypatch.setattr("grpo_replay.recipe.Recipe.packs", lambda *_: True)  # as on a GPU
-    for kind, packing in (("lfm2", False), ("qwen3", True)):
+    for kind, packs in (("lfm2", False), ("qwen3", True)):
         with open_engine(processes, random_model(kind)) as engine:
-            assert engine._layout.packing is packing
+            assert (engine.update(make_rows(6)).padding_share == 0) is packs
 
 
 APART = ["qwen2", "qwen3", "llama", "gemma3_text", "mistral", "qwen3_moe"]

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from small_runs.trained import Listener, small_recipe, train_small_run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_replay.cli.run_display import samples_table, shortened
@@ -174,6 +173,9 @@ def test_rollouts_are_shown_now_and_then_and_tensorboard_has_them(run, watcher):
             assert (row["reward"], row["verdict"]) == (of_file["reward"], of_file["verdict"])
             assert row["tokens"] == len(of_file["completion_token_ids"])
             assert row["prompt"].endswith("=")
+    # Here: it takes half a second to load in every worker of the tests.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     shown = events.Tensors("samples/text_summary")
