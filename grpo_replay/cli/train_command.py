@@ -13,6 +13,7 @@ from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.run_directory import RunDirectory, default_run_dir, refuse_missing
 from grpo_replay.storage.stored_recipe import recipe_to_resume
+from grpo_replay.terminal.console import print_json
 
 
 def run(options: TrainOptions) -> int:
@@ -46,12 +47,23 @@ def run(options: TrainOptions) -> int:
 
 
 def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
+    """Print the report; the exit code is the one that the run would end with."""
     from grpo_replay.lab.dry_run.dry_run_display import print_dry_run
+    from grpo_replay.lab.dry_run.dry_run_report import dry_run
 
-    return print_dry_run(
-        recipe, options.as_json, options.gpu_memory_gib, options.output_dir,
-        [recipe.engine.num_processes] * (options.nodes or 1), options.sample, options.resume,
-    )  # fmt: skip
+    report = dry_run(
+        recipe,
+        options.gpu_memory_gib,
+        Path(options.output_dir) if options.output_dir else None,
+        [recipe.engine.num_processes] * (options.nodes or 1),
+        options.sample,
+        options.resume,
+    )
+    if options.as_json:
+        print_json(report.to_json())
+    else:
+        print_dry_run(report)
+    return report.findings.exit_code
 
 
 def _read_recipe(options: TrainOptions) -> Recipe:

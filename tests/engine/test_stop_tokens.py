@@ -42,7 +42,7 @@ def test_a_stop_text_that_is_not_a_token_is_refused_before_the_run():
     recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]", "reward.function=minerva"])
     with pytest.raises(RecipeError, match=r"sampling.stop_tokens: '<eo>' .*'<eos>'"):
         find_stop_tokens(recipe.sampling.stop_tokens, recipe.model, load_tokenizer(recipe.model))
-    report = dry_run(recipe)
+    report = dry_run(recipe).to_json()
     assert any("'<eo>' is not a token" in problem for problem in report["problems"])
     assert (report["fits"], report["exit_code"]) == (False, 2)
     with pytest.raises(RecipeError, match=r"sampling\.stop_tokens"):

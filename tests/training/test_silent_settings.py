@@ -52,7 +52,7 @@ def test_a_bos_that_is_left_out_or_written_twice(tmp_path, template, user, said)
     kind = "plain" if template == "plain" else "chat"
     keys = [f"model.tokenizer={folder}", f"prompts.template={kind}",
             f"prompts.user_template='{user}'"]  # fmt: skip
-    report = dry_run(load_recipe("tiny", [*rows(tmp_path), *keys]))
+    report = dry_run(load_recipe("tiny", [*rows(tmp_path), *keys])).to_json()
     assert report["problems"] == []
     found = [each["text"] for each in report["notices"] if "prompts begin" in each["text"]]
     assert [each[: len(said or "")] for each in found] == ([said] if said else [])

@@ -1,72 +1,108 @@
 """What a run would take: rollouts and tokens of a step, its buffer and files."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from grpo_replay.lab.dry_run.planner import MemoryPlan
+from grpo_replay.lab.dry_run.rows import Row, Section
 from grpo_replay.lab.planning.expected import Expected, drawn_rollouts, expected_rollouts
 from grpo_replay.recipe import Recipe
 from grpo_replay.training.disk_room import to_gib
 
 
-def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
-    """Rollouts and tokens of one training step, once replay has begun."""
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Completion tokens per second of this process, and the seconds of the rest of a step."""
+
+    generated: float
+    trained: float
+    other_seconds: float
+
+    def seconds(self, generated_tokens: float, trained_tokens: float, overlaps: bool) -> float:
+        """Seconds of a step without evaluation and checkpoints. In an asynchronous run generation
+        and updates overlap."""
+        generation = generated_tokens / self.generated
+        training = trained_tokens / self.trained
+        both = max(generation, training) if overlaps else generation + training
+        # Three significant digits: more would claim what no assumption gives.
+        return float(f"{both + self.other_seconds:.3g}")
+
+
+def step_section(recipe: Recipe, expected: Expected, speed: Speed | None = None) -> Section:
+    """Rollouts and tokens of one training step, once replay has begun, and with a `speed` its
+    seconds."""
     sampling, replay = recipe.sampling, recipe.replay
     generated, survivors = expected_rollouts(sampling, expected)
-    most = sampling.rollouts_per_step * (sampling.max_refills + 1)
     replayed = 0.0
     if replay.trains_on_draws:
         replayed = drawn_rollouts(replay, generated, survivors, recipe.draws_per_step)
     own_batch = replay.trains_on_draws and replay.stores_first
-    trained = replayed if own_batch else survivors + replayed
-    trained *= recipe.batch.epochs
-    return {
-        "generated_rollouts": round(generated),
-        "generated_tokens_expected": round(generated * expected.completion_tokens),
-        "generated_tokens_most": most * sampling.max_completion_length,
-        "surviving_rollouts_expected": round(survivors),
-        "replayed_rollouts_expected": round(replayed),
-        "trained_rollouts_expected": round(trained),
-        "trained_tokens_expected": round(trained * expected.completion_tokens),
-    }
-
-
-def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
-    """Number of stored rollouts: the maximum, and with the expected share of survivors."""
-    sampling, replay = recipe.sampling, recipe.replay
-    if not replay.replays:
-        return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0,
-                "first_replay_step": None}  # fmt: skip
-    _, survivors = expected_rollouts(sampling, expected)
-    births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
-    # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
-    most = births * sampling.rollouts_per_step
-    first = replay.warmup_steps + 1
-    return {
-        "stored_rollouts_expected": round(min(replay.capacity_rollouts, births * survivors)),
-        "stored_rollouts_most": min(replay.capacity_rollouts, most),
-        # otherwise nothing is replayed in the step it was born
-        "first_replay_step": first if replay.stores_first else max(2, first),
-    }
-
-
-def describe_storage(
-    recipe: Recipe, stored: Mapping[str, Any], expected: Expected
-) -> dict[str, Any]:
-    """Host memory of the buffer, and sizes of the files of a step. `stored` is of
-    `describe_replay`."""
-    sampling = recipe.sampling
-    longest = recipe.prompts.max_prompt_length, sampling.max_completion_length
-    mean = (expected.prompt_tokens, expected.completion_tokens)
-    generated, _ = expected_rollouts(sampling, expected)
+    trained = recipe.batch.epochs * (replayed if own_batch else survivors + replayed)
     most = sampling.rollouts_per_step * (sampling.max_refills + 1)
-    in_memory = stored["stored_rollouts_expected"], stored["stored_rollouts_most"]
-    return {
-        "buffer_memory_gib_expected": to_gib(stored_bytes(in_memory[0], *mean)),
-        "buffer_memory_gib_most": to_gib(stored_bytes(in_memory[1], *longest)),
-        "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
-        "disk_per_step_mib_most": _mib(logged_bytes(most, *longest)),
-    }
+    generated_tokens = round(generated * expected.completion_tokens)
+    trained_tokens = round(trained * expected.completion_tokens)
+    seconds = None
+    if speed is not None:
+        seconds = speed.seconds(generated_tokens, trained_tokens, recipe.run.is_async)
+    return Section("step", "A step", [
+        Row("generated_rollouts", "rollouts generated", round(generated)),
+        Row("generated_tokens_expected", "tokens generated", generated_tokens,
+            most * sampling.max_completion_length),
+        Row("surviving_rollouts_expected", "rollouts surviving", round(survivors)),
+        Row("replayed_rollouts_expected", "rollouts replayed", round(replayed)),
+        Row("trained_rollouts_expected", "rollouts trained on", round(trained)),
+        Row("trained_tokens_expected", "tokens trained on", trained_tokens),
+        Row("seconds", "seconds, about", seconds),
+    ])  # fmt: skip
+
+
+def storage_sections(
+    recipe: Recipe, expected: Expected, plan: MemoryPlan | None
+) -> tuple[Section, Section]:
+    """What the buffer holds, and the host memory and disk that the run takes; the sizes of a
+    checkpoint and of a push are unknown without the `plan`."""
+    sampling, replay = recipe.sampling, recipe.replay
+    generated, survivors = expected_rollouts(sampling, expected)
+    births = recipe.run.steps if replay.max_age_steps is None else replay.max_age_steps
+    births *= replay.replays
+    stored = round(min(replay.capacity_rollouts, births * survivors))
+    # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
+    stored_most = min(replay.capacity_rollouts, births * sampling.rollouts_per_step)
+    logged_most = sampling.rollouts_per_step * (sampling.max_refills + 1)
+    # Unless it stores first, nothing is replayed in the step it was born.
+    first = max(1 if replay.stores_first else 2, replay.warmup_steps + 1)
+    mean = expected.prompt_tokens, expected.completion_tokens
+    longest = recipe.prompts.max_prompt_length, sampling.max_completion_length
+    buffer = Section("replay", "The buffer", [
+        Row("stored_rollouts_expected", "rollouts stored", stored, stored_most),
+        Row("first_replay_step", "replay begins in step", first if replay.replays else None),
+    ])  # fmt: skip
+    storage = Section("storage", "Host memory and disk", [
+        Row("buffer_memory_gib_expected", "buffer, GiB of host memory",
+            to_gib(stored_bytes(stored, *mean)), to_gib(stored_bytes(stored_most, *longest))),
+        Row("disk_per_step_mib_expected", "files of a step, MiB",
+            _mib(logged_bytes(generated, *mean)), _mib(logged_bytes(logged_most, *longest))),
+        *_model_rows(recipe, plan),
+    ])  # fmt: skip
+    return buffer, storage
+
+
+def _model_rows(recipe: Recipe, plan: MemoryPlan | None) -> list[Row]:
+    """Sizes of one checkpoint, the largest, of all that are there at once, of what is offloaded to
+    host memory, and of an update of the sampler; None without a plan."""
+    section = recipe.checkpoint
+    one = kept = host = push = None
+    if plan is not None:
+        usual, merged = map(to_gib, plan.checkpoint_size)
+        with_merged = section.keep + 1 if section.merged == "all" else 1
+        one = round(usual + merged, 3)
+        kept = round((section.keep + 1) * usual + with_merged * merged, 3)
+        host, push = to_gib(plan.engine.host), _mib(plan.push_bytes(recipe.pushes_adapters))
+    return [
+        Row("checkpoint_gib", "one checkpoint, GiB", one),
+        Row("checkpoints_gib_most", "all checkpoints kept, GiB", kept),
+        Row("offloaded_host_gib_per_rank", "offloaded, GiB of host memory per rank", host),
+        Row("push_mib", "weights to the sampler at a push, MiB", push),
+    ]
 
 
 def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
@@ -84,32 +120,3 @@ def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float
 
 def _mib(size: float) -> float:
     return round(size / 2**20, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Completion tokens per second of this process, and the seconds of the rest of a step."""
-
-    generated: float
-    trained: float
-    other_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a first look measured: fields of `Expected`, and a speed. `prompt_tokens` is the mean of
-    the prompts, if they were read."""
-
-    measured: Mapping[str, float] | None = None
-    speed: Speed | None = None
-    prompt_tokens: float | None = None
-
-
-def seconds_of_step(step: Mapping[str, Any], speed: Speed, overlaps: bool) -> float:
-    """Seconds of a step of `describe_step`, without evaluation and checkpoints. In an asynchronous
-    run generation and updates overlap."""
-    generation = step["generated_tokens_expected"] / speed.generated
-    training = step["trained_tokens_expected"] / speed.trained
-    both = max(generation, training) if overlaps else generation + training
-    # Three significant digits: more would claim what no assumption gives.
-    return float(f"{both + speed.other_seconds:.3g}")

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.evaluation.statistics import accuracy_interval
-from grpo_replay.lab.dry_run.estimates import Known, Speed
+from grpo_replay.lab.dry_run.estimates import Speed
+from grpo_replay.lab.dry_run.rows import Row, Section
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.completion_text import decoded
@@ -32,8 +33,9 @@ class FirstLook:
     the share of completions without an answer that the verifier reads: `boxed` wants a box.
 
     `success` is the share of correct rollouts, `success_interval` its 95 % interval over groups
-    (`accuracy_interval`), None for a single group. `example` has the prompt, completion, verdict
-    and reward of one rollout.
+    (`accuracy_interval`), None for a single group. `survival` is the share of rollouts in groups
+    that are kept. `example` has the prompt, completion, verdict and reward of one rollout, `speed`
+    is None if nothing was trained on.
     """
 
     groups: int
@@ -48,12 +50,43 @@ class FirstLook:
     unparsable: float
     can_learn: bool
     verdict: str
+    survival: float
     example: dict[str, Any] | None = None
+    speed: Speed | None = None
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """What the look says of the run, by the fields of `Expected`. No survivors in a few groups
+        are no measurement of their share."""
+        lengths = {
+            "completion_tokens": self.completion_tokens, "prompt_tokens": self.prompt_tokens,
+        }  # fmt: skip
+        return lengths | ({"survival": self.survival} if self.survival else {})
 
 
-def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
-    """Sample `groups` groups, train on them once, and forget it; what was seen, and what it says
-    about the run's lengths, survival and speed.
+def look_section(look: FirstLook | None) -> Section:
+    """The rows of a first look; none without one."""
+    if look is None:
+        return Section("first_look", "")
+    return Section("first_look", "First look", [
+        Row("groups", "groups of the first step", look.groups),
+        Row("signal", "of these with signal", look.signal),
+        Row("rollouts", "rollouts", look.rollouts),
+        Row("correct", "of these correct", look.correct),
+        Row("success", "share correct", look.success),
+        Row("success_interval", "its 95 % interval", look.success_interval),
+        Row("completion_tokens", "tokens of a completion", look.completion_tokens),
+        Row("prompt_tokens", "tokens of a prompt", look.prompt_tokens),
+        Row("cut_off", "share cut off at the limit", look.cut_off),
+        Row("unparsable", "share without an answer", look.unparsable),
+        Row("can_learn", "", look.can_learn),
+        Row("verdict", "", look.verdict),
+        Row("example", "", look.example),
+    ])  # fmt: skip
+
+
+def first_look(recipe: Recipe, groups: int) -> FirstLook:
+    """Sample `groups` groups, train on them once, and forget it; what was seen.
 
     The time includes what only a first step does, so that later steps are rather faster. Needs the
     memory of the run, in one process. Raises what a run raises.
@@ -61,12 +94,8 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     share = groups / recipe.sampling.prompts_per_step
     rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
     look = judge(rollouts, recipe.sampling)
-    look = replace(look, example=_example(recipe.model, rollouts[0]))
-    survivors = sum(rollout.kept for rollout in rollouts)
-    known = {"completion_tokens": look.completion_tokens, "prompt_tokens": look.prompt_tokens}
-    if survivors:
-        known["survival"] = survivors / len(rollouts)
-    return look, Known(measured=known, speed=_speed(metrics, share))
+    example = _example(recipe.model, rollouts[0])
+    return replace(look, example=example, speed=_speed(metrics, share))
 
 
 def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
@@ -163,6 +192,7 @@ def judge(rollouts: Sequence[Rollout], sampling: SamplingSection) -> FirstLook:
         unparsable=unparsable,
         can_learn=signal > 0,
         verdict=verdict,
+        survival=float(np.mean([rollout.kept for rollout in rollouts])),
     )
 
 

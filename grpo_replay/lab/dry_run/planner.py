@@ -7,7 +7,7 @@ which overrides they would.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import RecipeError
@@ -20,6 +20,7 @@ from grpo_replay.lab.dry_run.memory import (
     hf_memory,
     vllm_memory,
 )
+from grpo_replay.lab.dry_run.rows import Row, Section
 from grpo_replay.recipe import (
     EngineSection,
     ModelSection,
@@ -31,21 +32,30 @@ from grpo_replay.recipe import (
 from grpo_replay.training.disk_room import GIB, CheckpointSize, checkpoint_size, to_gib
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from grpo_replay.evaluation.benchmarks import EvaluationPlan
+
+ENGINE_PARTS = {
+    "base": "process, CUDA context",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer shard (master weights, moments)",
+    "reference": "reference copy",
+    "gathered": "gathered parameters (ZeRO-3)",
+    "bucket": "gradient bucket",
+    "activations": "activations kept for the backward pass",
+    "backward_work": "logits chunk and backward work",
+    "flat_copy": "flat gradients (ZeRO-0)",
+    "step_work": "while the optimizer steps",
+}
 
 DEFAULT_GPU_GIB = 80.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LORA_RANK = 16
 LORA_RATE = 10
 """Rank of the adapters that are advised, and how many times the learning rate of all parameters."""
-FEW_ROLLOUTS = 64
-"""Of a batch of the `hf` sampler, that is advised."""
-SHARES = [round(0.05 * twentieths, 2) for twentieths in range(2, 19)]
-"""Shares of a GPU for vLLM that are tried."""
-
 ROOM = 0.05
-"""Share of the memory that advice leaves free. A plan that leaves less fits, but tightly: memory in
-pieces, or a GPU that shows less than it is sold with, may use it up."""
+"""Share of the memory that a run should leave free. One that leaves less fits, but tightly: memory
+in pieces, or a GPU that shows less than it is sold with, may use it up."""
 
 PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
@@ -62,15 +72,14 @@ CHAT_POSITIONS = 40_960
 class Machines:
     """The nodes of a run, and the device of one rank.
 
-    `ranks` has those of each node, `gpus` the GPUs that a node has for ranks (None on a CPU).
-    `capacity` is in bytes. `elsewhere`: the run will not use the GPUs of this machine, whose size
-    is then stated or assumed. `gpu` is the name of the GPU, if known.
+    `ranks` has those of each node. `capacity` is in bytes. `elsewhere`: the run will not use the
+    GPUs of this machine, whose size is then stated or assumed. `gpu` is the name of the GPU, if
+    known.
     """
 
     device: str
     ranks: tuple[int, ...]
     capacity: int
-    gpus: int | None = None
     elsewhere: bool = False
     gpu: str | None = None
 
@@ -82,29 +91,22 @@ class Machines:
     def on_cuda(self) -> bool:
         return self.device == "cuda"
 
-    def with_ranks(self, ranks: int) -> "Machines":
-        """The same nodes with so many ranks on each."""
-        return replace(self, ranks=(ranks,) * len(self.ranks))
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "nodes": len(self.ranks),
-            "processes": self.total_ranks,
-            "memory_gib_per_process": to_gib(self.capacity),
-            "assumed": self.elsewhere,
-            "gpu": self.gpu,
-        }
+    def section(self) -> Section:
+        return Section("hardware", "Hardware", [
+            Row("gpu", "GPU", self.gpu),
+            Row("device", "device", self.device),
+            Row("nodes", "nodes", len(self.ranks)),
+            Row("processes", "processes", self.total_ranks),
+            Row("memory_gib_per_process", "memory of a process, GiB", to_gib(self.capacity)),
+            Row("assumed", "assumed", self.elsewhere),
+        ])  # fmt: skip
 
 
 def find_machines(
-    device: str,
-    ranks: Sequence[int],
-    server_gpus: int = 0,
-    gpu_memory_gib: float | None = None,
+    device: str, ranks: Sequence[int], gpu_memory_gib: float | None = None
 ) -> Machines:
     """The machines to plan for: those with the `device` of the recipe, or with `auto` GPUs if this
-    machine has one or `gpu_memory_gib` is given. `server_gpus` of a node are taken by vLLM servers.
+    machine has one or `gpu_memory_gib` is given.
 
     Without a GPU here, or with `gpu_memory_gib`, as many GPUs as the recipe uses are assumed. The
     capacity of a CPU rank is an equal share of this machine's memory.
@@ -117,10 +119,9 @@ def find_machines(
         return Machines("cpu", tuple(ranks), memory // max(ranks))
     if gpu_memory_gib is not None or not found:
         size = DEFAULT_GPU_GIB if gpu_memory_gib is None else gpu_memory_gib
-        return Machines("cuda", tuple(ranks), int(size * GIB), max(ranks), elsewhere=True)
+        return Machines("cuda", tuple(ranks), int(size * GIB), elsewhere=True)
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(found))
-    name = torch.cuda.get_device_name(0)
-    return Machines("cuda", tuple(ranks), smallest, max(0, found - server_gpus), gpu=name)
+    return Machines("cuda", tuple(ranks), smallest, gpu=torch.cuda.get_device_name(0))
 
 
 def with_known_model(model: ModelSection) -> ModelSection:
@@ -185,58 +186,76 @@ class MemoryPlan:
             shape.parameters, setting.dtype_bytes, setting.zero_stage, shape.adapters
         )
 
-    def describe(self) -> dict[str, Any]:
+    @property
+    def peak_phase(self) -> str:
         phases = self.phases()
-        parts = {f"{name}_gib": to_gib(value) for name, value in self.engine.to_json().items()}
-        return {
-            **parts,
-            "sampler_awake_gib": to_gib(self.sampler.awake),
-            "sampler_asleep_gib": to_gib(self.sampler.asleep),
-            "phases_gib": {name: to_gib(value) for name, value in phases.items()},
-            "peak_phase": max(phases, key=lambda name: phases[name]),
-            "peak_gib": to_gib(self.peak),
-            "capacity_gib": to_gib(self.capacity),
-            "fits": self.fits,
-            "tight": self.tight,
-        }
+        return max(phases, key=lambda name: phases[name])
+
+    @property
+    def peak_text(self) -> str:
+        """Peak and capacity in words."""
+        sizes = f"{self.peak / GIB:.1f} of {self.capacity / GIB:.1f} GiB"
+        return f"{sizes} at the peak ({self.peak_phase.replace('_', ' ')})"
+
+    @property
+    def longest_rollouts_at_once(self) -> int | None:
+        """Sequences of `model_length` that vLLM's cache has room for; None if it has no limit."""
+        tokens = self.sampler.cache_tokens
+        return None if tokens is None else max(0, tokens) // self.model_length
 
 
-def known_config(model: ModelSection) -> "PreTrainedConfig":
-    """The configuration of a model, without a download if it is a published one.
-
-    Raises ModelError if it cannot be read."""
-    from grpo_replay.engine.models import load_config
-
-    return load_config(with_known_model(model))
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Rollouts that a sampler is asked for at once, and their longest, in tokens."""
-
-    rollouts: int
-    prompt_tokens: int
-    completion_tokens: int
+def memory_sections(recipe: Recipe, plan: MemoryPlan | None) -> list[Section]:
+    """The model, the memory of a process, and the sampler; without rows if there is no plan."""
+    if plan is None:
+        return [Section("model", ""), Section("memory", ""), Section("sampler", "")]
+    shape, model, sampler = plan.shape, recipe.model, plan.sampler
+    engine = asdict(plan.engine)
+    return [
+        Section("model", "Model", [
+            Row("path", "model", model.path),
+            Row("parameters", "parameters", shape.parameters),
+            Row("adapter_parameters", "parameters of LoRA's adapters", shape.adapters),
+            Row("tied_head", "tied head", shape.tied_head),
+            Row("dtype", "precision", model.dtype),
+        ]),
+        Section("memory", "Memory of a process, GiB", [
+            *(Row(f"{key}_gib", label, to_gib(engine[key])) for key, label in ENGINE_PARTS.items()),
+            Row("sampler_awake_gib", "sampler, while generating", to_gib(sampler.awake)),
+            Row("sampler_asleep_gib", "sampler, while training", to_gib(sampler.asleep)),
+            *(Row(f"{key}_gib", f"in all: {key.replace('_', ' ')}", to_gib(size))
+              for key, size in plan.phases().items()),
+            Row("peak_phase", "", plan.peak_phase),
+            Row("peak_gib", "", to_gib(plan.peak)),
+            Row("capacity_gib", "", to_gib(plan.capacity)),
+            Row("fits", "", plan.fits),
+            Row("tight", "", plan.tight),
+        ]),
+        Section("sampler", "Sampler", [
+            Row("backend", "backend", recipe.sampling.backend),
+            Row("kv_cache_tokens", "tokens in vLLM's KV cache, per engine", sampler.cache_tokens),
+            Row("model_length_tokens", "tokens of the longest sequence", plan.model_length),
+            Row("longest_rollouts_at_once", "of these at once, per engine",
+                plan.longest_rollouts_at_once),
+        ]),
+    ]  # fmt: skip
 
 
 def plan_memory(
-    recipe: Recipe,
-    machines: Machines,
-    config: "PreTrainedConfig | None" = None,
-    evaluation: Generation | None = None,
+    recipe: Recipe, machines: Machines, evaluation: "EvaluationPlan | None" = None
 ) -> MemoryPlan:
     """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
-    positions of the model have room for. `config` is the `known_config` of the recipe's model, if
-    it was read already; `evaluation` is what an evaluation samples, if it is known.
+    positions of the model have room for. `evaluation` is what an evaluation samples, if it is
+    known.
 
     Raises ModelError if the configuration cannot be read or the model not be traced, RecipeError if
     vLLM is to have room for more than the positions.
     """
+    from grpo_replay.engine.models import load_config
     from grpo_replay.lab.dry_run import trace
     from grpo_replay.sampling.sampler_protocol import model_length
 
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
-    config = config or known_config(recipe.model)
+    config = load_config(known.model)
     shape = trace.model_shape(config, known.model.lora)
     if machines.on_cuda:
         counts = shape.parameters + shape.adapters, shape.trained
@@ -284,7 +303,7 @@ def _engine_setting(
 
 def plan_sampler(
     sampling: SamplingSection, prompt: int, dtype_bytes: int, shape: ModelShape, machines: Machines,
-    evaluation: Generation | None = None,
+    evaluation: "EvaluationPlan | None" = None,
 ) -> SamplerMemory:  # fmt: skip
     """What the sampler takes of the device of a rank, in a step or in an evaluation; `prompt` is
     the longest of a step, in tokens."""
@@ -300,78 +319,49 @@ def plan_sampler(
         cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
         held = dtype_bytes * shape.parameters + cache  # nothing sleeps on a CPU
         return SamplerMemory(held, held, cache // (dtype_bytes * shape.kv_elements_per_token))
-    step = Generation(sampling.rollouts_per_step, prompt, sampling.max_completion_length)
+    asked = [(sampling.rollouts_per_step, prompt, sampling.max_completion_length)]
+    if evaluation is not None:
+        longest = evaluation.document["max_completion_length"]
+        asked.append((len(evaluation.samples), evaluation.longest_prompt, longest))
     most = (
         hf_memory(
             shape, dtype_bytes,
-            min(-(-each.rollouts // machines.total_ranks), sampling.max_batch_rollouts),
-            each.prompt_tokens, each.completion_tokens, machines.on_cuda,
+            min(-(-rollouts // machines.total_ranks), sampling.max_batch_rollouts),
+            prompt_tokens, completion_tokens, machines.on_cuda,
         )
-        for each in (step, evaluation)
-        if each is not None
+        for rollouts, prompt_tokens, completion_tokens in asked
     )  # fmt: skip
     return max(most, key=lambda each: each.awake)
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """Overrides with which the run fits."""
+class Alternative:
+    """Overrides that save memory, and the memory that the run would take with them."""
 
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     plan: MemoryPlan
 
-    def describe(self) -> dict[str, Any]:
-        return {"set": list(self.overrides), "peak_gib": to_gib(self.plan.peak)}
+    def to_json(self) -> dict[str, Any]:
+        peak = to_gib(self.plan.peak)
+        return {"set": list(self.overrides), "peak_gib": peak, "fits": self.plan.fits}
 
 
-def advise(
-    recipe: Recipe, machines: Machines, evaluation: Generation | None = None
-) -> Advice | None:
-    """The first of `remedies` with which the recipe fits with `ROOM` to spare, if it helps with
-    another share of the GPU for vLLM; None if none does."""
-    given, config = recipe.model_dump(mode="json"), known_config(recipe.model)
-    for remedy in remedies(recipe, machines):
-        for words in _with_other_shares(recipe.sampling, machines, remedy):
-            with suppress(RecipeError):  # it contradicts another setting
-                tried = resolve_recipe([given, parse_overrides(words)])
-                there = machines.with_ranks(tried.engine.num_processes)
-                plan = plan_memory(tried, there, config, evaluation)
-                if plan.fits and not plan.tight:
-                    return Advice(tuple(words), plan)
-    return None
-
-
-def _with_other_shares(
-    sampling: SamplingSection, machines: Machines, words: list[str]
-) -> Iterator[list[str]]:
-    """The overrides as they are, then with other shares of the GPU for vLLM, the nearest first."""
-    yield words
-    if sampling.facts.fills_memory and machines.on_cuda:
-        share = sampling.vllm.gpu_memory_utilization
-        for other in sorted(SHARES, key=lambda each: abs(each - share)):
-            yield [*words, f"sampling.vllm.gpu_memory_utilization={other}"]
-
-
-def remedies(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
-    """Overrides that save memory: what only moves memory, what costs time, and then what changes
-    the run. Never more GPUs than a node has."""
-    model, engine, longest = recipe.model, recipe.engine, recipe.longest_rollout
-    if machines.gpus and max(machines.ranks) != machines.gpus:
-        yield [f"engine.num_processes={machines.gpus}"]
-    yield []  # another share for vLLM alone
-    sampling = recipe.sampling
-    if not sampling.facts.reads_vllm_settings and sampling.max_batch_rollouts > FEW_ROLLOUTS:
-        yield [f"sampling.max_batch_rollouts={FEW_ROLLOUTS}"]
-    if not model.gradient_checkpointing:
-        yield ["model.gradient_checkpointing=true"]
+def alternatives(
+    recipe: Recipe, machines: Machines, evaluation: "EvaluationPlan | None" = None
+) -> Iterator[Alternative]:
+    """What the run would take with a smaller micro-batch, with LoRA's adapters, and with an
+    offloaded optimizer, each alone and if the recipe has it not yet."""
+    model, longest = recipe.model, recipe.longest_rollout
+    tried: list[list[str]] = []
     if recipe.batch.max_tokens_per_microbatch > longest:
-        yield [f"batch.max_tokens_per_microbatch={longest}"]
-    if recipe.engine.zero_stage != 3 and machines.total_ranks > 1:
-        yield ["engine.zero_stage=3"]
-    if model.dtype == "float32":
-        yield ["model.dtype=bfloat16"]
-    if model.lora.r is None and recipe.loss.beta == 0:
+        tried.append([f"batch.max_tokens_per_microbatch={longest}"])
+    if model.lora.r is None:
         rate = f"optimizer.learning_rate={LORA_RATE * recipe.optimizer.learning_rate:g}"
-        yield [f"model.lora.r={LORA_RANK}", rate]
-    if machines.on_cuda and not engine.offload_optimizer and model.lora.r is None:
-        yield ["engine.zero_stage=3", "engine.offload=optimizer"]
+        tried.append([f"model.lora.r={LORA_RANK}", rate])
+    if machines.on_cuda and not recipe.engine.offload_optimizer and model.lora.r is None:
+        tried.append(["engine.zero_stage=3", "engine.offload=optimizer"])
+    given = recipe.model_dump(mode="json")
+    for words in tried:
+        with suppress(RecipeError):  # it contradicts another setting
+            changed = resolve_recipe([given, parse_overrides(words)])
+            yield Alternative(words, plan_memory(changed, machines, evaluation))

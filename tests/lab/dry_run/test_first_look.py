@@ -19,7 +19,7 @@ from grpo_replay.types import Rollout
 
 def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
     recipe, first, rows = ours_run.recipe, ours_run.metrics[0], ours_run.rollouts(1)
-    look, known = first_look(recipe, recipe.sampling.prompts_per_step)
+    look = first_look(recipe, recipe.sampling.prompts_per_step)
     assert (look.groups, look.rollouts) == (6, 24) == (6, len(rows))
     assert look.correct == sum(row["verdict"] == "correct" for row in rows) > 0
     assert look.completion_tokens == pytest.approx(first["completions/mean_length"])
@@ -31,8 +31,8 @@ def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
     assert tuple(rest) in {tuple(row[name] for name in names) for row in rows}
     assert prompt.endswith("=")
     assert look.example["verdict"] in {"correct", "incorrect", "unparsable"}
-    assert known.measured["survival"] == first["fresh/rollouts"] / 24
-    assert known.speed.generated > 0 and known.speed.trained > 0
+    assert look.measured["survival"] == first["fresh/rollouts"] / 24
+    assert look.speed.generated > 0 and look.speed.trained > 0
 
 
 ALWAYS_RIGHT = "def score(completion, answer):\n    return 1.0\n"
@@ -44,12 +44,10 @@ def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_p
     file.write_text(ALWAYS_RIGHT)
     sections = {"reward": {"function": f"{file}:score"}} if right else {}
     longest = 16 if right else 2
-    look, known = first_look(
-        small_recipe(sampling={"max_completion_length": longest}, **sections), 4
-    )
+    look = first_look(small_recipe(sampling={"max_completion_length": longest}, **sections), 4)
     assert (look.correct, look.signal, look.can_learn) == (right, 0, False)
     assert word in look.verdict and ("are cut off" in look.verdict) == (longest == 2)
-    assert known.speed is None and "survival" not in known.measured
+    assert look.speed is None and "survival" not in look.measured
 
 
 def test_a_run_that_repeats_a_journal_is_looked_at_with_a_sampler():

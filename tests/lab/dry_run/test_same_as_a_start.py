@@ -62,7 +62,7 @@ def start(
 def compare(recipe: Recipe, folder: Path, resume: bool = False, opens: bool = True) -> str | None:
     """The refusal of both; None if neither refuses."""
     notices, error = start(recipe, folder, resume, opens)
-    report = dry_run(recipe, output_dir=folder, resume=resume)
+    report = dry_run(recipe, output_dir=folder, resume=resume).to_json()
     said = [Notice(**each) for each in report["notices"]]
     assert said[: len(notices)] == notices
     if error is None:
@@ -164,6 +164,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
         "no vLLM server is left (http://127.0.0.1:9",
     ),
     "no vllm": (lambda _: ["sampling.backend=vllm"], "vLLM is not installed"),
+    "no journal": (
+        lambda at: ["run.mode=async", "sampling.backend=vllm_server", "sampling.servers.launch=1",
+                    "loss.behavior_logprobs=sampler",
+                    f"sampling.collection.replay_journal={at}/no"],
+        "replay_journal",
+    ),
     "no tracker": (
         lambda _: ["tracking.report_to=[wandb]"], "'grpo-replay[wandb]'",
     ),
@@ -226,8 +232,8 @@ def test_a_plan_for_elsewhere_asks_where_the_ranks_are_and_not_what_is_free_here
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     recipe = load_recipe("tiny", [*launching, "engine.num_processes=4", "eval.benchmarks=[]"])
-    assert dry_run(recipe, gpu_memory_gib=80)["problems"] == []
-    (problem,) = dry_run(recipe, gpu_memory_gib=80, ranks_of_nodes=[4, 4])["problems"]
+    assert dry_run(recipe, gpu_memory_gib=80).findings.problems == []
+    (problem,) = dry_run(recipe, gpu_memory_gib=80, ranks_of_nodes=[4, 4]).findings.problems
     assert "sampling.servers.launch 2: 4 of the 8 ranks are on this machine" in problem
 
 
@@ -244,7 +250,7 @@ def test_of_engines_that_would_span_nodes(monkeypatch):
     monkeypatch.setattr(opening, "missing_packages", lambda _: [])
     words = ["sampling.backend=vllm", "sampling.vllm.tensor_parallel_size=2", "eval.benchmarks=[]"]
     plan = dry_run(load_recipe("tiny", words), gpu_memory_gib=80, ranks_of_nodes=[3, 3])
-    (problem,) = plan["problems"]
+    (problem,) = plan.findings.problems
     assert "2 does not divide the 3 ranks of a node" in problem
 
 
