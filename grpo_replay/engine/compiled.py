@@ -1,9 +1,9 @@
-"""Decoder layers and output head compiled by torch, which fuses what lies between matrix products.
+"""torch.compile for decoder layers and the output head: fuses what lies between matrix products.
 
-Each layer is compiled in place (`nn.Module.compile`), inside of gradient checkpointing: parameters
-keep their names, and DeepSpeed, peft and transformers see the same modules. All layers of a kind
-share their graphs. Shapes are dynamic, so a graph serves all numbers of rows and tokens; torch
-makes others for one row, for a mask, without gradients, and for an input that needs none.
+Each layer is compiled in place (`nn.Module.compile`), inside gradient checkpointing: parameters
+keep their names, and DeepSpeed, peft and transformers see the same modules. Layers of the same kind
+share their graphs. Shapes are dynamic, so one graph serves all numbers of rows and tokens; torch
+makes further graphs for one row, for a mask, without gradients, and for inputs without gradients.
 """
 
 from collections.abc import Callable
@@ -20,40 +20,40 @@ from grpo_replay.errors import RecipeError, first_line
 from grpo_replay.recipe import Recipe
 
 MOST_GRAPHS = 64
-"""Of one function. Torch's own limit of 8, beyond which a layer runs uncompiled, is too low for the
-kinds of a graph times the kinds of layers that some models alternate."""
+"""Graphs of one function. Torch's own limit of 8, beyond which a layer runs uncompiled, is too low
+for models that alternate kinds of layers: each kind needs every kind of graph."""
 
 TRIAL_TOKENS = 2048
-"""Most tokens of a row of the trial. Torch chooses how a kernel spreads over a GPU by the sizes
-that it meets first, so they should be near those of training."""
+"""Longest row of the trial, in tokens. Torch tunes a kernel to the first sizes that it meets, so
+they should be close to those of training."""
 
 
-def refuse_stage_3(asked: bool | str, stage: int) -> None:
+def refuse_stage_3(setting: bool | str, stage: int) -> None:
     """Raises RecipeError for `model.compile: true` at ZeRO 3."""
-    if asked is True and stage == 3:
+    if setting is True and stage == 3:
         raise RecipeError(
-            "model.compile true at ZeRO 3, which gathers the weights inside of the layers: set it "
-            "to false, or engine.zero_stage to 0, 1 or 2"
+            "model.compile true at ZeRO 3, which gathers weights inside the layers: set it to "
+            "false, or engine.zero_stage to 0, 1 or 2"
         )
 
 
 def decoder_layers(module: PolicyModule) -> list[nn.Module]:
     """The layers that transformers can checkpoint; empty for a model that marks none."""
-    return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def compile_policy(module: PolicyModule) -> None:
-    """Compiles its layers and the chunks of its head in place, at their first calls."""
+    """Compile the layers and the head of a policy in place; torch compiles at the first calls."""
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, MOST_GRAPHS)
     for layer in decoder_layers(module):
         layer.compile(dynamic=True)
-    if not module.head.settings.in_fp32:  # its product is not one that torch compiles
+    if not module.head.settings.in_fp32:  # torch cannot compile the product in fp32
         module.head.chunks = compiled_chunks()
 
 
 def leave_uncompiled(module: PolicyModule) -> None:
-    """Undoes `compile_policy`, also one that ended halfway."""
+    """Undo `compile_policy`, also if it failed halfway."""
     for layer in decoder_layers(module):
         layer._compiled_call_impl = None
     module.head.chunks = PLAIN_CHUNKS
@@ -65,8 +65,8 @@ def why_not_compiled(
     packed: bool,
     forward: Callable[[MicroBatch], torch.Tensor],
 ) -> str | None:
-    """Compiles the policy; returns the reason if it does not run so, or if log-probs or gradients
-    are others. `forward` returns a micro-batch's log-probs with their graph."""
+    """Compile the policy, and return the reason if it does not run or its log-probs or gradients
+    change; None if it can be used. `forward` returns a micro-batch's log-probs with their graph."""
     layers = decoder_layers(module)
     if not layers:
         return "it has no decoder layers that transformers marks (GradientCheckpointingLayer)"
@@ -74,29 +74,30 @@ def why_not_compiled(
     batch = two_rows(module.model.config, length, packed)
     with torch.no_grad():
         plain_C = _array(forward(batch))
-    plain = _gradient(layers[0], forward(batch))
+    plain_gradient = _gradient(layers[0], forward(batch))
     try:
         compile_policy(module)
         with torch.no_grad():
             compiled_C = _array(forward(batch))
-        compiled = _gradient(layers[0], forward(batch))
-    except Exception as error:  # of dynamo, inductor, triton, the C++ compiler
+        compiled_gradient = _gradient(layers[0], forward(batch))
+    except Exception as error:  # dynamo, inductor, triton and the C++ compiler raise anything
         return f"{type(error).__name__}: {first_line(error)}"
     gap = float(np.abs(compiled_C - plain_C).mean())
-    other = float(np.linalg.norm(compiled - plain) / max(float(np.linalg.norm(plain)), 1e-30))
-    if gap <= recipe.logprob_gap_limit and other <= OTHER_SHAPE[recipe.model.dtype]:
+    plain_norm = max(float(np.linalg.norm(plain_gradient)), 1e-30)
+    difference = float(np.linalg.norm(compiled_gradient - plain_gradient) / plain_norm)
+    if gap <= recipe.logprob_gap_limit and difference <= OTHER_SHAPE[recipe.model.dtype]:
         return None
-    return f"log-probs differ by {gap:.2g} nats, gradients by {other:.2g} of their norm"
+    return f"log-probs differ by {gap:.2g} nats, gradients by {difference:.2g} of their norm"
 
 
 def _gradient(layer: nn.Module, logprobs_C: torch.Tensor) -> np.ndarray:
-    """Of the trainable parameters of a layer, flat. None is accumulated, and no hook of DeepSpeed
-    runs."""
-    parameters = [each for each in layer.parameters() if each.requires_grad]
+    """The gradient of a layer's trainable parameters, flat. It is not accumulated, and hooks of
+    DeepSpeed do not run."""
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if not parameters:
         return np.zeros(0, np.float32)
-    given = torch.autograd.grad(logprobs_C.sum(), parameters, allow_unused=True)
-    return np.concatenate([_array(each.flatten()) for each in given if each is not None])
+    gradients = torch.autograd.grad(logprobs_C.sum(), parameters, allow_unused=True)
+    return np.concatenate([_array(part.flatten()) for part in gradients if part is not None])
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -92,7 +92,7 @@ class DeepSpeedEngine:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
-            if recipe.model.lora.r is None:  # else the first layer would be compiled apart
+            if recipe.model.lora.r is None:  # else the first layer would be compiled separately
                 model.disable_input_require_grads()
         self._model = model
         self._adapters: LoraAdapters | None = None
@@ -101,8 +101,8 @@ class DeepSpeedEngine:
         has_copy = recipe.loss.beta > 0 and self._adapters is None
         self._reference = self._frozen_copy(model) if has_copy else None
         self._engine = self._open_deepspeed(model)
-        # Also the forward pass that some DeepSpeed versions need before the first ZeRO-3 gather.
-        self._layout = self._try_out(model)
+        # Some DeepSpeed versions need this forward pass before the first ZeRO-3 gather.
+        self._layout = self._run_trials(model)
         if recipe.compiles(self._stage, device.type == "cuda"):
             self._compile()
         if self._stage == 3:  # a state that is loaded next must find no gathered parameters
@@ -126,17 +126,18 @@ class DeepSpeedEngine:
             ),
         )
         undo_first_step(engine.optimizer)
-        if self._reduces_nothing:  # DeepSpeed would sum copies of all gradients over one rank
+        if self._skips_reduction:  # DeepSpeed would sum copies of all gradients over one rank
             engine.enable_backward_allreduce = False
         return engine
 
     @property
-    def _reduces_nothing(self) -> bool:
-        """Gradients are whole, and those of one rank."""
+    def _skips_reduction(self) -> bool:
+        """True if gradients are neither sharded nor summed over ranks."""
         return self._stage == 0 and self._comm.world_size == 1
 
-    def _try_out(self, model: PreTrainedModel) -> Layout:
-        """The layout that the recipe asks for, as far as the model can. Collective.
+    def _run_trials(self, model: PreTrainedModel) -> Layout:
+        """Run the trials of the model, and return the layout that the recipe asks for as far as the
+        model supports it. Collective.
 
         Raises ModelError for log-probs that are not the model's own or not finite, RecipeError if
         `batch.packing` is true and rows of a pack mix.
@@ -157,21 +158,20 @@ class DeepSpeedEngine:
             pairs = None
             self.notices.append(
                 f"shared prompts: a model of type {model.config.model_type} does not keep "
-                "completions behind one prompt apart, so every rollout computes its own prompt"
+                "completions of one prompt apart, so every rollout computes its own prompt"
             )
         return Layout(recipe.batch.max_tokens_per_microbatch, packs, pairs)
 
     def _compile(self) -> None:
-        """Compiles the policy, and the reference policy with it. Where rank 0's trial, or else this
-        rank's, finds that the model does not run so, it stays as it was, or `model.compile: true`
-        raises ModelError. Collective."""
+        """Compile the policy and the reference policy. If rank 0's trial or this rank's fails, the
+        model stays uncompiled, or with `model.compile: true` ModelError is raised. Collective."""
         module = self._engine.module
 
         def forward(batch: MicroBatch) -> torch.Tensor:
             return module(*self._inputs(batch))[0]
 
-        mine = why_not_compiled(module, self._recipe, self._layout.packing, forward)
-        reason = self._comm.broadcast(mine) or mine
+        own_reason = why_not_compiled(module, self._recipe, self._layout.packing, forward)
+        reason = self._comm.broadcast(own_reason) or own_reason
         if reason is None:
             if self._reference is not None:
                 compile_policy(self._reference)
@@ -184,7 +184,7 @@ class DeepSpeedEngine:
 
     @property
     def adapter_parameters(self) -> int:
-        """Number of parameters of the LoRA adapters; 0 without."""
+        """Number of parameters of the LoRA adapters; 0 without LoRA."""
         return 0 if self._adapters is None else self._adapters.parameters
 
     def _wrap(self, model: PreTrainedModel) -> PolicyModule:
@@ -203,7 +203,7 @@ class DeepSpeedEngine:
         return self._row_logprobs(self._engine, rows)
 
     def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        """The same under the frozen initial policy. Needs `loss.beta` > 0."""
+        """Per row float32 [T]: log-probs under the frozen initial policy. Needs `loss.beta` > 0."""
         if self._adapters is not None:  # the initial policy is the base
             with self._adapters.without():
                 return self.logprobs(rows)
@@ -211,17 +211,20 @@ class DeepSpeedEngine:
         return self._row_logprobs(self._reference, rows)
 
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        comm, layout, given = self._comm, self._layout, rows or ()
-        plan = plan_sequences(given, layout, comm.world_size)
-        microbatches = exchange(comm, plan, given, layout)
-        mine = self._run_forward(module, microbatches)
-        return join_values(comm.gather(mine), len(given))
+        rows = rows or ()
+        values = self._run_forward(module, self._exchange(rows))
+        return join_values(self._comm.gather(values), len(rows))
+
+    def _exchange(self, rows: Sequence[TrainRow]) -> list[MicroBatch]:
+        """This rank's micro-batches of rank 0's rows. Collective."""
+        plan = plan_sequences(rows, self._layout, self._comm.world_size)
+        return exchange(self._comm, plan, rows, self._layout)
 
     def _run_forward(
         self, module: nn.Module, microbatches: Sequence[MicroBatch]
     ) -> list[RowValues]:
-        computed = [self._device_logprobs(module, each) for each in microbatches]
-        parts = zip(microbatches, on_host(computed), strict=True)
+        logprobs = on_host([self._device_logprobs(module, batch) for batch in microbatches])
+        parts = zip(microbatches, logprobs, strict=True)
         return [pair for part in parts for pair in values_of_rows(*part)]
 
     @torch.no_grad()
@@ -236,20 +239,19 @@ class DeepSpeedEngine:
             batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
             batch.bounds, batch.segments_3SL,
         )  # fmt: skip
-        *tensors, segments = (None if each is None else self._tensor(each) for each in arrays)
+        *tensors, segments = (None if array is None else self._tensor(array) for array in arrays)
         return (*tensors, int(batch.widths_S.max()), segments)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array).to(self._device, non_blocking=True)
 
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
-        """One optimizer update on a mini-batch. Raises NonFiniteError on every rank."""
-        comm, layout, given = self._comm, self._layout, rows or ()
-        plan = plan_sequences(given, layout, comm.world_size)
-        microbatches = exchange(comm, plan, given, layout)
-        mine = self._run_backward(microbatches)
-        joined = join_statistics(comm.gather(mine), len(given))
-        self._refuse_non_finite(joined, given)
+        """Make one optimizer update on a mini-batch. Raises NonFiniteError on every rank."""
+        rows = rows or ()
+        microbatches = self._exchange(rows)
+        statistics = self._run_backward(microbatches)
+        joined = join_statistics(self._comm.gather(statistics), len(rows))
+        self._refuse_non_finite(joined, rows)
         grad_norm = self._step_optimizer()
         if joined is None:
             return None
@@ -257,19 +259,18 @@ class DeepSpeedEngine:
         return update_result(*joined, grad_norm, len(microbatches), rate)
 
     def measure(self, rows: Sequence[TrainRow] | None) -> tuple[RolloutOutcome, ...]:
-        """The outcome that each row would have in an update now, which is not made; empty off rank
+        """The outcome that each row would have in an update now, without making it; empty off rank
         0. Collective."""
-        comm, layout, given = self._comm, self._layout, rows or ()
-        plan = plan_sequences(given, layout, comm.world_size)
-        microbatches = exchange(comm, plan, given, layout)
+        rows = rows or ()
+        microbatches = self._exchange(rows)
         with torch.no_grad():
             tables = [self._forward(microbatch)[1] for microbatch in microbatches]
-        mine = rank_statistics(microbatches, on_host(tables))
-        joined = join_statistics(comm.gather(mine), len(given))
+        statistics = rank_statistics(microbatches, on_host(tables))
+        joined = join_statistics(self._comm.gather(statistics), len(rows))
         return () if joined is None else row_outcomes(joined[0])
 
     def _run_backward(self, microbatches: Sequence[MicroBatch]) -> RankStatistics:
-        """Adds up the gradients of all micro-batches."""
+        """Accumulate the gradients of all micro-batches."""
         tables = []
         with self._dropout():
             for index, microbatch in enumerate(microbatches):
@@ -278,17 +279,18 @@ class DeepSpeedEngine:
         return rank_statistics(microbatches, on_host(tables))
 
     def _dropout(self) -> AbstractContextManager[None]:
-        """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and
-        rank, so that a resumed run has the same."""
+        """A context in which LoRA's dropout is active. Its masks are a function of seed, step,
+        update and rank, so that a resumed run has the same masks."""
         self._updates_of_step += 1
         if self._adapters is None or self._recipe.model.lora.lora_dropout == 0:
             return nullcontext()
-        place = (self._step, self._updates_of_step, self._comm.rank)
-        randomness = stream(self._recipe.run.seed, DROPOUT_STREAM, *place)
-        return self._adapters.dropout(int(randomness.integers(2**63)), self._device)
+        path = (self._step, self._updates_of_step, self._comm.rank)
+        generator = stream(self._recipe.run.seed, DROPOUT_STREAM, *path)
+        return self._adapters.dropout(int(generator.integers(2**63)), self._device)
 
     def _backward(self, microbatch: MicroBatch) -> torch.Tensor:
-        """float64 [R, K] row statistics, on the device."""
+        """Accumulate a micro-batch's gradients. Returns float64 [R, K] row statistics, on the
+        device."""
         loss, statistics_RK = self._forward(microbatch)
         # DeepSpeed averages gradients over ranks; the weights already hold the global denominator.
         self._engine.backward(loss * self._comm.world_size, scale_wrt_gas=False)
@@ -326,7 +328,7 @@ class DeepSpeedEngine:
     def _refuse_non_finite(
         self, joined: tuple[np.ndarray, float] | None, rows: Sequence[TrainRow]
     ) -> None:
-        """Raises NonFiniteError on every rank, for what `join_statistics` found on rank 0."""
+        """Raises NonFiniteError on every rank if a loss joined on rank 0 is not finite."""
         bad = []
         if joined is not None:
             finite = np.isfinite(joined[0][:, 0]).tolist()
@@ -340,10 +342,10 @@ class DeepSpeedEngine:
             )
 
     def _step_optimizer(self) -> float:
-        """Makes the update, and returns the norm of its gradients. Raises NonFiniteError."""
+        """Make the update, and return the norm of its gradients. Raises NonFiniteError."""
         module, norm = self._engine.module, None
-        if self._reduces_nothing:
-            # What had no part in the update decays nevertheless, as where DeepSpeed reduces.
+        if self._skips_reduction:
+            # Weight decay is for parameters without a gradient too, as where DeepSpeed reduces.
             for parameter in module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -366,8 +368,8 @@ class DeepSpeedEngine:
         return grad_norm
 
     def pushed_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an update brings the recipe's sampler: the adapters, by their names in the model, or
-        all that `named_full_tensors` has. All ranks must exhaust the iterator."""
+        """The tensors that a push sends to the sampler: the adapters, by their names in the model,
+        or all of `named_full_tensors`. All ranks must exhaust the iterator."""
         if not self._recipe.pushes_adapters:
             yield from self.named_full_tensors(bucket_bytes)
             return
@@ -383,7 +385,7 @@ class DeepSpeedEngine:
 
     def _prepare_gather(self) -> None:
         if self._stage == 3:
-            # A log-prob pass leaves parameters gathered or on their way; gathering them again
+            # A log-prob pass leaves parameters gathered or in flight; gathering them again
             # without an update in between fails ("Cannot partition a param in flight").
             # The engine's method of this name also collects garbage: 0.3 s each time.
             self._engine.optimizer.empty_partition_cache()
@@ -410,7 +412,7 @@ class DeepSpeedEngine:
         self._comm.barrier()
 
     def _on_main(self, tensors: NamedTensors) -> dict[str, torch.Tensor]:
-        """Copies in host memory, on rank 0: of tensors with several names one."""
+        """Copy the tensors to host memory on rank 0, each tied tensor once."""
         tied, state = tied_names(self._model), {}
         for name, tensor in tensors:
             if self._comm.is_main and name not in tied:
@@ -445,11 +447,11 @@ class DeepSpeedEngine:
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Their values. The host waits for the device once, after everything is queued."""
+    """Copy tensors to the host. It waits for the device once, after everything is queued."""
     if not tensors:
         return []
-    sizes = [len(each) for each in tensors]
-    return [each.numpy() for each in torch.cat(list(tensors)).cpu().split(sizes)]
+    sizes = [len(tensor) for tensor in tensors]
+    return [tensor.numpy() for tensor in torch.cat(list(tensors)).cpu().split(sizes)]
 
 
 def deepspeed_config(
@@ -465,7 +467,7 @@ def deepspeed_config(
     adamw = {
         # One pass over every tensor; torch's own choice makes ten, on a GPU with temporaries.
         "fused": "foreach" not in optimizer.adamw.others,
-        "lr": optimizer.learning_rate,  # of no update: `begin_step` sets that of each step
+        "lr": optimizer.learning_rate,  # a placeholder: `begin_step` sets the rate of each step
         **optimizer.adamw.model_dump(),
         "torch_adam": True,
     }

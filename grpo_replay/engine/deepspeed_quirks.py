@@ -1,4 +1,4 @@
-"""Where DeepSpeed (0.19) is changed from outside, because it has no setting for it."""
+"""Changes DeepSpeed (0.19) from outside where it has no setting."""
 
 import datetime
 import functools
@@ -15,17 +15,17 @@ from grpo_replay.errors import CheckpointError
 
 
 def without_shared_memory_operator() -> None:
-    """For CPU ranks DeepSpeed would compile one, which needs a C++ compiler and a minute; gloo does
-    without. On a GPU nothing asks for this table, and filling it prints a warning to stdout for
-    every operator that lacks a CUDA toolkit."""
+    """Keep DeepSpeed from compiling its shared-memory operator for CPU ranks, which needs a C++
+    compiler and a minute: gloo does without it. Not for GPUs, where nothing reads this table, and
+    filling it prints a warning to stdout for every operator that lacks a CUDA toolkit."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
 
 def set_group_timeout(timeout: datetime.timedelta) -> None:
-    """Set the time-out of the groups that DeepSpeed forms, such as the copy of the world group on
-    which it trains. DeepSpeed passes none, and torch's default is ten minutes over NCCL."""
+    """Set the time-out of the process groups that DeepSpeed forms, such as the copy of the world
+    group that it trains on. DeepSpeed passes none, and torch's default over NCCL is ten minutes."""
     import deepspeed
 
     backend = deepspeed.comm.comm.cdb
@@ -33,10 +33,10 @@ def set_group_timeout(timeout: datetime.timedelta) -> None:
 
 
 @contextmanager
-def only_data(place: Path) -> Iterator[None]:
-    """A context in which torch.load, also when DeepSpeed calls it, makes tensors, containers and
-    three plain classes of DeepSpeed, and refuses anything else in a file: nothing of it is called.
-    Raises CheckpointError for what it refuses."""
+def only_data(path: Path) -> Iterator[None]:
+    """A context in which torch.load, also called by DeepSpeed, loads only tensors, containers and
+    three plain classes of DeepSpeed. It refuses any other object without calling it. Raises
+    CheckpointError, which names `path`, for such an object."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -52,10 +52,10 @@ def only_data(place: Path) -> Iterator[None]:
         with torch.serialization.safe_globals(allowed):
             yield
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"{found[1]}, which" if found else "something that"
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        content = f"{refused[1]}, which" if refused else "something that"
         raise CheckpointError(
-            f"{place}: a file there holds {what} is no state of an optimizer: it is damaged, or "
+            f"{path}: a file there holds {content} is no state of an optimizer: it is damaged, or "
             "made to run code. Nothing of it was run. Resume from another checkpoint"
         ) from error
     finally:

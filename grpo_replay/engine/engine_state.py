@@ -1,6 +1,6 @@
-"""The state of a DeepSpeed engine on disk: parameters that train, optimizer, and their layout.
+"""The state of a DeepSpeed engine on disk: trainable parameters, optimizer state, and their layout.
 
-With LoRA the frozen base is left out: a resumed run reads it where the first one did.
+With LoRA the frozen base is left out: a resumed run loads it from `model.path`.
 
 DeepSpeed restores a state only on the number of ranks and at the stage that wrote it. Its universal
 checkpoint reads only ZeRO-3 states, writes the whole state to disk a second time, and makes all
@@ -32,11 +32,11 @@ ENGINE_TAG = "state"
 LAYOUT = "layout.json"
 
 FileLayout = dict[str, Any]
-"""What `layout_of` gives, as JSON."""
+"""The result of `layout_of`, a JSON mapping."""
 
 
 def leave_base_out(module: nn.Module) -> None:
-    """Let the module's state be its adapters alone."""
+    """Restrict the module's state dict to its adapters."""
 
     def keep_adapters(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         for name in [name for name in state if not is_adapter(name)]:
@@ -73,14 +73,14 @@ def load_same_layout(engine: Any, layout: FileLayout, folder: Path) -> None:
 
 
 def load_other_layout(engine: Any, stage: int, folder: Path) -> None:
-    """Restore a state of another number of ranks, ZeRO stage or dtype."""
+    """Restore a state that another number of ranks, ZeRO stage or dtype wrote."""
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     saved = read_saved_state(folder / ENGINE_TAG, names)
     restore_engine(engine, stage, saved)
 
 
 def undo_first_step(optimizer: Any) -> None:
-    """Put a new optimizer back before its first update: no moments, no update counted.
+    """Reset a new optimizer to the state before its first update: no moments, no update counted.
 
     In bfloat16 at stage 0, DeepSpeed 0.19 makes an AdamW step on zero gradients when it opens
     (`runtime/fp16/unfused_optimizer.py`, `initialize_optimizer_states`). It would count as an
@@ -113,44 +113,45 @@ def layout_of(recipe: Recipe, ranks: int) -> FileLayout:
 
 
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
-"""What is kept of each parameter: its fp32 value and AdamW's two moments."""
+"""The kinds of values stored for each parameter: its fp32 value and AdamW's two moments."""
 
 Pieces = dict[str, dict[str, list[torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """`pieces[name][kind]` are the flat pieces of a parameter, in order; the last may be padded.
-    `step` is AdamW's number of updates; before the first one there are no moments."""
+    """A saved state, read from the files of all ranks. `pieces[name][kind]` are the flat pieces of
+    a parameter, in order; the last may be padded. `step` is AdamW's number of updates; before the
+    first one there are no moments."""
 
     pieces: Pieces
     step: float
-    place: Path
+    folder: Path
 
     def full(self, name: str, kind: str, like: Any) -> torch.Tensor:
         """The whole value, float32, in the shape of `like`. Raises CheckpointError."""
         shape = getattr(like, "ds_shape", like.shape)
         numel = shape.numel()
-        found = self.pieces.get(name, {}).get(kind, [])
-        flat = torch.cat([piece.flatten() for piece in found]) if found else torch.zeros(0)
+        pieces = self.pieces.get(name, {}).get(kind, [])
+        flat = torch.cat([piece.flatten() for piece in pieces]) if pieces else torch.zeros(0)
         # Padding fills up equal pieces, so there are fewer padded values than pieces.
-        if not numel <= flat.numel() < numel + max(1, len(found)):
+        if not numel <= flat.numel() < numel + max(1, len(pieces)):
             raise _unreadable(
-                self.place, f"{kind} of {name} has {flat.numel()} values, the model's has {numel}"
+                self.folder, f"{kind} of {name} has {flat.numel()} values, the model's has {numel}"
             )
         return flat[:numel].float().view(shape)
 
     def refuse_other_names(self, names: Collection[str]) -> None:
         """Raises CheckpointError unless `names` are those of the saved parameters."""
         for name in self.pieces.keys() - set(names):
-            raise _unreadable(self.place, f"the model has no trainable parameter {name}")
+            raise _unreadable(self.folder, f"the model has no trainable parameter {name}")
         for name in set(names) - self.pieces.keys():
-            raise _unreadable(self.place, f"parameter {name} is missing")
+            raise _unreadable(self.folder, f"parameter {name} is missing")
 
 
-def _unreadable(place: Path, problem: str) -> CheckpointError:
+def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{place}: {problem}: the engine state is of another model, or of a version of DeepSpeed "
+        f"{folder}: {problem}: the engine state is of another model, or of a version of DeepSpeed "
         "that this one cannot read; resume with the model.path and the DeepSpeed that wrote it"
     )
 
@@ -158,50 +159,51 @@ def _unreadable(place: Path, problem: str) -> CheckpointError:
 def read_saved_state(folder: Path, names: Sequence[str]) -> SavedState:
     """The engine state in a folder, memory-mapped. `names` are the trainable parameters in the
     module's order. Raises CheckpointError."""
-    models, optimizers = _by_rank(folder, "model_states"), _by_rank(folder, "optim_states")
-    if not models:
+    model_files = _files_by_rank(folder, "model_states")
+    optimizer_files = _files_by_rank(folder, "optim_states")
+    if not model_files:
         raise CheckpointError(f"{folder}: no engine state is there")
-    model = _mapped(models[0])
-    if not optimizers:
+    model = _load_mapped(model_files[0])
+    if not optimizer_files:
         return _read_unsharded(model, folder, names)
-    shards = [_mapped(file)["optimizer_state_dict"] for file in optimizers]
+    shards = [_load_mapped(file)["optimizer_state_dict"] for file in optimizer_files]
     _refuse_missing_shards(shards, folder)
     if "fp32_flat_groups" in shards[0]:
         return _read_stage_3(shards, model, folder)
     return _read_stage_1_or_2(shards, folder)
 
 
-def _by_rank(folder: Path, kind: str) -> list[Path]:
+def _files_by_rank(folder: Path, kind: str) -> list[Path]:
     def rank(path: Path) -> int:
-        found = re.search(r"zero_pp_rank_(\d+)", path.name)
-        return int(found[1]) if found else 0
+        match = re.search(r"zero_pp_rank_(\d+)", path.name)
+        return int(match[1]) if match else 0
 
     return sorted(folder.glob(f"*{kind}.pt"), key=rank)
 
 
-def _mapped(file: Path) -> dict[str, Any]:
+def _load_mapped(file: Path) -> dict[str, Any]:
     with only_data(file):
         content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True)
     return content
 
 
-def _refuse_missing_shards(shards: Sequence[dict[str, Any]], place: Path) -> None:
+def _refuse_missing_shards(shards: Sequence[dict[str, Any]], folder: Path) -> None:
     count = shards[0]["partition_count"]
     ranks = count if isinstance(count, int) else count[0]  # at stages 1 and 2 one per group
     if len(shards) != ranks:
         raise CheckpointError(
-            f"{place}: {len(shards)} files *optim_states.pt of the {ranks} ranks that wrote it: "
+            f"{folder}: {len(shards)} files *optim_states.pt of the {ranks} ranks that wrote it: "
             "copy the missing ones there, or resume from another checkpoint"
         )
 
 
-def _read_unsharded(model: dict[str, Any], place: Path, names: Sequence[str]) -> SavedState:
+def _read_unsharded(model: dict[str, Any], folder: Path, names: Sequence[str]) -> SavedState:
     optimizer, weights = model["optimizer"], model["module"]
     base = optimizer.get("optimizer_state_dict", optimizer)  # bfloat16 has a wrapper around AdamW
     states, saved_count = base["state"], len(base["param_groups"][0]["params"])
     if saved_count != len(names) or not weights.keys() >= set(names):
         raise _unreadable(
-            place,
+            folder,
             f"its {saved_count} trainable parameters are not the {len(names)} of the model",
         )
     masters = optimizer["fp32_groups"][0] if "fp32_groups" in optimizer else None
@@ -210,10 +212,10 @@ def _read_unsharded(model: dict[str, Any], place: Path, names: Sequence[str]) ->
         master = weights[name] if masters is None else masters[index]
         moments = {kind: [states[index][kind]] for kind in MOMENTS if index in states}
         pieces[name] = {MASTER: [master], **moments}
-    return SavedState(pieces, _step(states), place)
+    return SavedState(pieces, _step(states), folder)
 
 
-def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], place: Path) -> SavedState:
+def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], folder: Path) -> SavedState:
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
     for shard in shards:
         states = shard["base_optimizer_state"]["state"]
@@ -224,11 +226,11 @@ def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], place: Path) -> SavedSt
                 for kind, flat in flats.items():
                     piece = flat.narrow(0, address.start, address.numel)
                     pieces[name][kind].append(piece)
-    return SavedState(pieces, _step(shards[0]["base_optimizer_state"]["state"]), place)
+    return SavedState(pieces, _step(shards[0]["base_optimizer_state"]["state"]), folder)
 
 
 def _read_stage_3(
-    shards: Sequence[dict[str, Any]], model: dict[str, Any], place: Path
+    shards: Sequence[dict[str, Any]], model: dict[str, Any], folder: Path
 ) -> SavedState:
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
     for shard in shards:
@@ -242,7 +244,7 @@ def _read_stage_3(
                 for kind, flat in flats.items():
                     pieces[name][kind].append(flat.narrow(0, start, share))
                 start += share
-    return SavedState(pieces, _step(shards[0]["optimizer_state_dict"]["state"]), place)
+    return SavedState(pieces, _step(shards[0]["optimizer_state_dict"]["state"]), folder)
 
 
 def _step(states: dict[Any, dict[str, Any]]) -> float:
@@ -273,7 +275,7 @@ def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
 
 
 def _flat_parameters(optimizer: Any, base: Any, stage: int) -> list[torch.Tensor]:
-    """The tensors by which torch's optimizer knows its state."""
+    """The tensors that are the keys of the optimizer's state."""
     if stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return [parameter for group in base.param_groups for parameter in group["params"]]
@@ -292,11 +294,11 @@ def _begin_adam_state(base: Any, parameters: Sequence[torch.Tensor], step: float
 
 
 def _set_unsharded(base: Any, index: int, parameter: Any, values: dict[str, torch.Tensor]) -> None:
-    known = base.param_groups[0]["params"][index]
+    master = base.param_groups[0]["params"][index]
     parameter.data.copy_(values[MASTER])
-    known.data.copy_(values[MASTER])
+    master.data.copy_(values[MASTER])
     for kind in values.keys() - {MASTER}:
-        base.state[known][kind].copy_(values[kind])
+        base.state[master][kind].copy_(values[kind])
 
 
 def _set_partitioned(parameter: Any, values: dict[str, torch.Tensor]) -> None:
@@ -317,10 +319,10 @@ def _set_sharded(parameter: Any, values: dict[str, torch.Tensor]) -> None:
     share = parameter.ds_tensor.numel()
     start = share * torch.distributed.get_rank()
     for kind, value in values.items():
-        mine = torch.zeros(share)
+        shard = torch.zeros(share)
         part = value.flatten()[start : start + share]
-        mine[: part.numel()] = part
+        shard[: part.numel()] = part
         if kind == MASTER:
-            safe_set_local_fp32_param(parameter, mine)
+            safe_set_local_fp32_param(parameter, shard)
         else:
-            safe_set_local_optimizer_state(parameter, mine, kind)
+            safe_set_local_optimizer_state(parameter, shard, kind)

@@ -1,5 +1,5 @@
-"""Models and tokenizers: shipped ones, local folders, the hub, and random initialisations; and the
-settings of their own files that training cannot keep.
+"""Loads models and tokenizers: shipped ones, local folders, the hub and random initialisations; and
+drops settings of theirs that training cannot keep.
 
 Nothing here touches the network for a local folder or a `builtin:` name.
 """
@@ -70,7 +70,7 @@ def resolve_model_path(path: str) -> str:
         return path
     name = path.removeprefix("builtin:")
     if name not in BUILTIN_MODELS:
-        known = ", ".join(f"builtin:{each}" for each in BUILTIN_MODELS)
+        known = ", ".join(f"builtin:{model}" for model in BUILTIN_MODELS)
         raise ModelError(f"model.path {path!r}: no such builtin model; there are: {known}")
     folder = BASES[name] if name in BASES else _PACKAGE / "models" / name
     if not folder.is_dir():
@@ -137,23 +137,23 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
 
 
 def base_digest(model: PreTrainedModel) -> str:
-    """SHA-256 of up to a thousand values of every parameter, rounded to bfloat16: the same for a
-    model that is loaded in another dtype, or lies in another folder."""
+    """SHA-256 of up to a thousand values of every parameter, rounded to bfloat16: the same if the
+    model is loaded in another dtype or from another folder."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         values = parameter.detach().flatten()
-        some = values[:: max(1, len(values) // 1000)].bfloat16().view(torch.int16)
-        digest.update(name.encode() + some.numpy().tobytes())
+        sample = values[:: max(1, len(values) // 1000)].bfloat16().view(torch.int16)
+        digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()
 
 
-def refuse_other_base(model: ModelSection, expected: str, found: str) -> None:
-    """Raises ModelError for a digest other than that of the model that the run began with: adapters
-    are trained on it, the KL term refers to it, and the card of a checkpoint names it."""
-    if expected not in ("", found):
+def refuse_other_base(model: ModelSection, expected: str, digest: str) -> None:
+    """Raises ModelError if the base model is not the one that the run began with, by its digest:
+    adapters are trained on it, the KL term refers to it, and a checkpoint's card names it."""
+    if expected not in ("", digest):
         raise ModelError(
             f"model.path {short_path(model.path)!r} is another model than the one that the run "
-            "began with: set model.path to that one, wherever it lies, or start a new run"
+            "began with: set model.path to that one, wherever it is, or start a new run"
         )
 
 
@@ -201,21 +201,21 @@ def _random(
 
 
 def eos_token_ids(model: ModelSection | str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token id that ends a completion, ascending: the tokenizer's EOS, Qwen's two stop
-    tokens where the tokenizer has them, and those of the model's generation_config.json and
-    config.json, unless the section names another tokenizer or `random_init`, which make them
-    ids of a vocabulary that is not used."""
+    """All token ids that end a completion, ascending: the tokenizer's EOS, Qwen's two stop tokens
+    if the tokenizer has them, and those of the model's generation_config.json and config.json. The
+    files are not read if the section has another tokenizer or `random_init`: their ids are of a
+    vocabulary that is not used."""
     ids = {int(tokenizer.eos_token_id)}
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in QWEN_STOP_TOKENS if token in added)
     section = ModelSection(path=model) if isinstance(model, str) else model
     if section.tokenizer is None and not section.random_init:
         for file in ("generation_config.json", "config.json"):
-            ids.update(_eos_of_file(section, file))
+            ids.update(_eos_in_file(section, file))
     return tuple(sorted(ids))
 
 
-def _eos_of_file(model: ModelSection, name: str) -> Iterable[int]:
+def _eos_in_file(model: ModelSection, name: str) -> Iterable[int]:
     source = resolve_model_path(model.path)
     try:
         file = cached_file(
@@ -233,7 +233,7 @@ def _eos_of_file(model: ModelSection, name: str) -> Iterable[int]:
         raise ModelError(f"{source}: {name} cannot be read: {first_line(error)}") from error
     if value is None:
         return ()
-    return [int(each) for each in (value if isinstance(value, list) else [value])]
+    return [int(token_id) for token_id in (value if isinstance(value, list) else [value])]
 
 
 def _load(
@@ -272,16 +272,16 @@ def _not_fetched(place: str, what: str, source: str, reason: str) -> NotFetchedE
 
 
 def _check_model_folder(folder: Path, place: str) -> None:
-    """Raises ModelError for a folder without a model, which says what it is."""
+    """Raises ModelError for a folder without a model. The message says what the folder holds."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
     if (folder / "adapter_config.json").is_file() or (folder / "adapter").is_dir():
         remedy = "these are adapters alone: merge them into their model, and name its folder"
     else:
-        places = (folder, *reversed(list_checkpoints(folder / "checkpoints")))
-        inside = (place / "model" for place in places)
-        found = next((each for each in inside if (each / "config.json").is_file()), None)
-        remedy = "model.path is a model's folder" + (f": set it to {found}" if found else "")
+        parents = (folder, *reversed(list_checkpoints(folder / "checkpoints")))
+        candidates = (parent / "model" for parent in parents)
+        saved = next((path for path in candidates if (path / "config.json").is_file()), None)
+        remedy = "model.path is a model's folder" + (f": set it to {saved}" if saved else "")
     raise ModelError(f"{place}: no config.json there; {remedy}")
 
 
@@ -309,8 +309,8 @@ def notices_of_weights(model: ModelSection) -> list[str]:
 
 def _are_cached(source: str, revision: str | None) -> bool:
     names = ("model.safetensors", "model.safetensors.index.json")
-    found = (try_to_load_from_cache(source, name, revision=revision) for name in names)
-    return any(isinstance(each, str) for each in found)
+    paths = (try_to_load_from_cache(source, name, revision=revision) for name in names)
+    return any(isinstance(path, str) for path in paths)
 
 
 def refuse_missing_weights(model: ModelSection) -> None:
@@ -318,7 +318,7 @@ def refuse_missing_weights(model: ModelSection) -> None:
     if model.random_init:
         return
     folder = Path(resolve_model_path(model.path))
-    if folder.is_dir() and not any(any(folder.glob(each)) for each in _WEIGHT_PATTERNS):
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise ModelError(
             f"model.path {short_path(model.path)!r}: no weights in {folder} (looked for "
             f"{', '.join(_WEIGHT_PATTERNS)}); set model.random_init: true to start from random ones"
@@ -353,18 +353,19 @@ def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedMode
 
 @contextmanager
 def _named_refusals(model: ModelSection) -> Iterator[None]:
-    """Raises RecipeError for an attention that the model or this machine does not have, ModelError
-    for weights that need a package which is not installed, such as quantised ones."""
+    """Translate errors of transformers: RecipeError for an attention that the model or this machine
+    does not have, ModelError for weights that need a missing package, such as quantised ones."""
     try:
         yield
     except (ImportError, ValueError, ModelError) as error:
-        of_attention = "attention implementation" in str(error) or "FlashAttention" in str(error)
-        if not of_attention and isinstance(error, ImportError):
+        text = str(error)
+        is_about_attention = "attention implementation" in text or "FlashAttention" in text
+        if not is_about_attention and isinstance(error, ImportError):
             raise ModelError(
                 f"model.path {short_path(model.path)!r}: its weights need what is not installed: "
                 f"{first_line(error)}; install it, or name a model whose weights are not quantised"
             ) from error
-        if not of_attention:
+        if not is_about_attention:
             raise
         raise RecipeError(
             f"model.attn_implementation {model.attn_implementation}: {first_line(error)}; sdpa and "
@@ -373,7 +374,7 @@ def _named_refusals(model: ModelSection) -> Iterator[None]:
 
 
 def check_attention(model: ModelSection) -> None:
-    """Raises RecipeError for an attention that would leave out what the configuration asks for."""
+    """Raises RecipeError for an attention that ignores a setting of the model's configuration."""
     config = load_config(model)
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and model.attn_implementation == "sdpa":
@@ -391,7 +392,7 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
                 f"model.random_init.{key}: {config.model_type} has no such setting"
                 f"{did_you_mean(key, values)}; found value {value!r}"
             )
-    # One entry per layer, so it follows from the number of layers unless it is given.
+    # It has one entry per layer, and follows from the number of layers unless it is overridden.
     values.pop("layer_types", None)
     try:
         changed = type(config).from_dict({**values, **overrides})
@@ -466,16 +467,16 @@ def _byte_characters() -> list[str]:
 
 
 def drop_unwritable_settings(policy: PreTrainedModel) -> list[str]:
-    """transformers reads a generation_config.json that it refuses to write, such as a temperature
-    without `do_sample`, which has no effect. Keep the special tokens only, and return a notice."""
-    found = policy.generation_config
+    """Reduce generation settings that transformers can read but refuses to write (a temperature
+    without `do_sample`, say) to their special tokens. Returns a notice if it did."""
+    settings = policy.generation_config
     try:
-        found.validate(strict=True)
+        settings.validate(strict=True)
     except ValueError as error:
         policy.generation_config = GenerationConfig(
-            eos_token_id=found.eos_token_id,
-            pad_token_id=found.pad_token_id,
-            bos_token_id=found.bos_token_id,
+            eos_token_id=settings.eos_token_id,
+            pad_token_id=settings.pad_token_id,
+            bos_token_id=settings.bos_token_id,
         )
         return [
             "checkpoints get only the special tokens of the model's generation settings, because "
@@ -485,13 +486,13 @@ def drop_unwritable_settings(policy: PreTrainedModel) -> list[str]:
 
 
 def switch_off_dropout(policy: PreTrainedModel) -> None:
-    """Make the log-probs of a row the same in every forward pass. With dropout, behaviour log-probs
-    would not be those of the policy that sampled, and ratios would be noise. config.json keeps its
-    values. Functional dropout reads its probability from modules under names such as
+    """Set all dropout probabilities of the policy to 0, so that every forward pass gives a row the
+    same log-probs: with dropout, ratios to the behaviour log-probs would be noise. config.json
+    keeps its values. Functional dropout reads its probability from attributes such as
     `attention_dropout` and `resid_pdrop`."""
     for module in policy.modules():
         for name, value in list(vars(module).items()):
-            named = "dropout" in name or "pdrop" in name
-            named = named or (name == "p" and isinstance(module, nn.Dropout))
-            if named and isinstance(value, float) and value > 0:
+            is_dropout = "dropout" in name or "pdrop" in name
+            is_dropout |= name == "p" and isinstance(module, nn.Dropout)
+            if is_dropout and isinstance(value, float) and value > 0:
                 setattr(module, name, 0.0)

@@ -1,5 +1,5 @@
-"""Settings that a recipe passes on to torch, DeepSpeed and peft are tried before a model is loaded:
-these libraries know which names and values they take.
+"""Checks settings that a recipe passes on to torch, DeepSpeed and peft before a model is loaded, by
+passing them: these libraries know which names and values they accept.
 """
 
 import os
@@ -16,8 +16,8 @@ from grpo_replay.recipe import LoraSection, Recipe, ZeroSection
 
 
 def check_passed_settings(recipe: Recipe, stage: int, on_cuda: bool) -> None:
-    """Give each library its settings, as the engine does at a ZeRO stage. Raises RecipeError with
-    what the library said. peft is not tried where it is not installed."""
+    """Pass each library its settings, as the engine does at a ZeRO stage. Raises RecipeError with
+    the library's message. peft is skipped if it is not installed."""
     config = deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage)
     arguments = dict(config["optimizer"]["params"])
     del arguments["torch_adam"]  # DeepSpeed's own
@@ -31,7 +31,7 @@ def check_passed_settings(recipe: Recipe, stage: int, on_cuda: bool) -> None:
 def _check_zero(arguments: dict[str, Any], on_cuda: bool) -> None:
     if not (on_cuda and torch.cuda.is_available()):  # when imported, DeepSpeed looks for a GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with redirect_stdout(sys.stderr):  # its logger writes to the stdout that it finds
+    with redirect_stdout(sys.stderr):  # its logger keeps the stdout of the import
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     with refused_as("engine.zero"):
         DeepSpeedZeroConfig(**arguments)

@@ -1,5 +1,5 @@
-"""The policy as one module that returns log-probs instead of logits, and the body and the output
-head of any causal language model, by transformers' own means."""
+"""The policy as one module that returns log-probs instead of logits; finds the body and the output
+head of any causal language model by transformers' own methods."""
 
 import inspect
 from collections.abc import Callable
@@ -25,8 +25,8 @@ _MULTIPLY_LOGITS_SCALING = ("hyperclovax",)
 
 @dataclass(frozen=True, slots=True)
 class LogitSettings:
-    """From the product of hidden states and weight to logits: z = scale · product, and with a soft
-    cap c, c · tanh(z / c). Otherwise in the model's precision, or `in_fp32`."""
+    """How the product of hidden states and head weight becomes logits: z = scale · product, and
+    with a soft cap c, c · tanh(z / c); computed in the model's precision, or `in_fp32`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -50,7 +50,7 @@ def find_body(model: PreTrainedModel) -> nn.Module:
     if body is model:
         raise ModelError(
             f"{_name(model)}: no module {model.base_model_prefix!r} from token ids to hidden "
-            "states; the trainer needs one beside the output head"
+            "states; the trainer needs one besides the output head"
         )
     return body
 
@@ -66,8 +66,8 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
 
 
 class Fp32Head(nn.Linear):
-    """A linear output head (`SamplingSection.fp32_head`) with logits in fp32, whatever its weight
-    is. It has the parameters of the head whose place it takes.
+    """A linear output head (`SamplingSection.fp32_head`) with logits in fp32, whatever the dtype of
+    its weight. It shares the parameters of the head that it replaces.
 
     The sum over the hidden size is rounded to 24 bits instead of bfloat16's 8.
     """
@@ -81,8 +81,8 @@ class Fp32Head(nn.Linear):
 
 
 def use_fp32_head(model: PreTrainedModel) -> None:
-    """Puts an `Fp32Head` in the place of the model's output head; its parameters keep their names.
-    Raises ModelError without a linear head."""
+    """Replace the model's output head by an `Fp32Head`; parameters keep their names. Raises
+    ModelError without a linear head."""
     head = find_head(model)
     name = next(name for name, module in model.named_modules() if module is head)
     model.set_submodule(name, Fp32Head(head))
@@ -103,8 +103,7 @@ def fp32_product(
 
 def refuse_wrong_head(model: PreTrainedModel, difference: float) -> None:
     """Raises ModelError: log-probs of the head differ from those of the model's own logits."""
-    found = suspects(model.config)
-    named = ", ".join(f"{name} {value}" for name, value in found.items())
+    named = ", ".join(f"{name} {value}" for name, value in suspects(model.config).items())
     raise ModelError(
         f"{_name(model)}: log-probs of the trainer's output head differ from those of the model's "
         f"own logits by up to {difference:.2g} nats, so it would train on wrong ones; "
@@ -117,7 +116,7 @@ def refuse_wrong_head(model: PreTrainedModel, difference: float) -> None:
 
 
 def suspects(config: PreTrainedConfig) -> dict[str, Any]:
-    """Settings that have to do with logits and are set."""
+    """Settings of the configuration that concern logits and have a value."""
     return {
         name: value
         for name, value in config.get_text_config().to_dict().items()
@@ -150,10 +149,10 @@ class PolicyModule(nn.Module):
         head, settings = find_head(model), LogitSettings.of(model.config)
         settings = replace(settings, in_fp32=isinstance(head, Fp32Head))
         self.head = LogprobHead(head, temperature, chunk_tokens, settings)
-        taken = inspect.signature(find_body(model).forward).parameters
-        self._takes_positions = "position_ids" in taken or "kwargs" in taken
+        parameters = inspect.signature(find_body(model).forward).parameters
+        self._takes_positions = "position_ids" in parameters or "kwargs" in parameters
         attention = str(model.config._attn_implementation)
-        self._takes_bounds = "flash" in attention and "kwargs" in taken
+        self._takes_bounds = "flash" in attention and "kwargs" in parameters
 
     def forward(
         self,
@@ -168,42 +167,42 @@ class PolicyModule(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
         have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
-        into one, which the model takes apart by the position ids (`engine.model_trials`). They
-        share prompts if `segments_3RL` says what each position sees (`MicroBatch`).
+        into one, which the model separates by the position ids (`engine.model_trials`). They share
+        prompts if `segments_3RL` says what each position attends to (`MicroBatch`).
 
-        Flash attention gets the `bounds` of packed rows and the `longest` one; it would look for
-        them in the position ids in every layer, and wait for the GPU each time. With
-        `through_logits` they come from the logits of the model's own forward pass."""
-        given: dict[str, Any] = {"input_ids": input_ids_RL, "use_cache": False}
+        Flash attention gets the `bounds` of packed rows and the length of the `longest`; otherwise
+        every layer would compute them from the position ids, and wait for the GPU. With
+        `through_logits` the log-probs come from the logits of the model's own forward pass."""
+        inputs: dict[str, Any] = {"input_ids": input_ids_RL, "use_cache": False}
         if position_ids_RL is not None and self._takes_positions:
-            given["position_ids"] = position_ids_RL
+            inputs["position_ids"] = position_ids_RL
             if bounds is not None and self._takes_bounds:
-                given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-                given |= {"max_length_q": longest, "max_length_k": longest}
+                inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+                inputs |= {"max_length_q": longest, "max_length_k": longest}
         if segments_3RL is not None:
             attention = str(self.model.config._attn_implementation)
-            given["attention_mask"] = segment_mask(segments_3RL, attention, self.model.dtype)
+            inputs["attention_mask"] = segment_mask(segments_3RL, attention, self.model.dtype)
         if through_logits:
-            logits_CV = self.model(**given).logits.flatten(0, 1)[positions_C].float()
+            logits_CV = self.model(**inputs).logits.flatten(0, 1)[positions_C].float()
             return _chunk_logprobs(logits_CV / self.head.temperature, target_ids_C)[:2]
-        hidden_RLH = find_body(self.model)(**given).last_hidden_state
+        hidden_RLH = find_body(self.model)(**inputs).last_hidden_state
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
 
 
 def segment_mask(segments_3RL: torch.Tensor, attention: str, dtype: torch.dtype) -> torch.Tensor:
-    """What transformers' attention takes as a mask of [R, 1, L, L]: each position sees its own
-    segment, that of the rest of its prompt and that of the common prefix, up to itself.
+    """The attention mask [R, 1, L, L] for transformers: each position attends to its own segment,
+    the rest of its prompt and the common prefix, up to itself.
 
-    A mask of booleans for sdpa; for eager, what is added to scores.
+    The mask is boolean for sdpa; for eager it holds what is added to scores.
     """
     own_RL, prompt_RL, prefix_RL = segments_3RL
-    seen_R11L = own_RL[:, None, None, :]
+    key_R11L = own_RL[:, None, None, :]
     own_R1L1, prompt_R1L1, prefix_R1L1 = (
-        each[:, None, :, None] for each in (own_RL, prompt_RL, prefix_RL)
+        segment_RL[:, None, :, None] for segment_RL in (own_RL, prompt_RL, prefix_RL)
     )
-    its_own = (seen_R11L == own_R1L1) | (seen_R11L == prompt_R1L1) | (seen_R11L == prefix_R1L1)
-    place_L = torch.arange(own_RL.shape[1], device=own_RL.device)
-    mask_R1LL = its_own & (place_L <= place_L[:, None])
+    allowed = (key_R11L == own_R1L1) | (key_R11L == prompt_R1L1) | (key_R11L == prefix_R1L1)
+    position_L = torch.arange(own_RL.shape[1], device=own_RL.device)
+    mask_R1LL = allowed & (position_L <= position_L[:, None])
     if attention == "eager":
         lowest = torch.finfo(dtype).min
         return torch.zeros_like(mask_R1LL, dtype=dtype).masked_fill_(~mask_R1LL, lowest)
@@ -211,7 +210,7 @@ def segment_mask(segments_3RL: torch.Tensor, attention: str, dtype: torch.dtype)
 
 
 class LogprobHead(nn.Module):
-    """The output head: from hidden states [C, H] to log-probs and entropies [C].
+    """The output head, which maps hidden states [C, H] to log-probs and entropies [C].
 
     The head works on chunks of `chunk_tokens` completion tokens. With V words in the vocabulary, it
     holds logits for one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
@@ -267,10 +266,10 @@ class LogprobHead(nn.Module):
 class _ChunkedLogprobs(torch.autograd.Function):
     """Log-probs and entropies [C] whose backward pass recomputes the logits of one chunk at a time.
 
-    d log p(target) / d logits is one-hot(target) - softmax, formed in place of the logits; neither
-    entropies nor normalisers are computed twice, as `torch.utils.checkpoint` would. The gradient of
-    the weight is summed over chunks in one fp32 buffer, also in bfloat16. The products of the
-    backward pass are in the weight's precision, also with logits `in_fp32`.
+    d log p(target) / d logits is one-hot(target) - softmax, computed in the memory of the logits.
+    Unlike `torch.utils.checkpoint`, it computes neither entropies nor normalisers twice. The
+    gradient of the weight is summed over chunks in one fp32 buffer, also in bfloat16. The products
+    of the backward pass are in the weight's precision, also with logits `in_fp32`.
     """
 
     @staticmethod
@@ -352,7 +351,7 @@ def _in_chunks(
 
 
 def _multiplier(weight_VH: torch.Tensor, settings: LogitSettings) -> torch.Tensor:
-    """The weight; where `fp32_product` would copy it for every chunk, the copy."""
+    """The weight, or its fp32 copy if `fp32_product` would otherwise copy it for every chunk."""
     return weight_VH if weight_VH.is_cuda or not settings.in_fp32 else weight_VH.float()
 
 
@@ -363,8 +362,8 @@ def _logits(
     settings: LogitSettings,
     temperature: float,
 ) -> torch.Tensor:
-    """fp32 [C, V]: logits of the sampling distribution. Scale and cap in the precision of the
-    product, as in the model's own forward pass."""
+    """Logits of the sampling distribution, fp32 [C, V]. Scale and cap are applied in the precision
+    of the product, as in the model's own forward pass."""
     multiply = fp32_product if settings.in_fp32 else F.linear
     logits_CV = multiply(hidden_CH, weight_VH, bias_V)
     if settings.scale != 1.0:
@@ -388,11 +387,11 @@ def _chunk_logprobs(
     logits_CV: torch.Tensor, target_ids_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     log_normalizers_C = torch.logsumexp(logits_CV, dim=-1)
-    chosen_C = logits_CV.gather(-1, target_ids_C.unsqueeze(-1)).squeeze(-1)
+    target_logits_C = logits_CV.gather(-1, target_ids_C.unsqueeze(-1)).squeeze(-1)
     with torch.no_grad():
         terms_CV = (logits_CV - log_normalizers_C.unsqueeze(-1)).exp_().mul_(logits_CV)
         entropies_C = log_normalizers_C - terms_CV.sum(-1)
-    return chosen_C - log_normalizers_C, entropies_C, log_normalizers_C
+    return target_logits_C - log_normalizers_C, entropies_C, log_normalizers_C
 
 
 def _logprobs(
@@ -438,7 +437,7 @@ def _logit_gradient(
 
 
 class Chunks(NamedTuple):
-    """What the head computes of a chunk of tokens, forward and backward."""
+    """The functions that the head runs on a chunk of tokens, forward and backward."""
 
     logprobs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     gradient: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -449,15 +448,15 @@ PLAIN_CHUNKS = Chunks(_logprobs, _logit_gradient)
 
 @cache
 def compiled_chunks() -> Chunks:
-    """Passes over the logits are fused; the product before them is as it was."""
+    """The functions compiled by torch: it fuses passes over the logits, and leaves the product."""
     return Chunks(
         torch.compile(_logprobs, dynamic=True), torch.compile(_logit_gradient, dynamic=True)
     )
 
 
 def _add_product(total_VH: torch.Tensor, left_Vc: torch.Tensor, right_cH: torch.Tensor) -> None:
-    """`total += left @ right`, where `total` is fp32; in blocks of words if a product would be in
-    another dtype, and as large as the weight."""
+    """Add `left @ right` to `total` (fp32); in blocks of words if the product is in another dtype,
+    so that it never takes the memory of a whole weight."""
     if left_Vc.dtype == total_VH.dtype:
         total_VH.addmm_(left_Vc, right_cH)
         return

@@ -1,4 +1,4 @@
-"""This rank's device, and its process group as DeepSpeed uses it."""
+"""Sets up this rank: its device, and the process groups that DeepSpeed uses."""
 
 import datetime
 import os
@@ -19,15 +19,15 @@ from grpo_replay.terminal.quiet import loading_libraries
 
 def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
     """The device of this rank. Raises LaunchError if it should be a GPU that torch does not see."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if settings.device == "cpu" or (settings.device == "auto" and not found):
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if settings.device == "cpu" or (settings.device == "auto" and not gpus):
         return torch.device("cpu")
-    if local_rank >= found:
+    if local_rank >= gpus:
         cuda = torch.version.cuda
         built = "built without CUDA" if cuda is None else f"built for CUDA {cuda}"
         raise LaunchError(
             f"engine.device {settings.device}: local rank {local_rank} needs GPU {local_rank}, and "
-            f"torch {torch.__version__} ({built}) sees {found}: start "
+            f"torch {torch.__version__} ({built}) sees {gpus}: start "
             "fewer ranks, set engine.device cpu, or look at nvidia-smi (a build for CUDA 13 needs "
             "driver 580 or newer) and CUDA_VISIBLE_DEVICES"
         )
@@ -35,7 +35,7 @@ def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
 
 
 def memory_of_gpu(device: torch.device) -> int | None:
-    """Bytes; None for a CPU."""
+    """Memory of a GPU in bytes; None for a CPU."""
     if device.type == "cpu":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,5 +1,5 @@
-"""The policy of a checkpoint, read again: whole weights in model/, or with LoRA the adapters in
-adapter/, which belong to the base that the run's recipe names."""
+"""Writes and reads the policy of a checkpoint: whole weights in model/, or with LoRA adapters in
+adapter/, which belong to the base model of the run's recipe."""
 
 import copy
 import json
@@ -30,8 +30,8 @@ _CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
 def write_model(
     folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> None:
-    """Write weights of the model's names in Hugging Face format. `dtype` is theirs, if they have
-    another than the model's."""
+    """Write weights, by their names in the model, in Hugging Face format. `dtype` is the weights'
+    dtype if it is not the model's."""
     model.save_pretrained(folder, state_dict=state)
     if dtype is not None:
         config = copy.deepcopy(model.config)
@@ -55,29 +55,31 @@ def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _older_names(model: PreTrainedModel, saved: dict[str, Any]) -> dict[str, Any]:
-    """Settings under names that transformers 5 drops: without them transformers 4 takes its own
-    defaults, without a word. They are those of the model's own config.json; of rotary embeddings
-    those that transformers 5 reads as `rope_parameters`."""
+    """Settings under the names of transformers 4, which transformers 5 drops: without them
+    transformers 4 silently takes its defaults. The names are those of the model's own config.json;
+    for rotary embeddings those that transformers 5 reads as the same `rope_parameters`."""
     config, own = model.config, getattr(model, OWN_SETTINGS, {})
-    gone = {name: value for name, value in own.items() if name not in saved}
-    older = {name: getattr(config, name) for name in gone if name in config.attribute_map}
+    dropped = {name: value for name, value in own.items() if name not in saved}
+    older = {name: getattr(config, name) for name in dropped if name in config.attribute_map}
     if "dtype" in saved:
         older["torch_dtype"] = saved["dtype"]
     settings = config.to_dict()
-    now = settings.pop("rope_parameters", None)
-    rotary = {name: value for name, value in gone.items() if "rope" in name or "rotary" in name}
-    for names in (rotary, _rotary_names(now or {})):
-        again = type(config).from_dict(copy.deepcopy(settings | names)).to_dict()
-        if again.get("rope_parameters") == now:
+    rope = settings.pop("rope_parameters", None)
+    rotary = {name: value for name, value in dropped.items() if "rope" in name or "rotary" in name}
+    for names in (rotary, _rotary_names(rope or {})):
+        reloaded = type(config).from_dict(copy.deepcopy(settings | names)).to_dict()
+        if reloaded.get("rope_parameters") == rope:
             return older | names
     return older
 
 
-def _rotary_names(now: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of one kind for all layers, as transformers 4 names them."""
-    outside = {name: now[name] for name in ("rope_theta", "partial_rotary_factor") if name in now}
-    scaling = {name: value for name, value in now.items() if name not in outside}
-    return outside | {"rope_scaling": None if now.get("rope_type") == "default" else scaling}
+def _rotary_names(rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` that all layers share, under the names of transformers 4."""
+    top_level = {
+        name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope
+    }
+    scaling = {name: value for name, value in rope.items() if name not in top_level}
+    return top_level | {"rope_scaling": None if rope.get("rope_type") == "default" else scaling}
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -88,8 +90,8 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
     """The adapters in a folder of peft's format, by their names in the model, in float32."""
-    found = load_file(folder / "adapter_model.safetensors")
-    return {_name_in_model(name): tensor.float() for name, tensor in found.items()}
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return {_name_in_model(name): tensor.float() for name, tensor in tensors.items()}
 
 
 def _name_in_model(name: str) -> str:
@@ -99,19 +101,19 @@ def _name_in_model(name: str) -> str:
 
 def adapted_policy(recipe: Recipe, checkpoint: Path) -> PreTrainedModel:
     """The recipe's model with the adapters of a checkpoint, on the CPU. Raises ModelError if it is
-    another model than the run began with."""
+    not the model that the run began with."""
     policy = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
     refuse_other_base(recipe.model, read_state(checkpoint).base, base_digest(policy))
     LoraAdapters.attach(policy, recipe.model.lora, recipe.run.seed)
-    own = pushed_weights(policy)
+    adapters = pushed_weights(policy)
     with torch.no_grad():
         for name, tensor in read_adapter(checkpoint / ADAPTER_FOLDER).items():
-            own[name].copy_(tensor)
+            adapters[name].copy_(tensor)
     return policy.eval()
 
 
 def adapted_tensors(recipe: Recipe, checkpoint: Path) -> NamedTensors:
-    """What brings the recipe's sampler the adapters of a checkpoint, as a run would."""
+    """The tensors of a push that gives the sampler the adapters of a checkpoint."""
     policy = adapted_policy(recipe, checkpoint)
     if recipe.pushes_adapters:
         return pushed_weights(policy).items()
@@ -119,7 +121,8 @@ def adapted_tensors(recipe: Recipe, checkpoint: Path) -> NamedTensors:
 
 
 class PlainPolicy:
-    """The policy of a checkpoint, or without one the model that the run began with, on the CPU."""
+    """The policy of a checkpoint on the CPU; without a checkpoint, the model that the run began
+    with."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path | None) -> None:
         if checkpoint is not None and (checkpoint / ADAPTER_FOLDER).is_dir():
@@ -138,11 +141,11 @@ class PlainPolicy:
         ids = np.concatenate([prompt_token_ids, completion_token_ids]).astype(np.int64)
         inputs, targets = torch.from_numpy(ids)[None], torch.from_numpy(ids[-completion:])
         logits_TV = self._model(input_ids=inputs, logits_to_keep=completion + 1).logits[0, :-1]
-        chosen, entropies = [], []
-        for some_TV, some_T in zip(
+        target_logprobs, entropies = [], []
+        for chunk_TV, targets_T in zip(
             logits_TV.split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
         ):
-            logprobs_TV = torch.log_softmax(some_TV.double() / temperature, dim=-1)
-            chosen.append(logprobs_TV.gather(1, some_T[:, None])[:, 0])
+            logprobs_TV = torch.log_softmax(chunk_TV.double() / temperature, dim=-1)
+            target_logprobs.append(logprobs_TV.gather(1, targets_T[:, None])[:, 0])
             entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
-        return torch.cat(chosen).numpy(), torch.cat(entropies).numpy()
+        return torch.cat(target_logprobs).numpy(), torch.cat(entropies).numpy()

@@ -1,10 +1,10 @@
-"""Which rollouts of a mini-batch are computed behind one copy of their prompt, or of the tokens
-with which their prompts begin.
+"""Shared prompts: several rollouts of a mini-batch computed after one copy of their prompt, or of
+the common prefix of their prompts.
 
-P prompt tokens and n completions of T tokens are P + n·T positions in one sequence, and n·(P + T)
-in sequences of their own. Prompts that begin with the same F tokens (examples, instructions,
-tools) are F + n·(P - F + T) behind them. Each completion sees its prompt and itself, at the
-positions it would have alone, so all are the same function. numpy only.
+A prompt of P tokens and n completions of T tokens take P + n·T positions in one sequence, and
+n·(P + T) in sequences of their own. Prompts with a common prefix of F tokens (examples,
+instructions, tools) take F + n·(P - F + T). Each completion attends to its prompt and itself, at
+the positions that it would have alone, so the function is the same. numpy only.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +18,9 @@ from grpo_replay.replay.batch import TrainRow
 
 LEAST_SAVING = 0.3
 """Share of a mini-batch's cost that sharing must save. Below it, masks cost what tokens save."""
+
+Grouping = list[list[int]]
+"""The row indices of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,171 +48,173 @@ def pairs_per_token(attention: str, hidden_size: int) -> float | None:
 
 
 class Lengths:
-    """Numbers of tokens of a mini-batch's rows, of their prompts, and of what prompts have in
-    common: planning asks for sums of them thousands of times."""
+    """Token counts of a mini-batch's rows, prompts and common prefixes, computed once: planning
+    sums them thousands of times."""
 
     def __init__(self, rows: Sequence[TrainRow]) -> None:
         prompts = {row.prompt_token_ids.tobytes(): row.prompt_token_ids for row in rows}
-        place = {prompt: index for index, prompt in enumerate(sorted(prompts))}
+        index_of = {prompt: index for index, prompt in enumerate(sorted(prompts))}
         self.completions = [len(row.completion_token_ids) for row in rows]
-        self.prompt_of = [place[row.prompt_token_ids.tobytes()] for row in rows]
-        """Of each row. Prompts are sorted, so that those that begin alike are neighbours."""
-        self.prompts = [len(prompts[prompt]) for prompt in place]
-        self.common = [_same_tokens(prompts[one], prompts[other]) for one, other in pairwise(place)]
-        """With how many tokens each prompt and the next one begin alike."""
+        self.prompt_of = [index_of[row.prompt_token_ids.tobytes()] for row in rows]
+        """Prompt index of each row. Prompts are sorted, so neighbours have common prefixes."""
+        self.prompts = [len(prompts[prompt]) for prompt in index_of]
+        self.common = [
+            _same_tokens(prompts[one], prompts[following]) for one, following in pairwise(index_of)
+        ]
+        """Length of the common prefix of each prompt and the following one."""
         self.rows = [
             self.prompts[prompt] + completion
             for prompt, completion in zip(self.prompt_of, self.completions, strict=True)
         ]
 
-    def of_completions(self, sequence: Sequence[int]) -> int:
+    def completion_tokens(self, sequence: Sequence[int]) -> int:
+        """Number of completion tokens of these rows."""
         return sum([self.completions[row] for row in sequence])
 
-    def of_prefix(self, sequence: Sequence[int]) -> int:
-        """Number of tokens with which all prompts of the rows begin; all of a single prompt."""
-        return self._of_prefix({self.prompt_of[row] for row in sequence})
+    def prefix_tokens(self, sequence: Sequence[int]) -> int:
+        """Length of the common prefix of the rows' prompts; all of it if they have one prompt."""
+        return self._prefix_tokens({self.prompt_of[row] for row in sequence})
 
-    def of_sequence(self, sequence: Sequence[int]) -> int:
-        """Positions of a sequence: what its prompts begin with once, the rest of each prompt once,
-        and every completion."""
+    def sequence_tokens(self, sequence: Sequence[int]) -> int:
+        """Positions of a sequence: the common prefix of its prompts once, the rest of each prompt
+        once, and every completion."""
         if len(sequence) == 1:
             return self.rows[sequence[0]]
         prompts = {self.prompt_of[row] for row in sequence}
         all_prompts = sum([self.prompts[prompt] for prompt in prompts])
-        shared = self._of_prefix(prompts) * (len(prompts) - 1)
-        return all_prompts - shared + self.of_completions(sequence)
+        saved = self._prefix_tokens(prompts) * (len(prompts) - 1)
+        return all_prompts - saved + self.completion_tokens(sequence)
 
-    def _of_prefix(self, prompts: set[int]) -> int:
+    def _prefix_tokens(self, prompts: set[int]) -> int:
         first, last = min(prompts), max(prompts)
         return min(self.common[first:last], default=self.prompts[first])
 
 
-def sequences_of(lengths: Lengths, layout: Layout, ranks: int) -> list[list[int]]:
-    """The rows of each sequence: one row, or several whose prompts begin with the same tokens.
-    Rows of the same prompt are neighbours.
+def group_rows(lengths: Lengths, layout: Layout, ranks: int) -> Grouping:
+    """Group the rows of a mini-batch into sequences: single rows, or several rows whose prompts
+    have a common prefix. Rows of the same prompt are neighbours.
 
     Prompts are shared where that saves `LEAST_SAVING` of the whole mini-batch's cost. A sequence
     of several rows is no longer than `max_tokens`, and is split where that balances the ranks.
     """
-    alone = [[row] for row in range(len(lengths.rows))]
-    if layout.pairs_per_token is None or not alone:
-        return alone
+    single_rows = [[row] for row in range(len(lengths.rows))]
+    if layout.pairs_per_token is None or not single_rows:
+        return single_rows
     total = sum(lengths.rows)
     if total - _fewest_tokens(lengths) < LEAST_SAVING * total:
-        return alone
+        return single_rows
     pairs, limit = layout.pairs_per_token, layout.max_tokens
 
-    def cheapest(ways: Iterable[list[list[int]]]) -> list[list[int]]:
-        return min(ways, key=lambda sequences: _costs(sequences, lengths, pairs))
+    def cheapest(candidates: Iterable[Grouping]) -> Grouping:
+        return min(candidates, key=lambda sequences: _cost(sequences, lengths, pairs))
 
-    groups = _rows_by_prompt(lengths)
-    of_prompts = [part for group in groups for part in cheapest(_splits(group, lengths, limit))]
-    shared = cheapest(_joins(of_prompts, lengths, limit, ranks))
-    if _costs(shared, lengths, pairs) > (1 - LEAST_SAVING) * _costs(alone, lengths, pairs):
-        return alone
-    return _balanced(shared, lengths, ranks)
+    by_prompt = _rows_by_prompt(lengths)
+    parts = [part for rows in by_prompt for part in cheapest(_splits(rows, lengths, limit))]
+    shared = cheapest(_joins(parts, lengths, limit, ranks))
+    if _cost(shared, lengths, pairs) > (1 - LEAST_SAVING) * _cost(single_rows, lengths, pairs):
+        return single_rows
+    return _balance(shared, lengths, ranks)
 
 
-def deal(sequences: Sequence[list[int]], lengths: Lengths, ranks: int) -> list[list[int]]:
-    """Indices of each rank's sequences, the longest first.
+def assign_to_ranks(sequences: Grouping, lengths: Lengths, ranks: int) -> Grouping:
+    """Assign sequences to ranks: the indices of each rank's sequences, the longest first.
 
-    Single rows go round in snake order, so that all ranks get similar lengths; sequences of several
-    rows differ more, and each goes to the rank with the fewest tokens so far.
+    Single rows are assigned in snake order, so that all ranks get similar lengths. Sequences of
+    several rows differ more, so each goes to the rank with the fewest tokens so far.
     """
-    tokens = list(map(lengths.of_sequence, sequences))
-    order = sorted(range(len(sequences)), key=lambda i: (-tokens[i], sequences[i][0]))
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = list(map(lengths.sequence_tokens, sequences))
+    longest_first = sorted(range(len(sequences)), key=lambda i: (-tokens[i], sequences[i][0]))
+    assigned: Grouping = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    shares = any(len(sequence) > 1 for sequence in sequences)
-    for position, index in enumerate(order):
-        turn, seat = divmod(position, ranks)
-        snake = seat if turn % 2 == 0 else ranks - 1 - seat
-        rank = loads.index(min(loads)) if shares else snake
-        dealt[rank].append(index)
+    has_shared_prompts = any(len(sequence) > 1 for sequence in sequences)
+    for position, index in enumerate(longest_first):
+        turn, offset = divmod(position, ranks)
+        snake = offset if turn % 2 == 0 else ranks - 1 - offset
+        rank = loads.index(min(loads)) if has_shared_prompts else snake
+        assigned[rank].append(index)
         loads[rank] += tokens[index]
-    return dealt
+    return assigned
 
 
-def _balanced(sequences: list[list[int]], lengths: Lengths, ranks: int) -> list[list[int]]:
-    """The sequences, the longest one halved as long as the busiest rank then has fewer tokens."""
+def _balance(sequences: Grouping, lengths: Lengths, ranks: int) -> Grouping:
+    """Halve the longest sequence as long as that lowers the largest number of tokens of a rank."""
 
-    def busiest(of: list[list[int]]) -> int:
-        dealt = deal(of, lengths, ranks)
-        return max(sum(lengths.of_sequence(of[index]) for index in its) for its in dealt)
+    def max_load(candidate: Grouping) -> int:
+        assigned = assign_to_ranks(candidate, lengths, ranks)
+        return max(sum(lengths.sequence_tokens(candidate[i]) for i in rank) for rank in assigned)
 
     while ranks > 1:
         longest = max(
-            sequences, key=lambda sequence: (len(sequence) > 1, lengths.of_sequence(sequence))
+            sequences, key=lambda sequence: (len(sequence) > 1, lengths.sequence_tokens(sequence))
         )
         if len(longest) == 1:
             break
         others = [sequence for sequence in sequences if sequence is not longest]
         halved = [*others, *_halves(longest, lengths)]
-        if busiest(halved) >= busiest(sequences):
+        if max_load(halved) >= max_load(sequences):
             break
         sequences = halved
     return sequences
 
 
 def _halves(sequence: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
-    """Rows of several prompts are cut in the middle; those of one prompt, the longest first, are
-    dealt in turn."""
+    """Cut rows of several prompts in the middle; give rows of one prompt, which are sorted by
+    length, to both halves in turn."""
     if len({lengths.prompt_of[row] for row in sequence}) > 1:
         middle = len(sequence) // 2
         return sequence[:middle], sequence[middle:]
     return sequence[::2], sequence[1::2]
 
 
-def _rows_by_prompt(lengths: Lengths) -> list[list[int]]:
+def _rows_by_prompt(lengths: Lengths) -> Grouping:
     """The rows of each prompt, the longest first."""
-    groups: list[list[int]] = [[] for _ in lengths.prompts]
+    groups: Grouping = [[] for _ in lengths.prompts]
     for row in sorted(range(len(lengths.rows)), key=lambda row: -lengths.rows[row]):
         groups[lengths.prompt_of[row]].append(row)
     return groups
 
 
 def _fewest_tokens(lengths: Lengths) -> int:
-    """Positions if every token that prompts begin with were computed once (the nodes of their
-    prefix tree), and every completion."""
+    """Positions if every common prefix were computed once (the nodes of the prompts' prefix tree),
+    and every completion."""
     return sum(lengths.prompts) - sum(lengths.common) + sum(lengths.completions)
 
 
-def _splits(group: Sequence[int], lengths: Lengths, limit: int) -> Iterator[list[list[int]]]:
-    """Ways to spread a prompt's rows over sequences of at most `limit` tokens: over 1, 2, 3, 4, 6,
-    9, …, and over as many as there are rows."""
-    for count in _counts(len(group)):
-        parts = [list(group[start::count]) for start in range(count)]
-        if all(len(part) == 1 or lengths.of_sequence(part) <= limit for part in parts):
+def _splits(rows: Sequence[int], lengths: Lengths, limit: int) -> Iterator[Grouping]:
+    """Candidates for splitting a prompt's rows into sequences of at most `limit` tokens: into 1, 2,
+    3, 4, 6, 9, … sequences, and into one for each row."""
+    for count in _counts(len(rows)):
+        parts = [list(rows[start::count]) for start in range(count)]
+        if all(len(part) == 1 or lengths.sequence_tokens(part) <= limit for part in parts):
             yield parts
-    yield [[row] for row in group]
+    yield [[row] for row in rows]
 
 
-def _joins(
-    sequences: list[list[int]], lengths: Lengths, limit: int, ranks: int
-) -> Iterator[list[list[int]]]:
-    """Ways to join neighbours to sequences of at most `limit` tokens: as they are, and to 1, 2, 3,
-    4, 6, 9, … for each rank, with about the same number of completion tokens."""
+def _joins(sequences: Grouping, lengths: Lengths, limit: int, ranks: int) -> Iterator[Grouping]:
+    """Candidates for joining neighbours to sequences of at most `limit` tokens: none joined, and
+    joined to 1, 2, 3, 4, 6, 9, … per rank, with about the same number of completion tokens."""
     yield sequences
-    ends = np.cumsum(list(map(lengths.of_completions, sequences)))
-    for each_rank in _counts(-(-len(sequences) // ranks)):
-        count = each_rank * ranks
+    ends = np.cumsum(list(map(lengths.completion_tokens, sequences)))
+    for per_rank in _counts(-(-len(sequences) // ranks)):
+        count = per_rank * ranks
         cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right")
         bounds = [0, *cuts.tolist(), len(sequences)]
         runs = (sequences[start:end] for start, end in pairwise(bounds) if start < end)
         joined = [list(chain.from_iterable(run)) for run in runs]
-        if all(len(each) == 1 or lengths.of_sequence(each) <= limit for each in joined):
+        if all(len(rows) == 1 or lengths.sequence_tokens(rows) <= limit for rows in joined):
             yield joined
 
 
-def _counts(most: int) -> Iterator[int]:
+def _counts(limit: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 9, … below the limit: each 1.5 times the one before, rounded down."""
     count = 1
-    while count < most:
+    while count < limit:
         yield count
         count += max(1, count // 2)
 
 
 def common_prefix(prompts: Sequence[np.ndarray]) -> int:
-    """Number of tokens with which all prompts begin; all of them if there is one prompt."""
+    """Length of the common prefix of all prompts; all of it if there is one prompt."""
     first = prompts[0]
     return reduce(lambda least, other: min(least, _same_tokens(first, other)), prompts, len(first))
 
@@ -220,11 +225,12 @@ def _same_tokens(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _costs(sequences: Sequence[Sequence[int]], lengths: Lengths, pairs_per_token: float) -> float:
-    """In tokens. Attention compares half of all pairs of one row, and with a mask all of them."""
+def _cost(sequences: Sequence[Sequence[int]], lengths: Lengths, pairs_per_token: float) -> float:
+    """Cost of a forward pass, in tokens. Attention compares half of all pairs of positions in a
+    single row, and all of them with a mask."""
     cost = 0.0
     for sequence in sequences:
-        tokens = lengths.of_sequence(sequence)
+        tokens = lengths.sequence_tokens(sequence)
         pairs = tokens**2 if len(sequence) > 1 else tokens**2 / 2
         cost += tokens + pairs / pairs_per_token
     return cost

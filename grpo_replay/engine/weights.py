@@ -1,9 +1,9 @@
-"""The tensors of a complete set of weights, by their Hugging Face names: which they are, the check
-that a sync delivers all of them, whole ones of a model that DeepSpeed may have sharded, and LoRA.
+"""Weights by their Hugging Face names: the names of a complete set, the check that a sync delivers
+all of them, gathering from a model that DeepSpeed has sharded, and LoRA.
 
 A sampler that misses a tensor keeps its old one without an error: after a push without the tied
 output head, the mean gap was 0.2 nats. So names, shapes and precision of what arrives are compared
-with the model's configuration before a new policy version is published.
+with the model's configuration before a new policy version is used.
 
 LoRA (Hu et al., arXiv 2106.09685) with peft: trained adapters on a frozen base. The adapters of a
 linear layer W are A [r, in] and B [out, r]; the layer computes x·Wᵀ + (α/r)·x·Aᵀ·Bᵀ. B starts at
@@ -39,7 +39,7 @@ MISSING_PEFT = "model.lora needs peft, which is not installed: pip install 'grpo
 
 
 class LoraAdapters:
-    """The adapters of a model, in place."""
+    """The LoRA adapters on a model's layers, which are changed in place."""
 
     def __init__(self, wrapped: Any) -> None:
         """`wrapped` is peft's model around the policy."""
@@ -47,15 +47,15 @@ class LoraAdapters:
 
         self._wrapped, self.config = wrapped, wrapped.peft_config[ADAPTER]
         self.parameters = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-        self._layers = [each for each in wrapped.modules() if isinstance(each, LoraLayer)]
+        self._layers = [layer for layer in wrapped.modules() if isinstance(layer, LoraLayer)]
 
     @classmethod
     def attach(cls, model: PreTrainedModel, settings: LoraSection, seed: int) -> "LoraAdapters":
         """Freeze a model and put adapters on its linear layers. A is a function of `seed`; the
-        global random state is left as it was.
+        global random state does not change.
 
         Raises RecipeError if peft is not installed, for a target that the model does not have, and
-        for what a pair of A and B on an unchanged base does not express.
+        for settings that a pair of A and B on an unchanged base cannot express.
         """
         try:
             from peft import get_peft_model
@@ -71,14 +71,14 @@ class LoraAdapters:
         return cls(wrapped)
 
     def set_dropout(self, active: bool) -> None:
-        """Dropout is for updates: log-probs are those of the policy that is pushed."""
+        """Switch dropout on or off. It is for updates alone: log-probs are the pushed policy's."""
         for layer in self._layers:
             layer.lora_dropout.train(active)
 
     @contextmanager
     def dropout(self, seed: int, device: torch.device) -> Iterator[None]:
-        """Within, dropout is active, with masks that are a function of `seed`; the global random
-        state is afterwards as it was."""
+        """A context in which dropout is active, with masks that are a function of `seed`; the
+        global random state is restored afterwards."""
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -90,8 +90,8 @@ class LoraAdapters:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Within, the model computes as the base. Every module runs all the same, because under
-        ZeRO-3 the modules must run in the same order each time."""
+        """A context in which the model computes like the base. All modules run nevertheless,
+        because ZeRO-3 needs the same order of modules each time."""
         scalings = [dict(layer.scaling) for layer in self._layers]
         try:
             for layer in self._layers:
@@ -102,27 +102,28 @@ class LoraAdapters:
                 layer.scaling.update(scaling)
 
     def save(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write adapters in peft's format. `tensors` are all of them, in full, by their names in
-        the model."""
+        """Write the adapters in peft's format, from all of their full tensors by their names in the
+        model."""
         state = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         self._wrapped.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 @contextmanager
 def refused_as(section: str) -> Iterator[None]:
-    """Within, what a library says against its settings becomes a RecipeError of that section."""
+    """A context in which a library's error about its settings becomes a RecipeError that names
+    their section."""
     try:
         yield
     except ValidationError as error:
-        each = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise RecipeError(f"{section}: {'; '.join(each)}; correct or remove it") from error
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise RecipeError(f"{section}: {'; '.join(problems)}; correct or remove it") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{section}: {error}; correct or remove it") from error
 
 
 def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
     """peft's configuration of adapters on the layers `targets`. Raises RecipeError for settings
-    that peft does not take."""
+    that peft refuses."""
     from peft import LoraConfig
 
     with refused_as("model.lora"):
@@ -132,13 +133,14 @@ def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
 
 
 def _refuse_other_adapters(model: nn.Module) -> None:
-    """Raises RecipeError for what is no A and B of a linear layer (DoRA's magnitudes, biases), and
-    for adapters that do not begin as the base (PiSSA, OLoRA), which they would change."""
+    """Raises RecipeError for trainable parameters other than A and B of a linear layer (DoRA's
+    magnitudes, biases), and for adapters that change the base at the start (PiSSA, OLoRA)."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_adapter(name):
             raise RecipeError(
                 f"model.lora: its settings train {name}; samplers and checkpoints get A and B of "
-                "linear layers alone: remove use_dora, bias, lora_bias or what else asks for it"
+                "linear layers alone: remove use_dora, bias, lora_bias or the setting that asks "
+                "for it"
             )
         if f".lora_B.{ADAPTER}." in name and not parameter.is_meta and parameter.any():
             raise RecipeError(
@@ -148,50 +150,53 @@ def _refuse_other_adapters(model: nn.Module) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is of an adapter."""
+    """Whether a parameter of this name belongs to an adapter."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
-def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
-    """The last names of the linear layers that get adapters: `wanted`, or all but the head."""
+def lora_targets(model: PreTrainedModel, targets: Sequence[str] | None) -> list[str]:
+    """The last names of the linear layers that get adapters: `targets`, or all but the head."""
     head = model.get_output_embeddings()
-    found = {
+    available = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    for target in wanted or ():
-        if target not in found:
+    for target in targets or ():
+        if target not in available:
             raise RecipeError(
                 f"model.lora.target_modules: {target!r} is no linear layer of the model that can "
-                f"have adapters{did_you_mean(target, found)}; there are: {', '.join(sorted(found))}"
+                f"have adapters{did_you_mean(target, available)}; there are: "
+                f"{', '.join(sorted(available))}"
             )
-    return sorted(found if wanted is None else set(wanted))
+    return sorted(available if targets is None else set(targets))
 
 
 def parameter_counts(model: ModelSection) -> tuple[int, int] | None:
-    """Parameters of the model and of LoRA's adapters, by its configuration alone. None for a model
-    that only its weights make."""
+    """Numbers of parameters of the model and of its LoRA adapters, from its configuration alone.
+    None for a model that cannot be built without its weights."""
     try:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
     except (RuntimeError, ValueError, LookupError, AttributeError, TypeError, ImportError):
         return None
-    whole = sum(each.numel() for each in empty.parameters())
-    return whole, 0 if model.lora.r is None else sum(
-        model.lora.r * (layer.in_features + layer.out_features)
-        for layer in adapted_layers(empty, model.lora.target_modules).values()
+    model_parameters = sum(parameter.numel() for parameter in empty.parameters())
+    if model.lora.r is None:
+        return model_parameters, 0
+    layers = adapted_layers(empty, model.lora.target_modules).values()
+    return model_parameters, sum(
+        model.lora.r * (layer.in_features + layer.out_features) for layer in layers
     )
 
 
-def adapted_layers(model: PreTrainedModel, wanted: Sequence[str] | None) -> dict[str, nn.Linear]:
-    """The linear layers that get adapters, by their names."""
-    targets, head = lora_targets(model, wanted), model.get_output_embeddings()
+def adapted_layers(model: PreTrainedModel, targets: Sequence[str] | None) -> dict[str, nn.Linear]:
+    """The linear layers that get adapters, by their full names."""
+    last_names, head = lora_targets(model, targets), model.get_output_embeddings()
     return {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and layer is not head
-        and name.rpartition(".")[2] in targets
+        and name.rpartition(".")[2] in last_names
     }  # fmt: skip
 
 
@@ -201,7 +206,8 @@ MOST_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The tensors of one policy: parameters under every name they have, and persistent buffers."""
+    """Shapes and precision of a policy's tensors: parameters under all of their names, and
+    persistent buffers."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
@@ -209,7 +215,7 @@ class ExpectedWeights:
 
     @property
     def bytes_needed(self) -> int:
-        """Size of a complete set in the policy's precision, tied tensors under every name."""
+        """Bytes of a complete set in the policy's precision; a tied tensor counts for each name."""
         return sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
 
 
@@ -223,7 +229,8 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
 
 
 def expected_adapters(model: ModelSection) -> tuple[ExpectedWeights, Any]:
-    """The adapters of the model, likewise, and peft's configuration of them. Raises RecipeError."""
+    """The tensors of a complete set of adapters, from the model's configuration alone, and peft's
+    configuration of them. Raises RecipeError."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             load_config(model), trust_remote_code=model.trust_remote_code
@@ -243,27 +250,27 @@ def write_adapters(folder: Path, named_tensors: NamedTensors, config: Any) -> No
 
 
 def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
-    """The tensors of a complete update (`pushed_weights`) of a model that is not sharded."""
+    """The tensors of a complete push (`pushed_weights`) of a model that is not sharded."""
     shapes = {name: tuple(tensor.shape) for name, tensor in pushed_weights(model).items()}
     return ExpectedWeights(shapes, dtype)
 
 
 def pushed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model that an update replaces: its adapters if it has any, else all."""
+    """The tensors of a model that a push replaces: its adapters if it has any, else all."""
     named = dict(named_weights(model))
-    return {name: each for name, each in named.items() if is_adapter(name)} or named
+    return {name: tensor for name, tensor in named.items() if is_adapter(name)} or named
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """For tensors with several names: each further name -> the first name."""
+    """Map the further names of tied tensors to their first name."""
     firsts: dict[int, str] = {}
-    names = {name: firsts.setdefault(id(each), name) for name, each in named_weights(model)}
+    names = {name: firsts.setdefault(id(tensor), name) for name, tensor in named_weights(model)}
     return {name: first for name, first in names.items() if name != first}
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A complete set of weights of a whole model: its parameters under every name they have, and
-    its persistent buffers. `named_parameters()` alone yields a tied tensor once."""
+    """A complete set of a model's weights: its parameters under all of their names, and its
+    persistent buffers. `named_parameters()` alone yields a tied tensor once."""
     yield from model.named_parameters(remove_duplicate=False)
     persistent = set(model.state_dict())
     for name, buffer in model.named_buffers():
@@ -272,10 +279,10 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class CheckedWeights:
-    """Yields the tensors that fit, and collects everything else in `problems`.
+    """Yields the tensors that are as expected, and collects `problems` of the others.
 
     Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
-    leaves a collective gather early; after it `problems` also names what never arrived.
+    leaves a collective gather early; after it `problems` also names the missing tensors.
     """
 
     def __init__(self, named_tensors: NamedTensors, expected: ExpectedWeights) -> None:
@@ -294,7 +301,7 @@ class CheckedWeights:
                 yield name, tensor
 
     def drain(self) -> None:
-        """Exhaust the source; tensors that did not come are then problems."""
+        """Exhaust the source; missing tensors are then problems."""
         for _ in self:
             pass
         missing = [name for name in self._expected.shapes if name not in self._seen]
@@ -316,7 +323,7 @@ class CheckedWeights:
 
 
 def refuse_problems(problems: Sequence[str], version: int) -> None:
-    """Raises SamplerError that names the first problems and counts the rest, if there are any."""
+    """Raises SamplerError if there are problems: names the first ones and counts the rest."""
     if not problems:
         return
     named = "; ".join(problems[:MOST_PROBLEMS])
@@ -331,39 +338,38 @@ def _short(dtype: torch.dtype) -> str:
 
 NamedTensor = tuple[str, torch.Tensor]
 BASE_LAYER = ".base_layer."
-"""In the name of a weight that peft has put adapters on."""
+"""Part of the name of a weight that peft has put adapters on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
-    """A weight and the tensors it is made of: itself, or W, A and B to be merged."""
+    """A weight and its tensors: itself alone, or W, A and B to be merged."""
 
     name: str
     tensors: tuple[torch.Tensor, ...]
     scaling: float = 0.0
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight, in its own precision or `dtype`; merged in fp32."""
+        """The weight, in its own precision or `dtype`; adapters are merged in fp32."""
         weight, *adapters = (tensor.detach() for tensor in self.tensors)
         if not adapters:
             return weight.to(dtype) if dtype and weight.is_floating_point() else weight
-        a, b = (each.float() for each in adapters)
-        before = weight.float()
-        merged = torch.addmm(before, b, a, alpha=self.scaling)
+        a, b = (tensor.float() for tensor in adapters)
+        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
         return merged.to(dtype or weight.dtype)
 
 
 def full_tensors(
     model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
-    """`named_weights` of the model in full, in their own precision or `dtype`; adapters are merged
-    into the weight that they belong to. Under ZeRO-3 one bucket at a time is gathered, by all ranks
-    together, so every rank must exhaust the iterator."""
+    """The full tensors of `named_weights`, in their own precision or `dtype`, with adapters merged
+    into their weights. Under ZeRO-3 all ranks gather one bucket at a time together, so every rank
+    must exhaust the iterator."""
     return _gathered_weights(_merged_weights(model), bucket_bytes, dtype)
 
 
 def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
-    """The adapters alone, likewise, by their names in the model."""
+    """The full tensors of the adapters alone, gathered likewise, by their names in the model."""
     named = model.named_parameters()
     weights = [_Weight(name, (tensor,)) for name, tensor in named if is_adapter(name)]
     return _gathered_weights(weights, bucket_bytes)
@@ -373,11 +379,11 @@ def _merged_weights(model: nn.Module) -> Iterator[_Weight]:
     for name, tensor in named_weights(model):
         if is_adapter(name):
             continue
-        place, separator, kind = name.rpartition(BASE_LAYER)
+        layer_name, separator, kind = name.rpartition(BASE_LAYER)
         if separator and kind == "weight":
-            layer: Any = model.get_submodule(place)
+            layer: Any = model.get_submodule(layer_name)
             adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            yield _Weight(f"{place}.weight", (tensor, *adapters), layer.scaling[ADAPTER])
+            yield _Weight(f"{layer_name}.weight", (tensor, *adapters), layer.scaling[ADAPTER])
         else:
             yield _Weight(name.replace(BASE_LAYER, "."), (tensor,))
 

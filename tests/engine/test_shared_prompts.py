@@ -27,9 +27,9 @@ from grpo_replay.engine.policy_module import segment_mask
 from grpo_replay.engine.shared_prompts import (
     Layout,
     Lengths,
-    deal,
+    assign_to_ranks,
+    group_rows,
     pairs_per_token,
-    sequences_of,
 )
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay.batch import TrainRow
@@ -102,7 +102,7 @@ def test_shared_prompts_give_the_update_of_separate_rows(
     shared, found, its_gradient, its_moved = two_updates(processes, rows, True, **sections)
     assert shared.micro_batches < separate.micro_batches
     if "prefix" in given:
-        joined = sequences_of(Lengths(rows), replace(ALL, max_tokens=110), 1)
+        joined = group_rows(Lengths(rows), replace(ALL, max_tokens=110), 1)
         prompts = Lengths(rows).prompt_of
         assert max(len({prompts[row] for row in each}) for each in joined) > 1
     assert np.abs(found - values).max() < 2e-5
@@ -175,7 +175,7 @@ def test_prompts_lie_behind_the_tokens_that_they_begin_with():
     ]
     assert batch.position_ids_SL.tolist() == [[0, 1, 2, 3, 4, 3, 2, 3, 4, 2, 3]]
     assert batch.positions_C.tolist() == [2, 3, 2, 7, 1, 9]
-    assert batch.tokens == Lengths(rows).of_sequence(range(4)) == 11
+    assert batch.tokens == Lengths(rows).sequence_tokens(range(4)) == 11
     mask = segment_mask(torch.from_numpy(batch.segments_3SL), "sdpa", torch.float32)
     assert ["".join(str(int(seen)) for seen in line) for line in mask[0, 0]] == [
         "10000000000", "11000000000",  # what all begin with
@@ -232,38 +232,36 @@ def test_every_row_is_planned_once_within_the_budget_and_never_for_more_tokens(
 
 def test_a_group_costs_its_prompt_once_or_once_for_each_part_that_fits():
     rows = [row_of(45, 5, seed) for seed in range(8)]
-    assert [sorted(each) for each in sequences_of(Lengths(rows), ALL, 1)] == [list(range(8))]
-    assert Lengths(rows).of_sequence(range(8)) == 85
+    assert [sorted(each) for each in group_rows(Lengths(rows), ALL, 1)] == [list(range(8))]
+    assert Lengths(rows).sequence_tokens(range(8)) == 85
     (halves,) = plan_sequences(rows, replace(ALL, max_tokens=84), 1)
     assert [[len(part) for part in batch] for batch in halves] == [[4], [4]]
-    thirds = sequences_of(Lengths(rows), replace(ALL, max_tokens=60), 1)
+    thirds = group_rows(Lengths(rows), replace(ALL, max_tokens=60), 1)
     assert sorted(len(part) for part in thirds) == [2, 3, 3]
-    assert (
-        len(sequences_of(Lengths(rows), replace(ALL, max_tokens=54), 1)) == 8
-    )  # a row is 50 tokens
+    assert len(group_rows(Lengths(rows), replace(ALL, max_tokens=54), 1)) == 8  # a row is 50 tokens
 
 
 def test_prompts_that_begin_alike_are_joined_where_that_saves_work():
     """Examples of 41 tokens, a question of 4 and answers of 5: 41 + 96 · (4 + 5) = 905 tokens in
     one sequence for 96 prompts, 4,800 in rows of their own."""
     rows = [few_shot(41, 4, 5, question) for question in range(1, 97)]
-    (everything,) = sequences_of(Lengths(rows), ALL, 1)
-    assert (sorted(everything), Lengths(rows).of_sequence(everything)) == (list(range(96)), 905)
+    (everything,) = group_rows(Lengths(rows), ALL, 1)
+    assert (sorted(everything), Lengths(rows).sequence_tokens(everything)) == (list(range(96)), 905)
     layout = Layout(1024, pairs_per_token=pairs_per_token("sdpa", 576))
-    sequences = sequences_of(Lengths(rows), layout, 1)
+    sequences = group_rows(Lengths(rows), layout, 1)
     assert sorted(chain.from_iterable(sequences)) == list(range(96))
     assert 2 <= len(sequences) <= 6  # in one, attention would compare too many pairs
-    assert sum(Lengths(rows).of_sequence(each) for each in sequences) == 905 + 41 * (
+    assert sum(Lengths(rows).sequence_tokens(each) for each in sequences) == 905 + 41 * (
         len(sequences) - 1
     )
-    loads = [sum(Lengths(rows).of_sequence(sequences[index]) for index in its)
-             for sequences in [sequences_of(Lengths(rows), layout, 4)]
-             for its in deal(sequences, Lengths(rows), 4)]  # fmt: skip
+    loads = [sum(Lengths(rows).sequence_tokens(sequences[index]) for index in its)
+             for sequences in [group_rows(Lengths(rows), layout, 4)]
+             for its in assign_to_ranks(sequences, Lengths(rows), 4)]  # fmt: skip
     assert max(loads) <= 1.2 * min(loads)
     two_tasks = [few_shot(41, 4, 5, 10 * task + question) for task in (1, 2) for question in (1, 2)]
     two_tasks = [replace(row, prompt_token_ids=row.prompt_token_ids + 5 * (index > 1))
                  for index, row in enumerate(two_tasks)]  # fmt: skip
-    assert sorted(map(sorted, sequences_of(Lengths(two_tasks), ALL, 1))) == [[0, 1], [2, 3]]
+    assert sorted(map(sorted, group_rows(Lengths(two_tasks), ALL, 1))) == [[0, 1], [2, 3]]
 
 
 def test_prompts_are_shared_only_where_that_saves_work():
@@ -272,16 +270,16 @@ def test_prompts_are_shared_only_where_that_saves_work():
 
     def parts(prompt: int, completion: int) -> list[int]:
         rows = [row_of(prompt, completion, seed) for seed in range(8)]
-        return [len(each) for each in sequences_of(Lengths(rows), layout, 1)]
+        return [len(each) for each in group_rows(Lengths(rows), layout, 1)]
 
     assert parts(45, 5) == parts(1024, 16) == [8]
     assert parts(154, 2458) == parts(16, 256) == [1] * 8  # 5 % of the tokens
     assert len(parts(1024, 256)) < 8
     tiny = Layout(10**6, pairs_per_token=pairs_per_token("sdpa", 64))
     rows = [row_of(7, 11, seed) for seed in range(8)]
-    assert len(sequences_of(Lengths(rows), tiny, 1)) == 8
+    assert len(group_rows(Lengths(rows), tiny, 1)) == 8
     distinct = [few_shot(0, 10 + seed, 5, 1 + seed) for seed in range(8)]
-    assert len(sequences_of(Lengths(distinct), ALL, 1)) == 8
+    assert len(group_rows(Lengths(distinct), ALL, 1)) == 8
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from grpo_replay.engine.microbatches import MicroBatch, chosen_rows, micro_batch, plan_sequences
+from grpo_replay.engine.microbatches import (
+    MicroBatch,
+    micro_batch,
+    micro_batch_rows,
+    plan_sequences,
+)
 from grpo_replay.engine.shared_prompts import Layout
 from grpo_replay.replay.batch import TrainRow
 
@@ -12,6 +17,6 @@ def plan_microbatches(
 ) -> list[list[MicroBatch]]:
     """Of each rank, without an exchange."""
     return [
-        [micro_batch(*chosen_rows(sequences, rows), layout.packing) for sequences in of_rank]
+        [micro_batch(*micro_batch_rows(sequences, rows), layout.packing) for sequences in of_rank]
         for of_rank in plan_sequences(rows, layout, ranks)
     ]
