@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_replay.errors import UsageError
-from grpo_replay.named_functions import is_place
+from grpo_replay.named_functions import is_import_path
 from grpo_replay.recipe import Recipe, parse_overrides, resolve_recipe
 from grpo_replay.recipe import load_recipe as load_recipe_file
 
@@ -216,7 +216,7 @@ def _place_of(function: str | Callable[..., Any]) -> str:
         guarded = re.search(r"^if\s+__name__\s*==", text, re.MULTILINE) is not None
         module = str(source.resolve()) if guarded or module != "__main__" else module
     place = f"{module}:{name}"
-    if module == "__main__" or not is_place(place):
+    if module == "__main__" or not is_import_path(place):
         raise UsageError(
             f"reward {name or function!r}: verifier processes import it by its name, so it must "
             "stand at the top of a module or a .py file (not in a notebook, a lambda or another "

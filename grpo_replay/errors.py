@@ -32,9 +32,9 @@ from pathlib import Path
 
 INTERRUPTED = 130
 """Exit status of a command that stopped cleanly after SIGINT or SIGTERM."""
-FOLLOWED = 143
-"""Exit status of a rank that ends only because another one did, as after SIGTERM. Our launcher
-looks for the other one."""
+EXIT_AFTER_PEER = 143
+"""Exit status of a rank that ends only because a peer failed, like that of SIGTERM. Our launcher
+skips such ranks when it looks for the failed one."""
 
 
 class GrpoReplayError(Exception):
@@ -140,6 +140,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def no_such_path(path: Path) -> str:
-    """`PATH does not exist`, with the name beside it that is close."""
-    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    return f"{path} does not exist{did_you_mean(path.name, beside)}"
+    """`PATH does not exist`, with a similar name of the same folder."""
+    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    return f"{path} does not exist{did_you_mean(path.name, siblings)}"

@@ -1,4 +1,4 @@
-"""Whether this process reaches the Hugging Face hub."""
+"""Checks once whether this process can reach the Hugging Face hub."""
 
 import functools
 import logging
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def use_cache_without_hub() -> None:
-    """If the hub cannot be reached, have its libraries read their cache from now on, as
-    HF_HUB_OFFLINE=1 does: they would try each file again for half a minute."""
+    """Switch the hub's libraries to their cache, like HF_HUB_OFFLINE=1, if the hub cannot be
+    reached: they would retry every file for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():

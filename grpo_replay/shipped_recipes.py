@@ -1,6 +1,6 @@
 """The recipes and sweeps that ship with the package, by name.
 
-Loads nothing, for `--help` and completion.
+Imports nothing heavy: `--help` and shell completion use it.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The one way in which a run is asked to stop: by a signal, or by what notices that it should."""
+"""Requests to stop a run: by a signal, or by code that notices that it must end."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from grpo_replay.errors import FOLLOWED, GrpoReplayError, first_line
+from grpo_replay.errors import EXIT_AFTER_PEER, GrpoReplayError, first_line
 
-HEARD = (
+STOPPING_MESSAGE = (
     b"\nstopping after this step, with a checkpoint; Ctrl-C again stops now, and loses the steps "
     b"since the last one\n"
 )
-"""What Ctrl-C shows at once: a step may take minutes."""
+"""Printed at once after Ctrl-C: a step may take minutes."""
 
 
 class StopToken:
@@ -35,51 +35,53 @@ class StopToken:
         return self._event.is_set()
 
     def request(self, reason: str) -> None:
-        """Ask to stop, from any thread. Later reasons are not kept."""
+        """Request a stop, from any thread. The first reason is kept."""
         self.reason = self.reason or reason
         self._event.set()
 
     def end(self, error: GrpoReplayError) -> None:
-        """Ask to stop because of this error: the work ends with it, once it is saved."""
+        """Request a stop because of this error, which is raised once the run is saved."""
         self.error = self.error or error
         self.request(first_line(error))
 
     def raise_error(self) -> None:
-        """Raise what the work ends with, if it is an error."""
+        """Raise the error that the stop was requested for, if any."""
         if self.error is not None:
             raise self.error
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether a stop is requested, as soon as it is or after these seconds."""
+        """Wait for a request at most these seconds. Returns whether there is one."""
         return self._event.wait(seconds)
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
         """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are requests to stop. A SIGHUP
-        that is ignored, as under nohup, stays so. Does nothing outside the main thread, which alone
-        gets signals."""
+        that is ignored, as under nohup, stays ignored. A no-op outside the main thread, because
+        only that gets signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._hear) for number in numbers}
+        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         is_rank = "WORLD_SIZE" in os.environ
         if not self.can_save and number == signal.SIGTERM and is_rank:
-            raise SystemExit(FOLLOWED)  # another rank failed, and reports it
-        # Of a second Ctrl-C torch's launcher makes a SIGTERM.
-        again = (signal.SIGINT, signal.SIGTERM) if self.reason == "SIGINT" else (signal.SIGINT,)
-        if not self.can_save or (self.requested and number in again):
+            raise SystemExit(EXIT_AFTER_PEER)  # another rank failed, and reports it
+        # torch's launcher turns a second Ctrl-C into a SIGTERM.
+        repeats = (signal.SIGINT, signal.SIGTERM) if self.reason == "SIGINT" else (signal.SIGINT,)
+        is_repeated = self.requested and number in repeats
+        if not self.can_save or is_repeated:
             raise KeyboardInterrupt
         if number == signal.SIGINT and sys.__stderr__ and os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
-                os.write(sys.__stderr__.fileno(), HEARD)  # not print, amid which we may be
+                # Not print: the signal may have interrupted one.
+                os.write(sys.__stderr__.fileno(), STOPPING_MESSAGE)
         self.request(signal.Signals(number).name)

@@ -251,13 +251,13 @@ KNOWN = (
     ),
     Known(
         "a resume goes on at the smallest place missing", ARRIVALS,
-        "for p in range(cursor) if p not in seen], cursor", "for p in range(0)], cursor",
+        "for n in range(cursor) if n not in seen], cursor", "for n in range(0)], cursor",
         "tests/collection/test_arrivals.py::"
         "test_a_resume_goes_on_with_the_outstanding_places_not_the_smallest",
     ),
     Known(
         "the same group twice", ARRIVALS,
-        "        self._seen.add(record.place)\n", "",
+        "        self._seen.add(record.position)\n", "",
         "tests/collection/test_arrivals.py::test_a_second_copy_of_a_group_is_recognised",
     ),
     Known(
@@ -329,10 +329,9 @@ KNOWN = (
     ),
     Known(
         "LoRA merged in bfloat16", "grpo_replay/engine/weights.py",
-        "a, b = (each.float() for each in adapters)\n"
-        "        before = weight.float()\n"
-        "        merged = torch.addmm(before, b, a, alpha=self.scaling)",
-        "a, b = adapters\n        before = weight.float()\n"
+        "a, b = (tensor.float() for tensor in adapters)\n"
+        "        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)",
+        "a, b = adapters\n"
         "        merged = weight + self.scaling * (b @ a)",
         "tests/engine/test_lora.py::test_adapters_are_merged_in_fp32_and_rounded_once",
     ),
@@ -344,14 +343,14 @@ KNOWN = (
     ),
     Known(
         "a decimal may be a quarter of a digit further below its number", BOXED,
-        "bool(-sympy.Rational(1, 2) <= beyond) and bool(beyond < 1)",
-        "bool(-sympy.Rational(1, 4) <= beyond) and bool(beyond < sympy.Rational(5, 4))",
+        "bool(-sympy.Rational(1, 2) <= error) and bool(error < 1)",
+        "bool(-sympy.Rational(1, 4) <= error) and bool(error < sympy.Rational(5, 4))",
         BOXED_TABLE,
     ),
     Known(
         "a decimal may be a quarter of a digit further above its number", BOXED,
-        "bool(-sympy.Rational(1, 2) <= beyond) and bool(beyond < 1)",
-        "bool(-sympy.Rational(3, 4) <= beyond) and bool(beyond < sympy.Rational(3, 4))",
+        "bool(-sympy.Rational(1, 2) <= error) and bool(error < 1)",
+        "bool(-sympy.Rational(3, 4) <= error) and bool(error < sympy.Rational(3, 4))",
         BOXED_TABLE,
     ),
     Known(

@@ -1,17 +1,16 @@
-"""Groups that arrived and were not trained on yet, and which of them a step takes; and their
-rollouts.
+"""The queue of groups that have arrived, the selection of each step, and the ledger.
 
-A function of the journal alone: the same records in the same order give the same ids, selections
-and balance, live or replayed.
+All of it is a function of the journal alone: the same records in the same order give the same ids,
+selections and balance, live or replayed.
 
-The ledger says what became of every rollout that was generated, in rollouts and in tokens:
+The ledger accounts for every generated rollout, in rollouts and in tokens:
 
     generated = inserted + zero_variance + no_reward + stale + cancelled + lost + in flight
 
-`generated` is counted by the collector, at the source; the other side by rank 0, where each rollout
-ends. Both must agree at every step. In flight is what the collector holds and what has arrived but
-was not trained on yet. Tokens are completion tokens of finished completions: those of a request
-that was cut off are unknown to its client and count nowhere.
+The collector counts `generated`; rank 0 counts the right-hand side. Both must agree at every step.
+In flight are rollouts that the collector holds and those that have arrived but were not trained on
+yet. Tokens are completion tokens of finished completions: those of an aborted request are unknown
+to its client and not counted.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from grpo_replay.collection.messages import (
     TOKEN_IDS,
     Drop,
     Group,
-    Place,
+    PromptPosition,
     Record,
     Restart,
     Row,
@@ -51,10 +50,10 @@ class Amount(NamedTuple):
 
 
 class Ledger:
-    """The balance of a run so far.
+    """The account of a run's rollouts so far.
 
-    A rollout that arrives is `queued` until it is closed as inserted (stored, or trained on if the
-    run stores nothing), zero_variance, no_reward or stale. Cancelled and lost ones never arrive.
+    An arrived rollout is `queued` until it is closed as inserted (stored, or trained on if the run
+    stores nothing), zero_variance, no_reward or stale. Cancelled and lost ones never arrive.
     """
 
     def __init__(self) -> None:
@@ -80,19 +79,19 @@ class Ledger:
         self.closed[category] = self.closed[category].plus(amount)
 
     def report(self, generated: Amount, held: Amount) -> None:
-        """Take over the collector's count."""
+        """Store the collector's counts."""
         self.generated, self.held = generated, held
 
     @property
     def delivered(self) -> Amount:
-        """What rank 0 knows of: queued or closed."""
+        """The amount that rank 0 has counted: queued or closed."""
         total = self.queued
         for amount in self.closed.values():
             total = total.plus(amount)
         return total
 
     def check(self, step: int) -> None:
-        """Raises LedgerError if the two sides differ."""
+        """Raises LedgerError if the two sides of the balance differ."""
         accounted = self.delivered.plus(self.held)
         if accounted != self.generated:
             parts = ", ".join(f"{name} {amount}" for name, amount in self.closed.items())
@@ -114,14 +113,14 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A group, and how many groups arrived before it in the run."""
+    """A group that has arrived, and its number: how many arrived before it in the run."""
 
     number: int
     group: Group
 
     @property
     def birth_step(self) -> int:
-        """The step whose policy is the oldest that sampled a token of the group: version v is the
+        """The step of the oldest policy version that sampled a token of the group. Version v is the
         policy after v steps, with which a synchronous run samples step v + 1."""
         return 1 + min(row.spans[0][0] for row in self.group.rows)
 
@@ -135,8 +134,8 @@ class Selection:
 
 
 class Arrivals:
-    """The queue on rank 0, and the ledger. `groups_per_step` is None if a step takes whatever is
-    there (buffer_only). A group older than `max_age_steps` at its step is stale."""
+    """The queue on rank 0, and the ledger. `groups_per_step` is None if a step takes all groups
+    that have arrived (buffer_only). A group older than `max_age_steps` at its step is stale."""
 
     def __init__(
         self, groups_per_step: int | None, newest_first: bool, max_age_steps: int | None
@@ -150,14 +149,14 @@ class Arrivals:
         self.stale_groups = 0
         self.dropped_groups = 0  # cancelled or lost
         self._queue: list[Arrived] = []
-        self._seen: set[Place] = set()
+        self._seen: set[PromptPosition] = set()
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Arrivals":
-        """An empty queue, by what the recipe says about arrivals."""
-        never_gated = recipe.replay.trains_on_draws and recipe.replay.stores_first
+        """An empty queue with the settings of the recipe."""
+        takes_all = recipe.replay.trains_on_draws and recipe.replay.stores_first
         return cls(
-            groups_per_step=None if never_gated else recipe.sampling.prompts_per_step,
+            groups_per_step=None if takes_all else recipe.sampling.prompts_per_step,
             newest_first=recipe.sampling.collection.order == "newest_first",
             max_age_steps=recipe.replay.max_age_steps,
         )
@@ -166,27 +165,30 @@ class Arrivals:
         return len(self._queue)
 
     def young(self, step: int) -> list[Arrived]:
-        """The groups that wait and are not too old for `step`, in the order of arrival."""
-        return [each for each in self._queue if not self._is_stale(each, step)]
+        """The queued groups that are not too old for `step`, in the order of arrival."""
+        return [arrived for arrived in self._queue if not self._is_stale(arrived, step)]
 
-    def outstanding(self, epoch_length: int) -> tuple[list[Place], int]:
-        """The places before the last one seen that did not arrive, and the position after it.
+    def outstanding(self, epoch_length: int) -> tuple[list[PromptPosition], int]:
+        """The missing prompts before the last one that arrived, and the cursor after it.
 
-        A set, not "the smallest place missing": what follows that one may have arrived already.
+        The cursor cannot be the first missing prompt: later ones may have arrived already.
         """
         seen = {epoch * epoch_length + index for epoch, index in self._seen}
         cursor = max(seen, default=-1) + 1
-        return [divmod(p, epoch_length) for p in range(cursor) if p not in seen], cursor
+        return [divmod(n, epoch_length) for n in range(cursor) if n not in seen], cursor
 
-    def take_in(self, record: Record) -> None:
-        """Process a record other than a step. Raises JournalError for a place seen before."""
+    def apply_record(self, record: Record) -> None:
+        """Queue or account for a record other than a step. Raises JournalError if its prompt
+        position was seen before."""
         if isinstance(record, Restart):
             self.ledger.write_off("lost", Amount(record.rollouts, record.tokens))
             return
         assert not isinstance(record, Step)
-        if record.place in self._seen:
-            raise JournalError(f"the group of epoch and prompt {record.place} is journalled twice")
-        self._seen.add(record.place)
+        if record.position in self._seen:
+            raise JournalError(
+                f"the group of epoch and prompt {record.position} is journalled twice"
+            )
+        self._seen.add(record.position)
         self.records += 1
         if isinstance(record, Drop):
             self.dropped_groups += 1
@@ -197,15 +199,15 @@ class Arrivals:
         self.ledger.arrive(Amount(len(record.rows), record.tokens))
 
     def select(self, step: int) -> Selection:
-        """Take the groups of `step` out of the queue, and those too old for it."""
-        stale = [each for each in self._queue if self._is_stale(each, step)]
+        """Remove the groups of `step` and those too old for it from the queue, and return both."""
+        stale = [arrived for arrived in self._queue if self._is_stale(arrived, step)]
         young = self.young(step)
         count, newest = self.groups_per_step, self.newest_first
         if count is not None and len(young) < count:
             raise JournalError(f"step {step} takes {count} groups, {len(young)} have arrived")
         taken = young if count is None else young[-count:] if newest else young[:count]
-        gone = {each.number for each in (*taken, *stale)}
-        self._queue = [each for each in self._queue if each.number not in gone]
+        removed = {arrived.number for arrived in (*taken, *stale)}
+        self._queue = [arrived for arrived in self._queue if arrived.number not in removed]
         self.stale_groups += len(stale)
         return Selection(tuple(taken), tuple(stale))
 
@@ -215,15 +217,15 @@ class Arrivals:
 
 
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple[Rollout, ...]:
-    """Rollouts of a selection, in the order of arrival; those to train on and store are `kept`.
+    """The rollouts of a selection, in the order of arrival. Those to train on and store are `kept`.
 
     The ledger closes each of them: as stale if its group is too old, or it is partial and the
     recipe drops such; as no_reward if it has no reward; as zero_variance if it is not kept (no
     signal in its group, or masked); else as inserted."""
-    stale = {each.number for each in selection.stale}
+    stale = {arrived.number for arrived in selection.stale}
     generated: list[Rollout] = []
     drops = recipe.sampling.collection.partial_rollouts == "drop"
-    by_arrival = sorted((*selection.taken, *selection.stale), key=lambda each: each.number)
+    by_arrival = sorted((*selection.taken, *selection.stale), key=lambda arrived: arrived.number)
     for arrived in by_arrival:
         for rollout in _rollouts(arrived, recipe):
             category = _category(rollout, arrived.number in stale, drops)
@@ -235,7 +237,7 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple
 
 
 def rollouts_to_insert(arrived: Arrived, recipe: Recipe) -> int:
-    """How many rollouts of a group that is not too old `take_rollouts` closes as inserted."""
+    """Number of rollouts that `take_rollouts` will insert from a group that is fresh enough."""
     drops = recipe.sampling.collection.partial_rollouts == "drop"
     rollouts = _rollouts(arrived, recipe)
     return sum(_category(rollout, False, drops) == "inserted" for rollout in rollouts)
@@ -258,8 +260,8 @@ def _category(rollout: Rollout, stale: bool, drops_partial: bool) -> str:
 
 
 def _rollouts(arrived: Arrived, recipe: Recipe) -> list[Rollout]:
-    """The rollouts of one group, with ids from its number. The birth step is that of its oldest
-    token, and travels as the step of the keys; each rollout has its own versions."""
+    """The rollouts of one group, with ids from its number. Their birth step is that of the group's
+    oldest token, and is the step of their keys; each rollout has its own policy versions."""
     group, size = arrived.group, recipe.sampling.group_size
     assert len(group.rows) == size, f"group {arrived.number} has {len(group.rows)} rows"
     prompt = Prompt(

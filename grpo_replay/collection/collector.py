@@ -1,8 +1,8 @@
-"""The collector: samples groups without pause, grades them, and delivers them to rank 0.
+"""The collector: samples groups continuously, grades them, and delivers them to rank 0.
 
-It starts groups as long as servers have room and rank 0's credit lasts, in the order of the prompts
-(those outstanding from an earlier attempt first). A group is delivered when all its completions are
-graded, and then forgotten.
+It starts groups as long as servers have capacity and rank 0 gives credit, in the order of the
+prompts (first the outstanding ones of an earlier attempt). It delivers a group when all its
+completions are graded, and then forgets it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from grpo_replay.collection.messages import (
     Drop,
     Group,
     Hello,
-    Place,
+    PromptPosition,
     Report,
     Row,
     Stop,
@@ -55,9 +55,9 @@ class Member(Job):
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group of which not all members are graded."""
+    """A group with members that are not graded yet."""
 
-    place: Place
+    position: PromptPosition
     prompt: Prompt
     members: list[Member] = field(default_factory=list)
 
@@ -71,27 +71,27 @@ class OpenGroup:
 
     @property
     def grading(self) -> int:
-        """Members that have finished and have no verdict yet."""
+        """Number of members that have finished and have no verdict yet."""
         return sum(m.completion is not None and m.verdict is None for m in self.members)
 
     def finished(self) -> tuple[int, int]:
-        """Rollouts and tokens of the members that have finished."""
+        """Numbers of rollouts and tokens of the members that have finished."""
         lengths = [len(m.completion.token_ids) for m in self.members if m.completion]
         return len(lengths), sum(lengths)
 
     def oldest_version(self) -> int | None:
-        """The oldest version that has sampled for the group, as far as is known."""
+        """The oldest policy version known to have sampled for the group."""
         versions = [m.spans[0][0] if m.spans else m.version for m in self.members]
         return min((version for version in versions if version is not None), default=None)
 
     def drop(self, reason: Any) -> Drop:
-        return Drop(*self.place, reason, *self.finished())
+        return Drop(*self.position, reason, *self.finished())
 
     def complete(self) -> Group:
         """The message of a graded group."""
         return Group(
-            epoch=self.place[0],
-            prompt_index=self.place[1],
+            epoch=self.position[0],
+            prompt_index=self.position[1],
             prompt_id=self.prompt.prompt_id,
             prompt_token_ids=pack(self.prompt.token_ids, TOKEN_IDS),
             rows=tuple(_row(member) for member in self.members),
@@ -120,8 +120,8 @@ GRADE_POLL_SECONDS = 0.01
 
 
 class Collector:
-    """One collector, made in its event loop. `handle` takes rank 0's commands; `run` returns after
-    Stop. `send` must not block."""
+    """A collector, created in its event loop. `handle` executes rank 0's commands; `run` returns
+    after Stop. `send` must not block."""
 
     def __init__(
         self,
@@ -142,19 +142,19 @@ class Collector:
             self._on_sampled,
             self._on_lost,
         )
-        self._places: deque[Place] = deque()  # outstanding, before the cursor's
+        self._outstanding: deque[PromptPosition] = deque()  # sampled before those of the cursor
         self._cursor = 0
-        self._open: dict[Place, OpenGroup] = {}
+        self._open: dict[PromptPosition, OpenGroup] = {}
         self._credit = Credit(0)
         self._started = 0
         self._generated_rollouts = self._generated_tokens = 0
         self._stopped = asyncio.Event()
 
     async def run(self, *others: Coroutine[Any, Any, object]) -> None:
-        """Work until Stop, or until one of the `others` ends, which run beside. Raises the error of
-        a request, a verifier or a server, or of another, that ends it."""
+        """Work until Stop, or until one of the `others` ends, which run concurrently. Raises the
+        error of a request, a verifier, a server or one of the others."""
         loops = (self._stopped.wait(), self._send_reports(), self._take_verdicts())
-        tasks = [asyncio.ensure_future(each) for each in (*loops, *others)]
+        tasks = [asyncio.ensure_future(loop) for loop in (*loops, *others)]
         ends: list[asyncio.Future[Any]] = [*tasks, self._dispatcher.failure]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -168,9 +168,9 @@ class Collector:
             await close_kept_connections()
 
     def handle(self, command: Command) -> None:
-        """Carry out one command of rank 0. Called in the event loop."""
+        """Execute one command of rank 0. Called in the event loop."""
         if isinstance(command, Hello):
-            self._places, self._cursor = deque(command.outstanding), command.cursor
+            self._outstanding, self._cursor = deque(command.outstanding), command.cursor
         elif isinstance(command, Credit):
             self._credit = command
         elif isinstance(command, Cancel):
@@ -184,28 +184,29 @@ class Collector:
 
     def _admit(self) -> Sequence[Member]:
         """The members of the next group, if there is credit for it."""
-        running = len(self._open) if self._credit.of_finished else 0
+        running = len(self._open) if self._credit.finished_only else 0
         if self._started - running >= self._credit.groups:
             return ()
         self._started += 1
-        place, prompt = self._next_prompt()
-        group = OpenGroup(place, prompt)
+        position, prompt = self._next_prompt()
+        group = OpenGroup(position, prompt)
+        epoch, prompt_index = position
         sampling, seed = self._recipe.sampling, self._recipe.run.seed
-        requests = group_requests({place[1]: prompt}, place[0], sampling, seed)
+        requests = group_requests({prompt_index: prompt}, epoch, sampling, seed)
         group.members = [
-            Member(each, group=group, index=index) for index, each in enumerate(requests)
+            Member(request, group=group, index=index) for index, request in enumerate(requests)
         ]
-        self._open[place] = group
+        self._open[position] = group
         return group.members
 
-    def _next_prompt(self) -> tuple[Place, Prompt]:
-        prompts = self._prompts
-        if self._places:
-            place = self._places.popleft()
+    def _next_prompt(self) -> tuple[PromptPosition, Prompt]:
+        epoch_length = len(self._prompts)
+        if self._outstanding:
+            epoch, index = self._outstanding.popleft()
         else:
-            place = divmod(self._cursor, len(prompts))
+            epoch, index = divmod(self._cursor, epoch_length)
             self._cursor += 1
-        return place, prompts.take(place[0] * len(prompts) + place[1], 1)[0]
+        return (epoch, index), self._prompts.take(epoch * epoch_length + index, 1)[0]
 
     def _on_sampled(self, member: Member, completion: Completion, spans: tuple[Span, ...]) -> None:
         token_ids = completion.token_ids.tolist()
@@ -216,13 +217,13 @@ class Collector:
         request = GradingRequest.of(
             member.group.prompt, text, token_ids, step=spans[0][0] + 1,
             truncated=completion.finish_reason == "length",
-            group=_name_of(member.group.place), group_size=len(member.group.members),
+            group=_group_name(member.group.position), group_size=len(member.group.members),
         )  # fmt: skip
-        self._scorer.submit((member.group.place, member.index), request)
+        self._scorer.submit((member.group.position, member.index), request)
 
     def _on_lost(self, member: Member, reason: str) -> None:
         group = member.group
-        logger.warning("group %s is lost: completion %d: %s", group.place, member.index, reason)
+        logger.warning("group %s is lost: completion %d: %s", group.position, member.index, reason)
         self._give_up(group, "lost")
 
     def _cancel_older_than(self, version: int) -> None:
@@ -233,23 +234,23 @@ class Collector:
                 self._give_up(group, "cancelled")
 
     def _give_up(self, group: OpenGroup, reason: str) -> None:
-        """Stop working on a group, and tell rank 0 what of it had been generated."""
-        del self._open[group.place]
+        """Stop working on a group, and tell rank 0 how much of it was generated."""
+        del self._open[group.position]
         self._dispatcher.withdraw(group.members)
-        self._scorer.put_incomplete(_name_of(group.place))
+        self._scorer.put_incomplete(_group_name(group.position))
         self._deliver(group.drop(reason))
 
     async def _take_verdicts(self) -> None:
         while True:
             await asyncio.sleep(GRADE_POLL_SECONDS)
             for key, verdict in self._scorer.take_graded().items():
-                place, index = cast(tuple[Place, int], key)
-                group = self._open.get(place)
+                position, index = cast(tuple[PromptPosition, int], key)
+                group = self._open.get(position)
                 if group is None:
                     continue  # cancelled or lost meanwhile
                 group.members[index].verdict = verdict
                 if group.is_graded:
-                    del self._open[place]
+                    del self._open[position]
                     self._deliver(group.complete())
 
     def _deliver(self, body: Group | Drop) -> None:
@@ -261,7 +262,7 @@ class Collector:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def report(self) -> Report:
-        """The state now. What is in a message already is not held."""
+        """The present state. Delivered rollouts are not held."""
         servers = self._dispatcher.servers.values()
         idle, used = self._dispatcher.time_of_servers()
         finished = [group.finished() for group in self._open.values()]
@@ -280,6 +281,6 @@ class Collector:
         )
 
 
-def _name_of(place: Place) -> str:
-    """What reward functions are given as the group."""
-    return f"{place[0]}.{place[1]}"
+def _group_name(position: PromptPosition) -> str:
+    """The group's name for reward functions."""
+    return f"{position[0]}.{position[1]}"

@@ -1,7 +1,7 @@
 """The collector's process: `python -m grpo_replay.collection.collector_process SETTINGS_FILE`.
 
 Rank 0 spawns it (`collection.link`), without a GPU and without the variables of a rank. It ends
-when rank 0 says so or is gone.
+on a Stop message, and when rank 0 has ended.
 """
 
 import asyncio
@@ -36,8 +36,9 @@ PARENT_POLL_SECONDS = 0.5
 
 
 def main() -> int:
-    """The exit code: 0 after Stop, 1 after a failure, which was reported to rank 0."""
-    given = json.loads(Path(sys.argv[1]).read_text())
+    """Run a collector. Returns the exit code: 0 after Stop, 1 after a failure, which was reported
+    to rank 0."""
+    arguments = json.loads(Path(sys.argv[1]).read_text())
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -47,14 +48,14 @@ def main() -> int:
     for socket in (deliveries, commands):
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 2000)
-    deliveries.connect(given["deliveries"])
-    commands.bind(given["commands"])
+    deliveries.connect(arguments["deliveries"])
+    commands.bind(arguments["commands"])
 
     def send(delivery: Delivery) -> None:
         deliveries.send(encode(delivery), zmq.NOBLOCK)
 
     try:
-        asyncio.run(_collect(given, commands, send))
+        asyncio.run(_collect(arguments, commands, send))
         return 0
     except Exception as error:
         logging.exception("the collector failed")
@@ -67,28 +68,29 @@ def main() -> int:
         context.term()
 
 
-async def _collect(given: dict[str, Any], commands: zmq.asyncio.Socket, send: Any) -> None:
+async def _collect(arguments: dict[str, Any], commands: zmq.asyncio.Socket, send: Any) -> None:
     from grpo_replay.engine.models import load_tokenizer
 
-    recipe = resolve_recipe([given["settings"]["recipe"]], "the collector's recipe")
+    recipe = resolve_recipe([arguments["settings"]["recipe"]], "the collector's recipe")
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows)
 
     decode = CompletionText.of(recipe, tokenizer).decode
-    settings = CollectorSettings(**given["settings"] | {"recipe": recipe})
+    settings = CollectorSettings(**arguments["settings"] | {"recipe": recipe})
     with RewardScorer.open(recipe.reward) as scorer:
         collector = Collector(settings, prompts, decode, scorer, send)
-        commands_taken = _take_commands(collector, commands)
-        await collector.run(commands_taken, _stop_without_parent(given["parent"]))
+        executed = _execute_commands(collector, commands)
+        await collector.run(executed, _watch_parent(arguments["parent"]))
 
 
-async def _take_commands(collector: Collector, commands: zmq.asyncio.Socket) -> None:
+async def _execute_commands(collector: Collector, commands: zmq.asyncio.Socket) -> None:
     while True:
         collector.handle(decode_command(await commands.recv()))
 
 
-async def _stop_without_parent(parent: int) -> None:
-    """Not the kernel's death signal: that follows the thread that spawned us, which may end."""
+async def _watch_parent(parent: int) -> None:
+    """Return when the parent process has ended. The kernel's death signal would follow the thread
+    that spawned this process, which may end earlier."""
     while os.getppid() == parent:
         await asyncio.sleep(PARENT_POLL_SECONDS)
 

@@ -1,19 +1,19 @@
-"""Where rank 0 gets the groups of each step from: the journal's recorded steps, then the collector.
+"""The groups of each step on rank 0: first the journal's recorded steps, then the collector's.
 
-A step that the journal has is repeated with exactly what it had seen. Afterwards the intake is
-live: what arrives is journalled and queued; `cut` ends a step's arrivals. A collector that dies is
-replaced; what it held is lost, and its groups are sampled again.
+A recorded step is repeated with exactly the groups that it had. Afterwards the intake is live:
+arriving groups are journalled and queued, and `close_step` ends a step's arrivals. A collector that
+dies is replaced; the rollouts that it held are lost, and their groups are sampled again.
 
-Back-pressure is the number of groups that the collector may start. `fresh_anchored` and the
-use-once queue train on P prompts a step, so groups that are too far ahead of the trainer would only
-grow old. AReaL's rule (arXiv 2505.24298, eq. 3) bounds them:
+Back-pressure is the number of groups that the collector may start (credit). `fresh_anchored` and
+the use-once queue train on P prompts a step, so groups far ahead of the trainer would only grow
+old. AReaL's rule (arXiv 2505.24298, eq. 3) bounds them:
 
     accepted + running ≤ (max_ahead_steps + v + 1) · P
 
 with v the steps that the trainer has made. A run of S steps never needs more than S · P groups.
-With `buffer_only` (paper B) the servers have `max_in_flight` requests as long as the trainer works,
-and the ring drops the oldest rollouts. Once the collector has finished the groups of one whole
-buffer since rank 0 last looked, it starts no more: they would push each other out undrawn.
+With `buffer_only` (paper B) the servers always have `max_in_flight` requests, and the buffer drops
+the oldest rollouts. The collector stops once it has finished the groups of one whole buffer since
+rank 0 last polled: more of them would evict each other before they are drawn.
 """
 
 import logging
@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 RESTARTS_WITHOUT_PROGRESS = 3
 LOST_IN_A_ROW = 3
-"""Groups lost one after the other that a run endures, or those of a step if these are more."""
+"""Number of consecutive lost groups that a run tolerates; at least those of one step."""
 
 
 def accepted_limit(max_ahead_steps: int, version: int, prompts_per_step: int, steps: int) -> int:
-    """Groups accepted and running that are allowed while the trainer has made `version` steps.
+    """Largest number of accepted and running groups after `version` steps of the trainer.
 
     With 8 prompts a step and max_ahead_steps 1: 16 before the first step, 24 after it; after the
     ninth of ten steps 80.
@@ -65,8 +65,8 @@ def accepted_limit(max_ahead_steps: int, version: int, prompts_per_step: int, st
 
 
 class Intake:
-    """The groups of a run, on rank 0. `records` is the journal so far, of which `step` steps are in
-    the checkpoint."""
+    """The source of a run's groups on rank 0. `records` is the journal so far; the checkpoint
+    contains its first `step` steps."""
 
     def __init__(
         self, recipe: Recipe, journal: Journal | None, records: JournalRecords, step: int
@@ -104,46 +104,47 @@ class Intake:
     def take_recorded(self, step: int) -> tuple[Rollout, ...]:
         """Repeat a step of the journal. Raises JournalError if it is not the next one."""
         while not isinstance(record := next(self._pending), Step):
-            self.arrivals.take_in(record)
+            self.arrivals.apply_record(record)
         if record.step != step or record.arrivals != self.arrivals.records:
             raise JournalError(
                 f"the journal goes on with step {record.step} after {record.arrivals} arrivals, "
                 f"expected step {step} after {self.arrivals.records}"
             )
         self._recorded_steps -= 1
-        return self._record(self.arrivals.select(step), record)
+        return self._settle(self.arrivals.select(step), record)
 
-    def cut(self, step: int) -> tuple[Rollout, ...]:
-        """End the arrivals of a step, and take its groups."""
+    def close_step(self, step: int) -> tuple[Rollout, ...]:
+        """End the arrivals of a step, and return the rollouts of its groups."""
         assert self._journal is not None
         report, ledger = self.newest_report, self.arrivals.ledger
         held = Amount(report.held_rollouts, report.held_tokens)
         record = Step(step, self.arrivals.records, *ledger.generated, *held)
         self._journal.append(record)
-        return self._record(self.arrivals.select(step), record)
+        return self._settle(self.arrivals.select(step), record)
 
-    def _record(self, selection: Selection, record: Step) -> tuple[Rollout, ...]:
+    def _settle(self, selection: Selection, record: Step) -> tuple[Rollout, ...]:
+        """Close the rollouts of a step in the ledger, check its balance, and return them."""
         ledger = self.arrivals.ledger
-        taken = take_rollouts(selection, self.recipe, ledger)
+        rollouts = take_rollouts(selection, self.recipe, ledger)
         generated = Amount(record.generated_rollouts, record.generated_tokens)
         ledger.report(generated, Amount(record.held_rollouts, record.held_tokens))
         ledger.check(record.step)
-        return taken
+        return rollouts
 
     @property
     def live(self) -> bool:
         return self._link is not None
 
     def go_live(self, settings: CollectorSettings, epoch_length: int, version: int) -> None:
-        """Take in what the journal has after its last step, and start a collector."""
+        """Apply the journal's records after its last step, and start a collector."""
         for record in self._pending:
-            self.arrivals.take_in(record)
+            self.arrivals.apply_record(record)
         self._settings, self._epoch_length = settings, epoch_length
         self._start_collector(version)
 
     def _start_collector(self, version: int) -> None:
         assert self._settings is not None and self._journal is not None
-        self._write_off()
+        self._write_off_lost()
         arrivals = self.arrivals
         self._base = arrivals.ledger.generated
         self._accepted_at_hello = arrivals.arrived_groups - arrivals.stale_groups
@@ -156,17 +157,17 @@ class Intake:
         self.cancel_stale(version + 1)
         self.give_credit(version)
 
-    def _write_off(self) -> None:
-        """Count as lost what an earlier collector had generated, as of its last report, and did not
-        deliver."""
+    def _write_off_lost(self) -> None:
+        """Count rollouts as lost that an earlier collector had generated, as of its last report,
+        but not delivered."""
         ledger = self.arrivals.ledger
-        known, delivered = ledger.generated, ledger.delivered
-        lost = Amount(*(max(a - b, 0) for a, b in zip(known, delivered, strict=True)))
+        generated, delivered = ledger.generated, ledger.delivered
+        lost = Amount(*(max(a - b, 0) for a, b in zip(generated, delivered, strict=True)))
         if lost != Amount():
             record = Restart(*lost)
             assert self._journal is not None
             self._journal.append(record)
-            self.arrivals.take_in(record)
+            self.arrivals.apply_record(record)
         ledger.report(ledger.delivered, Amount())
 
     def give_credit(self, version: int) -> None:
@@ -175,55 +176,55 @@ class Intake:
             return
         if self.arrivals.groups_per_step is None:
             capacity, size = self.recipe.replay.capacity_rollouts, self.recipe.sampling.group_size
-            buffer = -(-capacity // size)
-            self._link.send(Credit(self._delivered_groups + buffer, of_finished=True))
+            buffer_groups = -(-capacity // size)
+            self._link.send(Credit(self._delivered_groups + buffer_groups, finished_only=True))
         else:
-            self._link.send(Credit(self._credit_of_steps(version)))
+            self._link.send(Credit(self._credit_for_steps(version)))
 
-    def _credit_of_steps(self, version: int) -> int:
-        """What is allowed, less the groups accepted before the collector began, and one more for
+    def _credit_for_steps(self, version: int) -> int:
+        """The accepted limit, less the groups accepted before the collector began, plus one for
         each group since then that was stale, cancelled or lost."""
         arrivals, sampling = self.arrivals, self.recipe.sampling
         limit = accepted_limit(
             sampling.collection.max_ahead_steps, version, sampling.prompts_per_step,
             self.recipe.run.steps,
         )  # fmt: skip
-        # These are not taken out of the queue yet.
+        # Stale groups that the queue still holds.
         stale = len(arrivals) - len(arrivals.young(version + 1))
         discarded = arrivals.stale_groups + stale + arrivals.dropped_groups
         discarded -= self._discarded_at_hello
         return limit - self._accepted_at_hello + discarded
 
     def cancel_stale(self, next_step: int) -> None:
-        """Give up running groups that would be too old for `next_step`."""
+        """Cancel running groups that would be too old for `next_step`."""
         limit = self.arrivals.max_age_steps
         if self._link is not None and limit is not None:
             # Age at the step: next_step - (version + 1).
             self._link.send(Cancel(next_step - 1 - limit))
 
     def announce(self, url: str, version: int | None) -> None:
-        """A server was updated, or (None) failed to."""
+        """Tell the collector that a server was updated, or (None) that its update failed."""
         if self._link is not None:
             self._link.send(Version(url, version))
 
     def poll(self, version: int, timeout_seconds: float = 0.0) -> None:
-        """Journal and queue what has arrived, and give credit for more. Replaces a collector that
-        is gone."""
+        """Journal and queue the groups that have arrived, and give credit for more. Replaces a
+        collector that has ended."""
         with self._using_link:
             assert self._link is not None, "the intake is closed"
             try:
                 for delivery in self._link.receive(timeout_seconds):
-                    self._take_delivery(delivery)
+                    self._receive(delivery)
             except CollectorGone as gone:
                 self._replace_collector(gone, version)
             self.give_credit(version)
 
-    def _take_delivery(self, delivery: Delivery) -> None:
+    def _receive(self, delivery: Delivery) -> None:
         assert self._journal is not None
         body, self.newest_report = delivery.body, delivery.report
         if isinstance(body, Group | Drop):
             self._journal.append(body)
-            self.arrivals.take_in(body)
+            self.arrivals.apply_record(body)
             self._delivered_groups += 1
             self._fruitless_restarts = 0
             self._refuse_endless_loss(body)
@@ -233,7 +234,7 @@ class Intake:
         self.arrivals.ledger.report(self._base.plus(generated), held)
 
     def _refuse_endless_loss(self, body: Group | Drop) -> None:
-        """Raises SamplerError if one group after the other is lost."""
+        """Raises SamplerError after too many consecutive lost groups."""
         lost = isinstance(body, Drop) and body.reason == "lost"
         self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         if self._lost_in_a_row > max(LOST_IN_A_ROW, self.recipe.sampling.prompts_per_step):
@@ -257,9 +258,9 @@ class Intake:
     def wait(self, is_ready: Callable[[], bool], stop: StopToken, version: int) -> bool:
         """Poll until `is_ready`; False if a stop was requested first.
 
-        Not endless: raises ServersLost if no server is left, as one is that is gone or generates
-        nothing; SamplerError if one group after the other is lost; CollectorError if collectors
-        keep ending. A verdict has a time limit of its own."""
+        The wait ends: ServersLost is raised if no server is left (one that generates nothing is
+        dropped), SamplerError if too many groups are lost in a row, CollectorError if collectors
+        keep ending. Verdicts have a time limit of their own."""
         while not is_ready():
             if stop.requested:
                 return False
@@ -267,7 +268,7 @@ class Intake:
         return True
 
     def outstanding_groups(self) -> int:
-        """Groups that the collector works on, or that arrived and wait."""
+        """Number of groups that the collector works on or that are queued."""
         return self.newest_report.started_groups - self._delivered_groups + len(self.arrivals)
 
     def sync(self) -> None:

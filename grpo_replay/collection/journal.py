@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<III")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The readable part of one file: its records, and the bytes that they take with the magic."""
+    """The readable part of one file: its records, and its size in bytes with the magic."""
 
     records: tuple[Record, ...]
     good_bytes: int
@@ -42,15 +42,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class JournalRecords:
-    """The records of a journal, of which `steps` are steps. They are read from the files whenever
-    they are iterated over, a segment at a time: all of a long run do not fit into memory."""
+    """The records of a journal, `steps` of them Step records. Iterating reads the files, a segment
+    at a time: all records of a long run do not fit into memory."""
 
     folder: Path
     steps: int
 
     @classmethod
     def of(cls, folder: Path) -> "JournalRecords":
-        """Reads all of it once. Raises JournalError as `read_journal` does."""
+        """Count the steps by reading the files. Raises JournalError as `read_journal` does."""
         return cls(folder, sum(isinstance(record, Step) for record in read_journal(folder)))
 
     def __iter__(self) -> Iterator[Record]:
@@ -68,9 +68,9 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path) -> tuple["Journal", JournalRecords]:
-        """The journal in `folder`, created if it is not there, and the records that it has: read
-        them before the first `append`. An incomplete last record is removed. Raises JournalError if
-        another is damaged."""
+        """Open or create the journal in `folder`. Returns it and its records, which must be read
+        before the first `append`. An incomplete last record is removed. Raises JournalError if
+        another record is damaged."""
         folder.mkdir(parents=True, exist_ok=True)
         records = JournalRecords.of(folder)
         paths = segments(folder)
@@ -104,13 +104,13 @@ class Journal:
         flush_descriptor(self._descriptor)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _roll(self) -> None:
-        """Begin the next segment. The full one is on disk first."""
+        """Start the next segment, once the full one is on disk."""
         self.sync()
         descriptor, size = _create(self._folder, self._number + 1)
         os.close(self._descriptor)
@@ -159,7 +159,7 @@ def read_segment(path: Path, is_last: bool) -> Segment:
 
 
 def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:
-    """The end of the record at `offset`, and the record; None if it is not whole and right."""
+    """The end of the record at `offset`, and the record; None if it is incomplete or damaged."""
     body = offset + _HEADER.size
     if body > len(data) or _is_zero_from(data, offset):
         return len(data), None
@@ -179,7 +179,7 @@ def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:
 
 
 def _is_zero_from(data: bytes, offset: int) -> bool:
-    """A file system may leave zeros where a write did not complete."""
+    """Whether only zeros follow: a file system may leave them where a write did not complete."""
     is_begun = any(data[offset : offset + _HEADER.size])  # else every record would read the rest
     return not is_begun and data.count(0, offset) == len(data) - offset
 

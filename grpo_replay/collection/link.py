@@ -30,31 +30,31 @@ from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES, log_ta
 SOCKET_PARENT = Path("/tmp")
 STOP_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
-"""A collector that lives but has sent nothing for so long is stuck. It reports every second; the
-first report comes when prompts and tokenizer are loaded."""
+"""Time without a message after which a running collector counts as stuck. It reports every second,
+from when prompts and tokenizer are loaded."""
 START_SECONDS = 600.0
 
 
 class CollectorGone(Exception):
-    """The collector's process ended, or is stuck. Its work is lost; another one can go on."""
+    """The collector's process ended, or is stuck. Its work is lost; a new one can continue."""
 
 
 class Link:
-    """One collector process and two sockets in a private folder. Use it from one thread at a time.
+    """A collector process and two sockets in a private folder. Use it from one thread at a time.
 
-    `report` is the newest report received; the one at the start has only zeros.
+    `report` is the newest report received; before the first one, its counts are 0.
     """
 
     def __init__(self, settings: CollectorSettings) -> None:
         self.report = Report(sent=time.monotonic())
-        self._heard = False
+        self._has_report = False
         # Mode 700. The path of a Unix socket has at most 107 bytes, and TMPDIR may be long.
         self._held = HeldFolder("grpo-replay-link-", SOCKET_PARENT)
         self._folder = self._held.path
         self._context = zmq.Context()
         self._deliveries = self._socket(zmq.PULL)
         self._deliveries.bind(self._address("deliveries"))
-        # The side that connects may send before the other is there.
+        # The side that connects may send before the other side exists.
         self._commands = self._socket(zmq.PUSH)
         self._commands.connect(self._address("commands"))
         self._log = settings.log
@@ -71,10 +71,10 @@ class Link:
 
     def _spawn(self, settings: CollectorSettings) -> subprocess.Popen:
         file = self._folder / "settings.json"
-        given = {name: getattr(settings, name) for name in CollectorSettings.__slots__}
-        given |= {"recipe": settings.recipe.model_dump(mode="json"), "log": str(settings.log)}
+        values = {name: getattr(settings, name) for name in CollectorSettings.__slots__}
+        values |= {"recipe": settings.recipe.model_dump(mode="json"), "log": str(settings.log)}
         sockets = {name: self._address(name) for name in ("deliveries", "commands")}
-        file.write_text(json.dumps({"settings": given, "parent": os.getpid(), **sockets}))
+        file.write_text(json.dumps({"settings": values, "parent": os.getpid(), **sockets}))
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         with settings.log.open("ab") as log:
             return subprocess.Popen(
@@ -98,7 +98,7 @@ class Link:
         self._commands.send(encode(command), zmq.NOBLOCK)
 
     def receive(self, timeout_seconds: float = 0.0) -> Iterator[Delivery]:
-        """What has arrived; waits for the first message at most `timeout_seconds`.
+        """Yield the messages that have arrived; waits for the first at most `timeout_seconds`.
 
         Raises CollectorGone if the process ended or is stuck, and the error that it reported.
         """
@@ -106,7 +106,7 @@ class Link:
         while self._deliveries.poll(int(1000 * waited)):
             waited = 0.0
             delivery = decode_delivery(self._deliveries.recv(zmq.NOBLOCK))
-            self._heard = True
+            self._has_report = True
             if isinstance(delivery.body, Failure):
                 raise as_error(delivery.body, self._log)
             self.report = delivery.report
@@ -118,7 +118,7 @@ class Link:
         if code is not None and not self._deliveries.poll(0):
             raise CollectorGone(f"it exited with code {code}; {log_tail(self._log)}")
         silent = time.monotonic() - self.report.sent
-        limit = SILENCE_SECONDS if self._heard else START_SECONDS
+        limit = SILENCE_SECONDS if self._has_report else START_SECONDS
         if silent > limit:
             raise CollectorGone(
                 f"it has reported nothing for {silent:.0f} s; {log_tail(self._log)}"
@@ -143,9 +143,9 @@ class Link:
 
 def collector_environment() -> dict[str, str]:
     """This process's environment without a GPU and without the variables of a rank."""
-    scrubbed = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
+    without_rank = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
     return {
-        **scrubbed,
+        **without_rank,
         **import_path(),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -153,8 +153,8 @@ def collector_environment() -> dict[str, str]:
 
 
 def as_error(failure: Failure, log: Path) -> Exception:
-    """The collector's error, as the class of the same name. CollectorError for one that is not
-    ours."""
+    """The collector's error as an exception of the class named; a CollectorError if that class is
+    not one of this package's errors."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.GrpoReplayError):
         return kind(failure.message)

@@ -1,5 +1,4 @@
-"""What the collector and rank 0 tell each other, and what the journal records. MessagePack, no
-pickle.
+"""Messages between the collector and rank 0, and records of the journal. MessagePack, no pickle.
 
     collector → rank 0    Delivery(body, report): a Group, a Drop, a Failure, or only a report
     rank 0 → collector    Hello, Credit, Version, Cancel, Stop
@@ -21,13 +20,13 @@ from grpo_replay.types import Span
 
 TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
-Place = tuple[int, int]
-"""(epoch, prompt_index): a prompt's place in the endless order of the run. Identifies a group."""
+PromptPosition = tuple[int, int]
+"""(epoch, prompt_index): the position of a prompt in the run's order. Identifies a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectorSettings:
-    """What a collector is given. `run` prefixes the weight labels of this attempt."""
+    """Settings of a collector process. `run` prefixes the weight labels of this attempt."""
 
     recipe: Recipe
     run: str
@@ -37,7 +36,7 @@ class CollectorSettings:
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One completion of a group, scored. `reward` is None if it did not come."""
+    """One completion of a group, scored. `reward` is None if it is missing."""
 
     token_ids: bytes
     logprobs: bytes
@@ -63,7 +62,7 @@ class Group(msgspec.Struct, frozen=True, tag="group"):
     rows: tuple[Row, ...]
 
     @property
-    def place(self) -> Place:
+    def position(self) -> PromptPosition:
         return self.epoch, self.prompt_index
 
     @property
@@ -72,8 +71,8 @@ class Group(msgspec.Struct, frozen=True, tag="group"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """A group that will not come: cancelled because it would be too old, or lost because a member
-    failed too often. `rollouts` and `tokens` are those of its members that had finished."""
+    """A group that will not arrive: cancelled because it would be too old, or lost because a member
+    failed too often. `rollouts` and `tokens` count its members that had finished."""
 
     epoch: int
     prompt_index: int
@@ -82,15 +81,15 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     tokens: int
 
     @property
-    def place(self) -> Place:
+    def position(self) -> PromptPosition:
         return self.epoch, self.prompt_index
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Everything journalled before this record, and nothing else, was there when `step` began.
+    """Marks the end of a step's arrivals: `step` saw all records before this one, and no others.
 
     `arrivals` counts the groups and drops before it. The other fields are the collector's report:
-    rollouts and tokens generated in the run so far, and those of them that it still held.
+    rollouts and tokens generated in the run so far, and how many of them it still held.
     """
 
     step: int
@@ -102,24 +101,24 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """A collector ended before it delivered these rollouts, as of its last report. They are lost;
-    the prompts of their groups are sampled again."""
+    """Counts rollouts that a collector had not delivered when it ended, as of its last report. They
+    are lost; the prompts of their groups are sampled again."""
 
     rollouts: int
     tokens: int
 
 
 Record = Group | Drop | Step | Restart
-"""What a journal contains."""
+"""A record of a journal."""
 
 
 class Report(msgspec.Struct, frozen=True):
     """The state of a collector when it sent a message. Counts are since it started.
 
-    `held_*`: finished completions that are in no message yet. `running` are requests,
-    `grading` completions without a verdict. `idle_seconds` is the time without a request running,
-    summed over the servers in use, and `server_seconds` the time that they were in use. `sent` is
-    `time.monotonic()`, `first_error` that of the scorer.
+    `held_*` count finished completions that were not delivered yet, `running` requests, `grading`
+    completions without a verdict. `idle_seconds` is the time without a running request, summed over
+    the servers in use, `server_seconds` the time that they were in use. `sent` is
+    `time.monotonic()`, `first_error` the scorer's first error.
     """
 
     generated_rollouts: int = 0
@@ -136,7 +135,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """The collector cannot go on. `kind` is the class of a GrpoReplayError, or any other's."""
+    """Reports the error that ended the collector. `kind` is the name of its class."""
 
     kind: str
     message: str
@@ -150,46 +149,47 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Where to begin: first the outstanding places, then those from `cursor` on, a position in the
-    endless order."""
+    """Tells a collector where to begin: with the outstanding prompts, then with those from `cursor`
+    on, a number of prompts since the start of the run."""
 
-    outstanding: list[Place]
+    outstanding: list[PromptPosition]
     cursor: int
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """The number of groups that the collector may have started since `Hello`; with `of_finished`,
-    those that run do not count."""
+    """Limits the number of groups that the collector starts after `Hello`; with `finished_only`,
+    running groups do not count."""
 
     groups: int
-    of_finished: bool = False
+    finished_only: bool = False
 
 
 class Version(msgspec.Struct, frozen=True, tag="version"):
-    """A server confirmed this policy version. None: it did not take one, and must not be used."""
+    """Tells the policy version that a server confirmed; None if its update failed, so that it must
+    not be used."""
 
     url: str
     version: int | None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Give up running groups that have a token of a version older than this one."""
+    """Cancels running groups that have a token of a version older than this one."""
 
     older_than: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End."""
+    """Ends the collector."""
 
 
 Command = Hello | Credit | Version | Cancel | Stop
-"""What rank 0 sends."""
+"""A message of rank 0."""
 
 encode = msgspec.msgpack.encode
 decode_record = msgspec.msgpack.Decoder(Record).decode  # a record of the journal
 decode_delivery = msgspec.msgpack.Decoder(Delivery).decode  # a message of the collector
 decode_command = msgspec.msgpack.Decoder(Command).decode  # a message of rank 0
-"""They raise msgspec.DecodeError, also for a message of another shape."""
+"""The decoders raise msgspec.DecodeError, also for a message with other fields."""
 
 
 def pack(values: np.ndarray, dtype: np.dtype) -> bytes:

@@ -29,9 +29,9 @@ class Comm:
             return [value]
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     def gather(self, value: _Value) -> list[_Value] | None:
         """Every rank's value, in rank order, on rank 0; None on the other ranks."""
@@ -39,9 +39,9 @@ class Comm:
             return [value]
         import torch.distributed as dist
 
-        found: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, found, dst=0, group=self._group)
-        return found
+        gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, gathered, dst=0, group=self._group)
+        return gathered
 
     def broadcast(self, value: _Value) -> _Value:
         """Rank 0's value on every rank."""
@@ -49,30 +49,30 @@ class Comm:
             return value
         import torch.distributed as dist
 
-        held = [value]
-        dist.broadcast_object_list(held, src=0, group=self._group)
-        return held[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def scatter(self, values: Iterable[_Value] | None) -> _Value:
-        """On each rank, the value with its index. Rank 0 gives all values and sends each one before
+        """Send each rank the value with its index. Rank 0 passes all values, and sends each before
         it takes the next, so a generator is never held in memory as a whole."""
         if self.world_size == 1:
             assert values is not None
             return next(iter(values))
         import torch.distributed as dist
 
-        mine: list[Any] = [None]
+        received: list[Any] = [None]
         if not self.is_main:
-            dist.recv_object_list(mine, src=0, group=self._group)
-            return mine[0]
+            dist.recv_object_list(received, src=0, group=self._group)
+            return received[0]
         assert values is not None
         for rank, value in enumerate(values):
             if rank == self.rank:
-                mine = [value]
+                received = [value]
             else:
                 dist.send_object_list([value], dst=rank, group=self._group)
-        return mine[0]
+        return received[0]
 
     def barrier(self) -> None:
-        """Returns when every rank has arrived."""
+        """Return when every rank has arrived."""
         self.all_gather(None)

@@ -1,6 +1,5 @@
-"""This process's place among the ranks, the launcher that started it, and how it starts others.
-
-The place comes from environment variables of our launcher, torchrun, DeepSpeed's launcher or Slurm.
+"""This process's rank, from variables of our launcher, torchrun, DeepSpeed's launcher or Slurm; its
+cores, threads and GPUs; and the environment of processes that it starts.
 """
 
 import contextlib
@@ -24,17 +23,17 @@ LAUNCHER_VARIABLE = "GRPO_REPLAY_LAUNCHER"
 PRINTED_VARIABLE = "GRPO_REPLAY_PRINTED"
 """File with the errors that the ranks of `launch_ranks` have printed."""
 PYTHON_MODULE = ("-P", "-m")
-"""Options of a Python that runs a module: with -P no file of the working directory, a `types.py`
-say, stands for a module of Python's or of a library. `import_path` has the directory last."""
+"""Options of a Python that runs a module. With -P, a file of the working directory (a `types.py`,
+say) cannot shadow a module of Python or a library. `import_path` has the directory last."""
 _PR_SET_PDEATHSIG = 1
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""From here on Slurm's step ids are of one task that no `srun` started: a batch script (…FB), the
-interactive shell of `salloc` (…FA)."""
+"""Slurm's step ids from here on are not those of `srun`: a batch script (…FB), the interactive
+shell of `salloc` (…FA)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process's place among the ranks; rank 0 of 1 if no launcher started it."""
+    """This process's rank and the rendezvous address; rank 0 of 1 if no launcher started it."""
 
     rank: int = 0
     local_rank: int = 0
@@ -57,39 +56,41 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """This process's place, from WORLD_SIZE and its companions, else from a Slurm job step.
+    """This process's rank, from WORLD_SIZE and its companions, else from a Slurm job step.
 
     Rank 0 of 1 if neither is set; a batch script and the shell of `salloc` are no ranks. Raises
     LaunchError for variables that are missing or contradict each other.
     """
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ:
-        found = _from_variables(environ)
+        environment = _from_variables(environ)
     elif "SLURM_PROCID" in environ and _is_step_of_srun(environ):
-        found = _from_slurm(environ)
+        environment = _from_slurm(environ)
     else:
         return RankEnvironment()
-    if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.local_world_size):
+    rank, world_size = environment.rank, environment.world_size
+    local_rank, local_world_size = environment.local_rank, environment.local_world_size
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
         raise LaunchError(
-            f"rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
-            f"{found.local_world_size}: the launcher's variables contradict each other; unset "
-            "WORLD_SIZE, RANK and LOCAL_RANK to start without a launcher"
+            f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}: the "
+            "launcher's variables contradict each other; unset WORLD_SIZE, RANK and LOCAL_RANK to "
+            "start without a launcher"
         )
-    return found
+    return environment
 
 
-def refuse_other_count(environment: RankEnvironment, asked: int | None, place: str) -> None:
-    """Raises LaunchError if a launcher gives this machine another number of ranks than were `asked`
-    for (None: whatever the launcher gives). Schedulers may set WORLD_SIZE=1 in every container,
+def refuse_other_count(environment: RankEnvironment, requested: int | None, option: str) -> None:
+    """Raises LaunchError if a launcher started another number of ranks on this machine than
+    `requested` by `option` (None: any number). Schedulers may set WORLD_SIZE=1 in every container,
     which would leave all GPUs but one idle."""
-    given = environment.local_world_size
-    if not environment.is_launched or asked in (None, given):
+    started = environment.local_world_size
+    if not environment.is_launched or requested in (None, started):
         return
     raise LaunchError(
-        f"{place} is {asked}, but the environment says that a launcher started {given} "
-        f"rank{'s' * (given != 1)} on this machine (WORLD_SIZE or SLURM_PROCID is set): unset "
+        f"{option} is {requested}, but the environment says that a launcher started {started} "
+        f"rank{'s' * (started != 1)} on this machine (WORLD_SIZE or SLURM_PROCID is set): unset "
         "WORLD_SIZE, RANK and LOCAL_RANK to let grpo-replay start the ranks itself, have the "
-        f"launcher start {asked}, or ask for {given} with --num-processes {given}"
+        f"launcher start {requested}, or ask for {started} with --num-processes {started}"
     )
 
 
@@ -172,10 +173,10 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def import_path() -> dict[str, str]:
-    """PYTHONPATH for a Python that imports what this one does, from the working directory last."""
+    """PYTHONPATH for a child that imports like this process, with the working directory last."""
     with contextlib.suppress(FileNotFoundError):  # the directory was removed
         here = os.getcwd()
-        folders = [each for each in sys.path if each not in ("", here)]
+        folders = [folder for folder in sys.path if folder not in ("", here)]
         return {"PYTHONPATH": os.pathsep.join([*folders, here])}
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -185,22 +186,22 @@ def named_gpus(environ: Mapping[str, str] | None = None) -> list[str] | None:
     begin with GPU- or MIG-, up to the first word that is neither (`0,-1,1` is GPU 0). None if it is
     not set. Raises LaunchError for a GPU that is named twice, for which CUDA shows no GPU at all.
     """
-    named = (os.environ if environ is None else environ).get(GPUS_VARIABLE)
-    if named is None:
+    value = (os.environ if environ is None else environ).get(GPUS_VARIABLE)
+    if value is None:
         return None
-    kind = named[:4] if named.startswith(("GPU-", "MIG-")) else None
-    found = list[str]()
-    for word in named.split(","):
+    kind = value[:4] if value.startswith(("GPU-", "MIG-")) else None
+    gpus = list[str]()
+    for word in value.split(","):
         number = re.match(r"\s*\+?(\d+)", word)
         if not (word.startswith(kind) if kind else number):
             break
-        found.append(word if kind or number is None else str(int(number[1])))
-    if len(set(found)) < len(found):
+        gpus.append(word if kind or number is None else str(int(number[1])))
+    if len(set(gpus)) < len(gpus):
         raise LaunchError(
-            f"{GPUS_VARIABLE} is {named!r}: it names a GPU twice, so that CUDA shows none; name "
+            f"{GPUS_VARIABLE} is {value!r}: it names a GPU twice, so that CUDA shows none; name "
             "each once"
         )
-    return found
+    return gpus
 
 
 def available_cores() -> int:
@@ -215,15 +216,15 @@ def available_cores() -> int:
     return min(cores, limit)
 
 
-def threads_per_rank(asked: int | None, ranks: int) -> int:
-    """CPU threads of torch for each of `ranks` ranks of this machine: `asked`, or its cores divided
-    by ranks and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that is not above
-    0.
+def threads_per_rank(setting: int | None, ranks: int) -> int:
+    """CPU threads of torch for each of `ranks` ranks of this machine: the `setting`, or the cores
+    divided by the ranks and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that
+    is not above 0.
 
-    torchrun sets OMP_NUM_THREADS to 1 where it finds none, which is nobody's wish.
+    torchrun sets OMP_NUM_THREADS to 1 if it is not set; that 1 is ignored.
     """
-    if asked is not None:
-        return asked
+    if setting is not None:
+        return setting
     share = max(1, available_cores() // ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER_VARIABLE not in os.environ
@@ -250,9 +251,9 @@ def prepare_rank(environment: RankEnvironment) -> None:
 
 
 def stop_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGTERM when the launcher dies, also by SIGKILL, so that no rank is left."""
+    """Ask Linux to send SIGTERM when the launcher dies, also by SIGKILL, so that no rank stays."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if parent_pid != os.getppid():  # it died before we asked
+    if parent_pid != os.getppid():  # it died before the request
         raise SystemExit(1)

@@ -1,5 +1,5 @@
-"""How ranks fail together: one message, one exit code, and no rank left waiting; and work that rank
-0 does for all of them, without a time limit."""
+"""Failures of ranks: one message, one exit code, and no rank left waiting; and work that rank 0
+does for all ranks without a time limit."""
 
 import atexit
 import fcntl
@@ -19,7 +19,7 @@ from grpo_replay.distributed.environment import (
     PRINTED_VARIABLE,
     rank_environment,
 )
-from grpo_replay.errors import FOLLOWED, GrpoReplayError, LaunchError, first_line
+from grpo_replay.errors import EXIT_AFTER_PEER, GrpoReplayError, LaunchError, first_line
 
 POLL_SECONDS = 2.0
 _Result = TypeVar("_Result")
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 def run_on_main(
     comm: Comm, action: Callable[[], _Result], poll_seconds: float = POLL_SECONDS
 ) -> _Result | None:
-    """The result of `action` on rank 0, None on the others, once it is done. Collective.
+    """Run `action` on rank 0, and return its result there; None on the others. Collective.
 
     Rank 0 works in a thread and tells the others every `poll_seconds` that it is still working. No
     collective takes longer than that, so `engine.timeout_seconds` does not limit the work, and the
@@ -49,7 +49,7 @@ def run_on_main(
 
 
 def start_in_thread(action: Callable[[], _Result]) -> "Future[_Result]":
-    """The future result of `action`, which runs in a thread while this one can hear signals."""
+    """Run `action` in a thread, so that this one can handle signals. Returns its future result."""
     future: Future[_Result] = Future()
 
     def work() -> None:
@@ -69,14 +69,14 @@ _LOST_PEER = re.compile(
     r"|remote process exited|heartbeat",
     re.IGNORECASE,
 )
-_SPEAK_TO_PEERS = ("torch.", "deepspeed.", "grpo_replay.")
+_COMMUNICATING_MODULES = ("torch.", "deepspeed.", "grpo_replay.")
 # Looked up in sys.modules, not imported, because it loads torch. If it is not loaded, this rank has
 # not joined a run.
 _RENDEZVOUS = "grpo_replay.distributed.rendezvous"
 
 
 class PeerFailure(LaunchError):
-    """Another rank failed and reports it: this rank exits with the same code and prints nothing."""
+    """Another rank failed and reports it; this rank exits with the same code and prints nothing."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -89,12 +89,12 @@ class LostContact(LaunchError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         if LAUNCHER_VARIABLE in os.environ:
-            self.exit_code = FOLLOWED
+            self.exit_code = EXIT_AFTER_PEER
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone, by the wording of torch.distributed. A
-    server or tracker that refuses a connection says the same in other code."""
+    """Whether an error only says that another rank has ended, by the wording of torch.distributed
+    and the module that raised it: a server that refuses a connection has the same wording."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
     if not _has_joined():
@@ -105,21 +105,22 @@ def is_lost_peer(error: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, RuntimeError) and _LOST_PEER.search(str(current)):
             frames = [frame for frame, _ in traceback.walk_tb(current.__traceback__)]
-            if frames and frames[-1].f_globals.get("__name__", "").startswith(_SPEAK_TO_PEERS):
+            module = frames[-1].f_globals.get("__name__", "") if frames else ""
+            if module.startswith(_COMMUNICATING_MODULES):
                 return True
         current = current.__cause__ or current.__context__
     return False
 
 
 def _has_joined() -> bool:
-    """Whether this process is one of several ranks that meet. A command without ranks does not ask
-    for the variables of a launcher, which may be half set."""
+    """Whether this process has joined other ranks. A command without ranks does not read a
+    launcher's variables, which may be incomplete."""
     return _RENDEZVOUS in sys.modules and rank_environment().world_size > 1
 
 
 def is_reported_elsewhere(error: BaseException) -> bool:
-    """Whether another process prints this failure: the rank that raised it, or for a lost peer the
-    launcher that sees it end."""
+    """Whether another process prints this failure: the rank that raised it, or for a lost peer our
+    launcher."""
     lost = isinstance(error, LostContact) and LAUNCHER_VARIABLE in os.environ
     return lost or isinstance(error, PeerFailure)
 
@@ -141,8 +142,8 @@ def print_error(text: str) -> None:
 
 
 def wait_until_printed(seconds: float = 10.0) -> None:
-    """Wait until a rank of `launch_ranks` has printed an error. The launcher ends all when one
-    exits, and those that know of the error from another rank must not be that one."""
+    """Wait until a rank of `launch_ranks` has printed an error. The launcher ends all ranks as soon
+    as one exits, so a rank that only follows another must not exit first."""
     name, deadline = os.environ.get(PRINTED_VARIABLE), time.monotonic() + seconds
     while name and time.monotonic() < deadline:
         if os.path.exists(name) and os.path.getsize(name):
@@ -151,7 +152,7 @@ def wait_until_printed(seconds: float = 10.0) -> None:
 
 
 def lost_contact(error: BaseException) -> LaunchError:
-    """The error to show to the user instead of one for which `is_lost_peer` holds."""
+    """The error that a user sees instead of one for which `is_lost_peer` is true."""
     if isinstance(error, PeerFailure | LostContact):
         return error
     return LostContact(
@@ -180,7 +181,7 @@ def exit_rank(exit_code: int) -> NoReturn:
     sys.stderr.flush()
     if exit_code != 0 and _has_joined():
         os._exit(exit_code)
-    leave_run()  # NCCL complains on stderr about a group that is left open
+    leave_run()  # NCCL warns on stderr about a group that is left open
     if "vllm" in sys.modules:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -198,7 +199,7 @@ def leave_run() -> None:
 
 
 def run_collectively(comm: Comm, action: Callable[[], _Result]) -> _Result:
-    """This rank's result of `action`, once it has succeeded on every rank.
+    """Run `action` on every rank, and return this rank's result once all have succeeded.
 
     If it raises a GrpoReplayError on some ranks, the lowest of them raises that error, and every
     other rank a PeerFailure with its exit code. `action` must not call collectives.
@@ -209,25 +210,26 @@ def run_collectively(comm: Comm, action: Callable[[], _Result]) -> _Result:
         outcome = action()
     except GrpoReplayError as error:
         failure = error
-    mine = None if failure is None else [str(failure), failure.exit_code]
-    raise_first_failure(comm.rank, comm.all_gather(mine), failure)
+    report = None if failure is None else [str(failure), failure.exit_code]
+    raise_first_failure(comm.rank, comm.all_gather(report), failure)
     return outcome  # type: ignore[return-value]
 
 
 def raise_first_failure(
     rank: int,
     outcomes: Sequence[Sequence[Any] | None],
-    mine: GrpoReplayError | None,
+    own_error: GrpoReplayError | None,
 ) -> None:
-    """Raise if any rank's outcome is [message, exit code]: the lowest failed rank its own error,
-    the others a PeerFailure."""
+    """Raise if any rank's outcome is [message, exit code]: on the lowest failed rank its own error,
+    on the others a PeerFailure."""
     failed = [index for index, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return
-    if rank == failed[0] and mine is not None:
+    if rank == failed[0] and own_error is not None:
         if len(failed) == len(outcomes):
-            raise mine
-        raise type(mine)(f"{mine} (on {name_ranks(failed)} of {len(outcomes)})") from mine
+            raise own_error
+        places = f"(on {name_ranks(failed)} of {len(outcomes)})"
+        raise type(own_error)(f"{own_error} {places}") from own_error
     message, exit_code = outcomes[failed[0]] or ("", 1)
     raise PeerFailure(f"rank {failed[0]}: {message}", int(exit_code))
 

@@ -1,5 +1,5 @@
-"""Temporary folders that do not outlive their process for long: those of killed ones are removed
-by the next that makes one of the kind."""
+"""Temporary folders that are removed after their process: those of a killed process by the next one
+that makes a folder with the same prefix."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ LOCK = "in-use"
 
 class HeldFolder:
     """A new folder `path` of mode 700 in `parent` (None: the system's for temporary files), whose
-    name begins with `prefix`. Folders with that beginning that no process holds are removed."""
+    name begins with `prefix`. Folders with that prefix that no process holds are removed."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
@@ -21,10 +21,10 @@ class HeldFolder:
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         unnamed = self.path / f"{LOCK}.new"
         self._lock: IO | None = _locked(unnamed)
-        unnamed.rename(self.path / LOCK)  # only now may others judge by it
+        unnamed.rename(self.path / LOCK)  # others see the lock file only once it is locked
 
     def release(self) -> None:
-        """Remove it. A no-op the second time."""
+        """Remove the folder. A no-op the second time."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()

@@ -1,4 +1,4 @@
-"""Starting the ranks of this machine with torch's own launcher."""
+"""Starts the ranks of this machine with torch's own launcher."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ from grpo_replay.distributed.environment import (
 )
 from grpo_replay.distributed.failures import name_ranks
 from grpo_replay.distributed.held_folder import HeldFolder
-from grpo_replay.errors import FOLLOWED, INTERRUPTED, LaunchError, UsageError
+from grpo_replay.errors import EXIT_AFTER_PEER, INTERRUPTED, LaunchError, UsageError
 
 PROGRAM = (*PYTHON_MODULE, "grpo_replay")
 _SAVE_SECONDS = 3600
-"""What ranks have for their checkpoint after a signal, before torch's agent kills them."""
-_FOLLOW_SECONDS = 29
-"""After a rank failed, torch's agent kills those that are left in 30 s, by its own clock."""
+"""Time that ranks have for their checkpoint after a signal, before torch's agent kills them."""
+_PEER_KILL_SECONDS = 29
+"""torch's agent kills the remaining ranks 30 s after one failed, by its own clock."""
 
 
 def launch_ranks(
@@ -32,12 +32,12 @@ def launch_ranks(
     threads_per_process: int | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """The exit code of `grpo-replay ARGUMENTS` (or of another Python `program`) run as ranks of
-    this machine: that of the rank that failed by itself, or 130 after a signal.
+    """Run `grpo-replay ARGUMENTS` (or another Python `program`) as ranks of this machine. Returns
+    the exit code: that of the rank that failed by itself, or 130 after a signal.
 
-    Ranks print their errors, one that several raise once. A signal to this process reaches every
-    rank; when a rank fails, the others get SIGTERM and, 30 s later, SIGKILL. Raises LaunchError for
-    a rank that was killed otherwise, and if none failed by itself.
+    Ranks print their errors; an error that several raise is printed once. A signal to this process
+    reaches every rank; when a rank fails, the others get SIGTERM and, 30 s later, SIGKILL. Raises
+    LaunchError for a rank that was killed otherwise, and if none failed by itself.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -64,7 +64,7 @@ def launch_ranks(
     except SignalException:
         return INTERRUPTED
     except ChildFailedError as error:
-        return _code_of_first(error.failures)
+        return _first_exit_code(error.failures)
     finally:
         logging.disable(logging.NOTSET)
         held.release()
@@ -72,7 +72,7 @@ def launch_ranks(
 
 
 def _variables(ranks: int, threads: int | None) -> dict[str, str]:
-    """What the ranks find in their environment."""
+    """Environment variables of the ranks."""
     loopback = "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else "lo0"
     return {
         **import_path(),
@@ -84,19 +84,20 @@ def _variables(ranks: int, threads: int | None) -> dict[str, str]:
 
 
 def _signals() -> list[str]:
-    """Those that torch's agent passes on. Under nohup a hang-up stays ignored."""
+    """The signals that torch's agent passes on. Under nohup a hang-up stays ignored."""
     names = ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"]
     return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
 
 
-def _code_of_first(failures: Mapping[int, Any]) -> int:
-    """The exit code of the first rank that did not end because another did. `failures` are torch's,
+def _first_exit_code(failures: Mapping[int, Any]) -> int:
+    """The exit code of the first rank that did not end because of another. `failures` are torch's,
     in the order in which it saw them. Raises LaunchError if that rank was killed or there is none.
     """
-    killed_by_torch = min(each.timestamp for each in failures.values()) + _FOLLOW_SECONDS
+    first_failure = min(failure.timestamp for failure in failures.values())
+    killed_by_torch = first_failure + _PEER_KILL_SECONDS
     for rank, failure in failures.items():
         code = failure.exitcode
-        if code in (FOLLOWED, -signal.SIGTERM):
+        if code in (EXIT_AFTER_PEER, -signal.SIGTERM):
             continue
         if code == -signal.SIGKILL and failure.timestamp >= killed_by_torch:
             continue
@@ -105,8 +106,8 @@ def _code_of_first(failures: Mapping[int, Any]) -> int:
         return int(code)
     raise LaunchError(
         f"{name_ranks(sorted(failures))} lost contact with another rank or were ended from "
-        "outside, and none says why: see what log/attempt_*.log of the output directory has of "
-        "each. Start the command again, that of a training run with --resume"
+        "outside, and none says why: see log/attempt_*.log in the output directory. Start the "
+        "command again, that of a training run with --resume"
     ) from None
 
 

@@ -1,4 +1,4 @@
-"""How ranks find each other: torch's process group, and agreement on the recipe."""
+"""Rendezvous of the ranks: torch's process group, and the check that all have the same recipe."""
 
 import datetime
 import os
@@ -19,18 +19,22 @@ from grpo_replay.version import __version__
 
 POLL_SECONDS = 0.1
 QUIET_SECONDS = 10.0
-"""How long ranks wait for each other before they say for whom."""
+"""Time that a rank waits for others before it prints which ones are missing."""
 
 
 def form_group(environment: RankEnvironment, backend: str, timeout: datetime.timedelta) -> None:
-    """Make torch's default process group, which DeepSpeed adopts."""
-    place: dict[str, Any] = {"rank": environment.rank, "world_size": environment.world_size}
+    """Create torch's default process group, which DeepSpeed adopts."""
     try:
-        if environment.world_size == 1:
-            place["store"] = dist.HashStore()  # no port: many runs may share a machine
-        else:
-            place["store"] = _meet(environment, timeout)
-        dist.init_process_group(backend, timeout=timeout, **place)
+        # A process alone needs no port: many runs may share a machine.
+        is_single = environment.world_size == 1
+        store = dist.HashStore() if is_single else _meet(environment, timeout)
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            store=store,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()} did "
@@ -42,9 +46,9 @@ def form_group(environment: RankEnvironment, backend: str, timeout: datetime.tim
 
 
 def _meet(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    """The store of the ranks, once all have come. Says for whom it waits, and hears signals: torch
-    waits in C++, which is deaf to them. Raises RuntimeError if the time is up."""
-    started, said = time.monotonic(), False
+    """The store of the ranks, once all have arrived. Prints which ranks are missing, and can be
+    interrupted by signals, unlike torch's own wait in C++. Raises RuntimeError after `timeout`."""
+    started, reported = time.monotonic(), False
     connecting = start_in_thread(lambda: _open_store(environment, timeout))
     missing = list(range(environment.world_size))
     while True:
@@ -54,14 +58,15 @@ def _meet(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Sto
         if not missing:
             return connecting.result()
         waited = time.monotonic() - started
-        whom = name_ranks(missing if connected else [0])
+        missing_ranks = name_ranks(missing if connected else [0])
         if waited > timeout.total_seconds():
-            raise RuntimeError(f"{whom} did not come in {waited:.0f} s")
-        if waited > QUIET_SECONDS and not said:
-            said = True
-            place = f"{environment.master_addr}:{environment.master_port}"
+            raise RuntimeError(f"{missing_ranks} missing after {waited:.0f} s")
+        if waited > QUIET_SECONDS and not reported:
+            reported = True
+            address = f"{environment.master_addr}:{environment.master_port}"
             print(
-                f"rank {environment.rank} of {environment.world_size} waits for {whom} at {place} "
+                f"rank {environment.rank} of {environment.world_size} waits for {missing_ranks} at "
+                f"{address} "
                 f"(for {timeout.total_seconds():.0f} s; Ctrl-C ends the wait)",
                 file=sys.stderr,
                 flush=True,
@@ -69,15 +74,15 @@ def _meet(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Sto
         wait([connecting], POLL_SECONDS) if not connected else time.sleep(POLL_SECONDS)
 
 
-def _missing(store: dist.Store, rank: int, among: list[int]) -> list[int]:
-    """The ranks that have not come. Says that this one has."""
+def _missing(store: dist.Store, rank: int, candidates: list[int]) -> list[int]:
+    """Register this rank in the store, and return the candidates that have not arrived."""
     store.set(f"arrived/{rank}", "")
-    return [each for each in among if not store.check([f"arrived/{each}"])]
+    return [other for other in candidates if not store.check([f"arrived/{other}"])]
 
 
 def _open_store(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    """The store that rank 0 serves, or torchrun's agent. Ranks on one machine that we started meet
-    on the loopback interface: rank 0 listens there, where torch would listen on every one."""
+    """The store that rank 0 serves, or torchrun's agent. Ranks of our launcher meet on the loopback
+    interface, where rank 0 listens; torch would listen on every interface."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ours = LAUNCHER_VARIABLE in os.environ
     serves = environment.rank == 0 and (ours or not has_agent)
@@ -97,15 +102,16 @@ def refuse_disagreement(comm: Comm, recipe: Recipe) -> None:
     """Raises LaunchError on the lowest rank that has another recipe than rank 0, or another version
     of this package, and PeerFailure on the others. Collective."""
     sections = recipe.model_dump(mode="json").items()
-    mine = {"version of grpo-replay": __version__, **{name: repr(each) for name, each in sections}}
-    facts = comm.all_gather(mine)
+    own_facts = {"version of grpo-replay": __version__}
+    own_facts |= {name: repr(section) for name, section in sections}
+    facts = comm.all_gather(own_facts)
 
     def compare() -> None:
-        others = [rank for rank, theirs in enumerate(facts) if theirs != facts[0]]
-        if comm.rank in others:
-            keys = ", ".join(key for key, value in facts[0].items() if mine.get(key) != value)
+        differing = [rank for rank, rank_facts in enumerate(facts) if rank_facts != facts[0]]
+        if comm.rank in differing:
+            keys = ", ".join(key for key, value in facts[0].items() if own_facts.get(key) != value)
             raise LaunchError(
-                f"{name_ranks(others)} and rank 0 differ in: {keys}; give every rank the same "
+                f"{name_ranks(differing)} and rank 0 differ in: {keys}; give every rank the same "
                 "recipe file, --set options and version of grpo-replay"
             )
 

@@ -19,16 +19,16 @@ from grpo_replay.recipe.layers import shown
 from grpo_replay.rewards.gym import open_family, points
 
 SIZE = 1000
-"""Training problems, unless `size` says otherwise."""
+"""Default number of training problems (`size`)."""
 HELD_OUT_SIZE = 200
 BLOCK = 1_000_000
-"""Items of a seed, of which the first that are needed are made."""
+"""Number of items reserved for a seed, of which only the first ones are made."""
 ONE_HELD_OUT_OF = 5
-"""Questions."""
+"""One question of this many is held out."""
 MOST_TRIES = 8
-"""Items that are made for each problem that is wanted, beyond those of the other part."""
+"""Most items made per requested problem of a part."""
 TRIED_GOLDS = 20
-"""Problems whose own answer is scored before a family is used."""
+"""Number of problems whose own answer is scored before a family is used."""
 
 
 def gym_rows(source: str, options: DatasetOptions, seed: int | None) -> ProblemRows:
@@ -41,8 +41,8 @@ def gym_rows(source: str, options: DatasetOptions, seed: int | None) -> ProblemR
     """
     family, settings, size = source.removeprefix(GYM), *_settings(options)
     size = size if seed is not None else HELD_OUT_SIZE
-    wanted = islice(_different(source, family, settings, size, seed), size)
-    rows = [_row(source, family, settings, *each) for each in wanted]
+    items = islice(_distinct_items(source, family, settings, size, seed), size)
+    rows = [_row(source, family, settings, *item) for item in items]
     if len(rows) < size:
         part, key = (
             ("held-out", "eval.benchmarks") if seed is None else ("training", "prompts.source")
@@ -57,13 +57,13 @@ def gym_rows(source: str, options: DatasetOptions, seed: int | None) -> ProblemR
     return ProblemRows(rows, source)
 
 
-def nonsense_notice(source: str, rows: ProblemRows) -> list[str]:
-    """Says so if the family gives points for an answer without meaning."""
+def lenient_scorer_notice(source: str, rows: ProblemRows) -> list[str]:
+    """A notice if the family's scorer gives points for an answer without meaning."""
     row = rows.row(0)
-    found = points(row["family"], row["settings"], "?", row["entry"])
-    if not found:
+    score = points(row["family"], row["settings"], "?", row["entry"])
+    if not score:
         return []
-    return [f"{source}: its scorer gives {found:g} points for the answer '?'"]
+    return [f"{source}: its scorer gives {score:g} points for the answer '?'"]
 
 
 def _settings(options: DatasetOptions) -> tuple[str, int]:
@@ -80,10 +80,10 @@ def _settings(options: DatasetOptions) -> tuple[str, int]:
     return json.dumps(given), size
 
 
-def _different(
+def _distinct_items(
     source: str, family: str, settings: str, size: int, seed: int | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and entry of every item of one part whose question none before it has."""
+    """Yield number and entry of the items of one part, each question once."""
     first = 0 if seed is None else (seed + 1) * BLOCK
     share = 1 if seed is None else ONE_HELD_OUT_OF - 1
     tries = MOST_TRIES * size * ONE_HELD_OUT_OF // share
@@ -152,9 +152,9 @@ def _row(
 
 
 def _refuse_bad_gold(source: str, row: dict[str, Any]) -> None:
-    found = points(row["family"], row["settings"], row["answer"], row["entry"])
-    if found < 1:
+    score = points(row["family"], row["settings"], row["answer"], row["entry"])
+    if score < 1:
         raise DatasetError(
             f"prompts.source {source}: its scorer gives its own answer {shown(row['answer'])} to "
-            f"item {row['problem_id']} only {found:g} points of 1; choose another family"
+            f"item {row['problem_id']} only {score:g} points of 1; choose another family"
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.prompts.gym_problems import gym_rows, nonsense_notice
+from grpo_replay.prompts.gym_problems import gym_rows, lenient_scorer_notice
 from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     PROBLEM_FIELDS,
@@ -228,11 +228,11 @@ def load_prompts(
     duplicate id, or if all prompts are over the length limit; RecipeError for a faulty template.
     """
     kept, notices, digest = _TokenisedPrompts(), list[str](), hashlib.sha256()
-    for prefix, one, weight in _each_source(section):
-        read = read_source(one, seed)
+    for prefix, source, weight in _sources(section):
+        read = read_source(source, seed)
         notices += read.notices
         digest.update(read.as_bytes(prefix))
-        kept.add(read, prefix, one, weight, tokenizer, whole_rows)
+        kept.add(read, prefix, source, weight, tokenizer, whole_rows)
     limit = f"prompts.max_prompt_length {section.max_prompt_length}"
     if not kept.ids:
         raise DatasetError(
@@ -265,9 +265,8 @@ def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTok
     return sum(unknown in tokens_P for tokens_P in token_ids)
 
 
-def _each_source(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
-    """What the ids of a source begin with (nothing if it is the only one), its section and its
-    weight."""
+def _sources(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
+    """Id prefix (empty for a single source), section and weight of every source."""
     names = [Path(name).name for name in section.source_names]
     if len(names) == 1:
         prefixes = [""]
@@ -322,7 +321,7 @@ def read_source(
         columns = f"problems from {fields[0]!r}, answers from {fields[1]!r}"
         notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
     if str(section.source).startswith(GYM):
-        notices += nonsense_notice(str(section.source), rows)
+        notices += lenient_scorer_notice(str(section.source), rows)
     return ReadSource(rows, problems, answers, unique_ids(rows, id_field), notices)
 
 

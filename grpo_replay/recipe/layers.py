@@ -38,7 +38,7 @@ def find_recipe(name_or_path: str) -> Path:
 
 
 def find_shipped(name_or_path: str, shipped: Mapping[str, Path], kind: str) -> Path:
-    """A file by its path, or by its name among those of a `kind` that are shipped. Raises
+    """The file of a recipe or sweep (`kind`), by its path or the name of a shipped one. Raises
     RecipeError, with the shipped names, if there is none."""
     path = Path(name_or_path)
     with contextlib.suppress(OSError):  # a name that is too long for the file system
@@ -46,8 +46,8 @@ def find_shipped(name_or_path: str, shipped: Mapping[str, Path], kind: str) -> P
             return path
     if name_or_path in shipped:
         return shipped[name_or_path]
-    beside = [file.name for file in path.parent.glob("*.yaml")]
-    hint = did_you_mean(name_or_path, shipped) or did_you_mean(path.name, beside)
+    siblings = [file.name for file in path.parent.glob("*.yaml")]
+    hint = did_you_mean(name_or_path, shipped) or did_you_mean(path.name, siblings)
     raise RecipeError(
         f"no {kind} {shown(name_or_path)}: not a file and not a shipped {kind}{hint}; "
         f"shipped: {', '.join(shipped)}"
@@ -63,7 +63,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_source(path: Path) -> str:
-    """What the recipe in `path` is called in messages: a shipped one by its name."""
+    """The name of the recipe in `path` for messages: that of a shipped recipe, else the path."""
     return f"recipe {path.stem}" if path.parent == shipped_recipes_folder() else str(path)
 
 
@@ -117,10 +117,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return layer
 
 
-def _annotation_of(place: Sequence[int | str]) -> Any:
-    """The type of a key by its parts; None if there is no such key."""
+def _annotation_of(key: Sequence[int | str]) -> Any:
+    """The type of a recipe key, given its parts; None if there is no such key."""
     section: Any = Recipe
-    for part in place:
+    for part in key:
         fields = getattr(section, "model_fields", {})
         section = fields[part].annotation if part in fields else None
     return section
@@ -129,19 +129,20 @@ def _annotation_of(place: Sequence[int | str]) -> Any:
 def resolve_recipe(
     layers: Sequence[Mapping[str, Any]], source: str | Sequence[str] = "recipe"
 ) -> Recipe:
-    """The validated recipe of `layers`, lowest precedence first. `source` is where they come from,
-    in words: all of them, or each. Raises RecipeError that names the source of the bad value."""
+    """Merge `layers`, lowest precedence first, and validate the recipe. `source` names the origin
+    of the layers in messages: one name for all, or one for each. Raises RecipeError that names the
+    source of the bad value."""
     sources = [source] * len(layers) if isinstance(source, str) else source
     merged: dict[str, Any] = {}
-    of_preset: set[str] = set()
+    preset_keys: set[str] = set()
     for layer in layers:
         replay = layer.get("replay")
         replay = replay if isinstance(replay, Mapping) else {}
         preset = replay.get("preset")
         if isinstance(preset, str) and preset in REPLAY_PRESETS:
-            of_preset = _apply_preset(merged.setdefault("replay", {}), preset, of_preset)
+            preset_keys = _apply_preset(merged.setdefault("replay", {}), preset, preset_keys)
         _deep_update(merged, layer)
-        of_preset -= set(replay)
+        preset_keys -= set(replay)
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
@@ -149,16 +150,16 @@ def resolve_recipe(
         raise RecipeError(_explain(plain_problems(error, merged), origins)) from error
 
 
-def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> set[str]:
-    """Set the values of a preset. What the one before it had set, the keys `of_preset`, returns to
-    its default, except under `grpo`: it is the baseline of the recipe that it is set in. Returns
-    the keys that presets have set now."""
+def _apply_preset(replay: dict[str, Any], preset: str, preset_keys: set[str]) -> set[str]:
+    """Set the values of a preset, and return all keys that presets have set. Choosing a preset
+    undoes what an earlier preset set (`preset_keys`), except for `grpo`, which is the baseline of
+    the recipe that it is set in."""
     if preset != "grpo":
-        for key in of_preset:
+        for key in preset_keys:
             del replay[key]
-        of_preset = set()
+        preset_keys = set()
     replay.update(REPLAY_PRESETS[preset])
-    return of_preset | set(REPLAY_PRESETS[preset])
+    return preset_keys | set(REPLAY_PRESETS[preset])
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
@@ -175,55 +176,68 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def plain_problems(error: ValidationError, given: Any) -> list[Any]:
-    """What pydantic found in `given`, with places as they are written there: without the names of
-    types that a value may have. Of a list that might have been a name, what is wrong inside."""
-    found: list[Any] = [{**item, "loc": _place_in(given, item["loc"])} for item in error.errors()]
-    inside = {item["loc"][:at] for item in found for at in range(len(item["loc"]))}
-    return [item for item in found if item["type"] != "string_type" or item["loc"] not in inside]
+    """The problems that pydantic reports, with keys as they are written in `given`: pydantic adds
+    the names of the types that a value may have. If a value may be text or a list, problems inside
+    the list replace the one that it is not text."""
+    problems: list[Any] = [
+        {**problem, "loc": _key_in(given, problem["loc"])} for problem in error.errors()
+    ]
+    parents = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
+    return [
+        problem
+        for problem in problems
+        if problem["type"] != "string_type" or problem["loc"] not in parents
+    ]
 
 
-def _place_in(given: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    place: list[int | str] = []
+def _key_in(given: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """The parts of pydantic's `loc` that are keys or indices in `given`."""
+    key: list[int | str] = []
     for index, part in enumerate(loc):
-        is_there = part in given if isinstance(given, Mapping) else isinstance(part, int)
-        if is_there or part == "[key]" or (index == len(loc) - 1 and isinstance(given, Mapping)):
-            place.append(part)
-            given = given[part] if is_there and isinstance(given, Mapping | list) else None  # type: ignore[index]
-    return tuple(place)
+        exists = part in given if isinstance(given, Mapping) else isinstance(part, int)
+        is_missing_key = index == len(loc) - 1 and isinstance(given, Mapping)
+        if exists or part == "[key]" or is_missing_key:
+            key.append(part)
+            given = given[part] if exists and isinstance(given, Mapping | list) else None  # type: ignore[index]
+    return tuple(key)
 
 
 def _explain(
     problems: Sequence[Any], origins: Sequence[tuple[Mapping[str, Any], str]], *at: str
 ) -> str:
     """One line per problem: the source of the bad value, its key, what is allowed, the value. `at`
-    is the section that was validated; without it, it is a whole recipe."""
+    is the validated section; empty for a whole recipe."""
     lines = []
-    for item in problems:
-        message, loc = item["msg"].removeprefix("Value error, "), (*at, *item["loc"])
-        source, place = _source_of(loc, origins), ".".join(map(str, loc))
-        if not item["loc"]:
+    for problem in problems:
+        message, loc = problem["msg"].removeprefix("Value error, "), (*at, *problem["loc"])
+        source, key = _source_of(loc, origins), ".".join(map(str, loc))
+        if not problem["loc"]:
             sources = " with ".join(dict.fromkeys(source for layer, source in origins if layer))
             lines.append(f"{sources or 'recipe'}: contradiction: {message}")
-        elif item["type"] == "extra_forbidden":
-            section = Recipe if len(loc) == 1 else _annotation_of(loc[:-1])
-            fields = getattr(section, "model_fields", {})
-            where = f"section {'.'.join(map(str, loc[:-1]))}" if loc[:-1] else "the recipe"
-            hint = did_you_mean(str(loc[-1]), fields)
-            if elsewhere := [
-                f"{section}.{loc[-1]}"
-                for section in Recipe.model_fields
-                if loc[-1] in getattr(_annotation_of([section]), "model_fields", {})
-            ]:
-                hint = f" (did you mean {' or '.join(map(shown, elsewhere))}?)"
-            has = f"; {where} has: {', '.join(fields)}" if fields else ""
-            lines.append(f"{source}: unknown key {shown(place)}{hint}{has}")
+        elif problem["type"] == "extra_forbidden":
+            lines.append(f"{source}: unknown key {shown(key)}{_allowed_keys(loc)}")
         else:
-            lines.append(f"{source}: {place}: {message}, found {shown(item['input'])}")
+            lines.append(f"{source}: {key}: {message}, found {shown(problem['input'])}")
     return "\n".join(lines)
 
 
+def _allowed_keys(loc: Sequence[int | str]) -> str:
+    """The end of a message about an unknown key: the key that may be meant, and those allowed."""
+    *parents, name = loc
+    fields = getattr(_annotation_of(parents) if parents else Recipe, "model_fields", {})
+    hint = did_you_mean(str(name), fields)
+    if elsewhere := [
+        f"{section}.{name}"
+        for section in Recipe.model_fields
+        if name in getattr(_annotation_of([section]), "model_fields", {})
+    ]:
+        hint = f" (did you mean {' or '.join(map(shown, elsewhere))}?)"
+    owner = f"section {'.'.join(map(str, parents))}" if parents else "the recipe"
+    return hint + (f"; {owner} has: {', '.join(fields)}" if fields else "")
+
+
 def _source_of(loc: Sequence[int | str], origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """The source of the last layer that has the key, or the longest part of it."""
+    """The source of the last layer that has the key, or the most of its leading parts."""
 
     def depth(layer: Any) -> int:
         for number, part in enumerate(loc):
@@ -243,58 +257,58 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     """Make the relative paths of a recipe layer absolute, in place.
 
     These are files and folders of prompts and benchmarks, `eval.data_folder`, `file.py:function`,
-    and models and tokenizers that begin with a dot: `owner/name` is a hub id. So it is for prompts,
-    unless there is such a folder; the name of a benchmark stays one. Values of a wrong type are
+    and models and tokenizers that begin with a dot. `owner/name` is a hub id, for prompts only if
+    there is no such folder; the name of a benchmark does not change. Values of a wrong type are
     left for the validation.
     """
 
     def absolute(path: str) -> str:
         return os.path.abspath(folder / os.path.expanduser(path))
 
-    def of_data(path: str) -> str:
+    def data_path(path: str) -> str:
         is_local = path.endswith(DATA_SUFFIXES) or path.startswith((".", "~"))
         is_folder = path != "" and os.path.isdir(folder / path)
         return absolute(path) if is_local or is_folder else path
 
-    def of_benchmark(path: str) -> str:
-        return of_data(path) if "/" in path or path.endswith((".", *DATA_SUFFIXES)) else path
+    def benchmark_path(path: str) -> str:
+        return data_path(path) if "/" in path or path.endswith((".", *DATA_SUFFIXES)) else path
 
-    def of_model(path: str) -> str:
+    def model_path(path: str) -> str:
         return absolute(path) if path.startswith((".", "~")) else path
 
-    def of_function(function: str) -> str:
-        place, separator, name = function.rpartition(":")
-        return f"{absolute(place)}:{name}" if separator and place.endswith(".py") else function
+    def function_path(function: str) -> str:
+        source, separator, name = function.rpartition(":")
+        return f"{absolute(source)}:{name}" if separator and source.endswith(".py") else function
 
-    places = {
-        "prompts.source": of_data,
-        "model.path": of_model,
-        "model.tokenizer": of_model,
-        "sampling.backend": of_function,
-        "reward.function": of_function,
-        "advantage.estimator": of_function,
-        "replay.priority": of_function,
-        "loss.kind": of_function,
-        "eval.reward": of_function,
-        "eval.benchmarks": of_benchmark,
+    conversions = {
+        "prompts.source": data_path,
+        "model.path": model_path,
+        "model.tokenizer": model_path,
+        "sampling.backend": function_path,
+        "reward.function": function_path,
+        "advantage.estimator": function_path,
+        "replay.priority": function_path,
+        "loss.kind": function_path,
+        "eval.reward": function_path,
+        "eval.benchmarks": benchmark_path,
         "eval.data_folder": absolute,
     }
-    for place, change in places.items():
-        section, key = place.split(".")
+    for name, convert in conversions.items():
+        section, key = name.split(".")
         values = layer.get(section)
         if isinstance(values, dict) and key in values:
-            values[key] = _changed(values[key], key, change)
+            values[key] = _map_texts(values[key], key, convert)
 
 
-def _changed(value: Any, key: str, change: Callable[[str], str]) -> Any:
-    """The value of a key with its texts changed: the value itself, the entries of a list, and what
-    entries of more than a name have under the same key."""
+def _map_texts(value: Any, key: str, convert: Callable[[str], str]) -> Any:
+    """Convert the texts in the value of a key: the value itself, the elements of a list, and in an
+    element that is a mapping the value under the same key."""
     if isinstance(value, str):
-        return change(value)
+        return convert(value)
     if isinstance(value, list):
-        return [_changed(each, key, change) for each in value]
+        return [_map_texts(element, key, convert) for element in value]
     if isinstance(value, dict) and key in value:
-        return value | {key: _changed(value[key], key, change)}
+        return value | {key: _map_texts(value[key], key, convert)}
     return value
 
 
@@ -307,8 +321,8 @@ def short_path(path: str) -> str:
 
 
 def is_on_hub(source: str) -> bool:
-    """True if a model or data source is a hub id: neither made here nor a local path, by its
-    beginning, its suffix or because it exists."""
+    """True if a model or data source is a hub id: neither built in nor a local path, which is known
+    by its prefix, its suffix or because it exists."""
     is_named = source.startswith(("builtin:", GYM, "/", ".", "~")) or source.endswith(DATA_SUFFIXES)
     return not is_named and not Path(source).exists()
 
@@ -318,8 +332,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def parse_text(text: str) -> str | None:
-    """The value of a text setting after `--set`: `text` without the space around it. None if it is
-    empty, `~` or `null`; what is in quotes if all of it is."""
+    """The value of a text setting after `--set`: `text` without surrounding spaces, or without its
+    quotes if all of it is quoted; None if it is empty, `~` or `null`."""
     word = text.strip()
     if word in ("", "~", "null"):
         return None
@@ -330,21 +344,21 @@ def parse_text(text: str) -> str | None:
 
 
 def is_text(annotation: Any, value: str = "") -> bool:
-    """Whether a setting of this type is text (or null), given as `value`: a setting that may also
-    be a list is text unless it begins as a list."""
+    """Whether a setting of this type is text (or null). A setting that may also be a list is text
+    unless `value` begins like a list."""
     if annotation in (str, str | None):
         return True
     return str in get_args(annotation) and not value.lstrip().startswith(("[", "{"))
 
 
 def shown(value: Any) -> str:
-    """The value for an error message, shortened if it is long or deep, and without the user name
-    and password of a URL."""
+    """Format a value for an error message: shortened if it is long or deep, and without the user
+    name and password of a URL."""
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", _SHORT.repr(value))
 
 
-_OF_CONFIG = "ReplayConfig"
-"""The source of the values of one, in messages."""
+_CONFIG_SOURCE = "ReplayConfig"
+"""The source of a ReplayConfig's values, in messages."""
 
 
 @final
@@ -374,5 +388,5 @@ class ReplayConfig(ReplaySection):
         try:
             return validated(given)
         except ValidationError as error:
-            problems, origins = plain_problems(error, given), [({"replay": given}, _OF_CONFIG)]
+            problems, origins = plain_problems(error, given), [({"replay": given}, _CONFIG_SOURCE)]
             raise RecipeError(_explain(problems, origins, "replay")) from None

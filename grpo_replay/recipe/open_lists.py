@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_replay.errors import RecipeError
-from grpo_replay.named_functions import is_place, load_function
+from grpo_replay.named_functions import is_import_path, load_function
 
 
 class OpenList:
@@ -37,7 +37,7 @@ class OpenList:
 
     def check(self, value: str) -> str:
         """`value`, if it is one of the names or has the form of a place; otherwise ValueError."""
-        if value not in self._places and not is_place(value):
+        if value not in self._places and not is_import_path(value):
             raise ValueError(
                 f"{value!r} is not known: use {', '.join(self.names)}, or your own function as "
                 "module:function or file.py:function"

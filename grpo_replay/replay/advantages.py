@@ -57,9 +57,9 @@ def group_advantages(
     """
     if std not in ("population", "sample"):
         raise ValueError(f"std {std!r}: expected 'population' or 'sample'")
-    everything = _as_rewards(rewards_G)
+    all_rewards_G = _as_rewards(rewards_G)
     rewarded_G = np.array([reward is not None for reward in rewards_G])
-    rewards = everything[rewarded_G]
+    rewards = all_rewards_G[rewarded_G]
     if rewards.size < 2:
         return GroupAdvantage(mean=None, std=None, advantages_G=None)
     if not np.isfinite(rewards).all():
@@ -73,7 +73,7 @@ def group_advantages(
     deviations = rewards - mean
     divisor = rewards.size if std == "population" else rewards.size - 1
     sigma = math.sqrt(math.fsum(deviations**2) / divisor)
-    advantages_G = np.full(everything.size, np.nan, np.float32)
+    advantages_G = np.full(all_rewards_G.size, np.nan, np.float32)
     advantages_G[rewarded_G] = deviations / (sigma + epsilon if divide_by_std else 1.0)
     return GroupAdvantage(float(np.float32(mean)), float(np.float32(sigma)), advantages_G)
 

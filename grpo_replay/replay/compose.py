@@ -1,5 +1,5 @@
-"""What a training step does with the buffer, and the batch that comes of it (paper A, Algorithm 1,
-steps 2 to 5; paper B, section 4). `buffer_step` is all of it, in one order for every composition:
+"""The buffer's part of a training step, and the batch that it composes (paper A, Algorithm 1, steps
+2 to 5; paper B, section 4). `buffer_step` runs all of it, in one order for every composition:
 
 | composition    | trains on                                   | drawn rollouts, or queries   |
 |----------------|---------------------------------------------|------------------------------|
@@ -42,12 +42,12 @@ def buffer_step(
     rng: np.random.Generator,
     draws: int = 1,
 ) -> ComposedBatch:
-    """All that a step does with the buffer; returns what the step trains on.
+    """Run the buffer's part of a step, and return the batch that the step trains on.
 
-    `fresh` are rollouts, or entries. What is too old leaves; the draw; the fresh survivors are
-    stored, with their uses in this step, because a pool draw also draws fresh ones (buffer_only
-    stores them before the draw); what would be too old at the next step leaves. Optimizer updates
-    change nothing that is stored, so a trainer makes them after this. Arguments as in
+    `fresh` are rollouts, or entries. The order: evict what is too old; draw; store the fresh
+    survivors, with their uses in this step, because a pool draw also draws fresh ones (buffer_only
+    stores them before the draw); evict what would be too old at the next step. Optimizer updates
+    change nothing that is stored, so a trainer makes them afterwards. Arguments as in
     `compose_batch`.
     """
     settings, entries = buffer.settings, entries_of(fresh)

@@ -1,7 +1,7 @@
 """The store of the replay buffer: entries in insertion order, bounded by age and capacity (paper A,
 section 4; positive-bias variant: paper B).
 
-Of every entry the store holds its priority and its uses. A use is a draw: `times_used` is the
+The store holds the priority and the uses of every entry. A use is a draw: `times_used` is the
 number of the rollout's rows in draws/, and does not count training as a fresh rollout in its birth
 step. Ages are in training steps. A caller of `draw` passes its own random generator.
 """
@@ -82,8 +82,7 @@ class EntryStore:
         return len(self._columns["entry"])
 
     def __copy__(self) -> Self:
-        """The store as it is now: what happens to the original does not change the copy. Entries
-        are shared."""
+        """A copy that later changes of the original do not affect. Entries are shared."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         copied._columns = {name: column.copy() for name, column in self._columns.items()}
@@ -103,7 +102,7 @@ class EntryStore:
         return tuple(self._columns["entry"])
 
     def rollouts(self) -> tuple[Any, ...]:
-        """Their payloads: rollouts, where whole rollouts are stored."""
+        """The payloads of the stored entries: rollouts, where whole rollouts are stored."""
         return tuple(entry.payload for entry in self._columns["entry"])
 
     def insert(
@@ -141,8 +140,9 @@ class EntryStore:
         return self._evict_born_before(step, step + 1)
 
     def drawable(self, step: int) -> np.ndarray:
-        """The places of entries that `replay.max_uses` and `replay.cooldown_steps` let be drawn in
-        `step`, int64 [N]. Rollouts of priority 0 are not among them, unless all have it."""
+        """Indices of the entries that may be drawn in `step` (`replay.max_uses`,
+        `replay.cooldown_steps`), int64 [N]. Rollouts of priority 0 are left out, unless all have
+        priority 0."""
         columns, settings = self._columns, self.settings
         drawable_N = np.ones(len(self), dtype=np.bool_)
         weighs = settings.unit == "rollout" and settings.priority_exponent > 0
@@ -155,13 +155,13 @@ class EntryStore:
             drawable_N &= unused_N | (step - columns["last_used_step"] > settings.cooldown_steps)
         return np.flatnonzero(drawable_N)
 
-    def _candidates(self, places: np.ndarray | slice, step: int) -> Candidates:
+    def _candidates(self, indices: np.ndarray | slice, step: int) -> Candidates:
         columns = self._columns
         return Candidates(
-            columns["priority"][places],
-            columns["group_id"][places],
-            columns["times_used"][places] > 0,
-            step - columns["birth_step"][places],
+            columns["priority"][indices],
+            columns["group_id"][indices],
+            columns["times_used"][indices] > 0,
+            step - columns["birth_step"][indices],
         )
 
     def draw(
@@ -172,12 +172,12 @@ class EntryStore:
         No entry is removed. Uses of stored entries are recorded here, uses of fresh ones when
         they are inserted. The draw is empty if there are no candidates.
         """
-        some_rest = self.settings.max_uses is not None or self.settings.cooldown_steps > 0
-        places = self.drawable(step) if some_rest else np.arange(len(self))
-        stored = len(places)
+        limits_reuse = self.settings.max_uses is not None or self.settings.cooldown_steps > 0
+        indices_N = self.drawable(step) if limits_reuse else np.arange(len(self))
+        stored = len(indices_N)
         if count <= 0 or stored + len(fresh) == 0:
             return Draw.empty()
-        candidates = self._candidates(places if some_rest else slice(None), step)
+        candidates = self._candidates(indices_N if limits_reuse else slice(None), step)
         if fresh:
             group_id_N = np.array([entry.group_id for entry in fresh], dtype=np.int64)
             if self.settings.unit == "query":
@@ -187,12 +187,12 @@ class EntryStore:
             age_N = step - np.array([entry.birth_step for entry in fresh], dtype=np.int64)
             candidates = candidates + Candidates(priority_N, group_id_N, used_N, age_N)
         picks = pick(candidates, count, self.settings, rng)
-        used = places[picks.indices[picks.indices < stored]]
+        used = indices_N[picks.indices[picks.indices < stored]]
         np.add.at(self._columns["times_used"], used, 1)
         self._columns["last_used_step"][used] = step
         entry_N = self._columns["entry"]
         drawn = tuple(
-            entry_N[places[i]] if i < stored else fresh[i - stored] for i in picks.indices
+            entry_N[indices_N[i]] if i < stored else fresh[i - stored] for i in picks.indices
         )
         return Draw(
             entries=drawn,

@@ -1,4 +1,4 @@
-"""Rollouts of one group from the arrays of any trainer: the way into the buffer as a library."""
+"""Makes the rollouts of one group from the arrays of any trainer, for the buffer as a library."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +10,12 @@ from grpo_replay.replay.advantages import GroupAdvantage, group_advantages
 from grpo_replay.types import Rollout
 
 
-class OfCompletions(TypedDict):
-    """What a group has of each of its G completions."""
+class CompletionArrays(TypedDict):
+    """The arrays of a group, one for each of its G completions."""
 
     completion_token_ids: Sequence[Sequence[int] | np.ndarray]
     behavior_logprobs: Sequence[Sequence[float] | np.ndarray]
-    """[T_i] under the policy that sampled it, which become π_b for good."""
+    """[T_i] under the policy that sampled the completion; frozen as π_b."""
     sampler_logprobs: NotRequired[Sequence[Sequence[float] | np.ndarray] | None]
     """[T_i] as the sampler reported them, if they differ."""
     completion_mask: NotRequired[Sequence[Sequence[bool] | np.ndarray] | None]
@@ -40,7 +40,7 @@ def rollouts_of_group(
     std: str = "population",
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
-    **completions: Unpack[OfCompletions],
+    **completions: Unpack[CompletionArrays],
 ) -> list[Rollout]:
     """The G rollouts of one prompt, born in `birth_step`, the step whose policy sampled them, with
     their advantages (paper A, section 3).
@@ -76,7 +76,7 @@ def rollouts_of_group(
     ]
 
 
-def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
+def _members(size: int, given: CompletionArrays) -> list[dict[str, Any]]:
     """The fields of each rollout that come from its completion."""
     tokens, logprobs = given["completion_token_ids"], given["behavior_logprobs"]
     sampler, masks = given.get("sampler_logprobs"), given.get("completion_mask")

@@ -29,8 +29,8 @@ from grpo_replay.types import (
     stream,
 )
 
-_LIBRARY_FACTS = ("seed", "next_rollout_id", "next_group_id")
-"""What `save` adds to a snapshot, and a run of this package has elsewhere."""
+_STANDALONE_STATE = ("seed", "next_rollout_id", "next_group_id")
+"""State that `save` adds to a snapshot; a run of this package stores it elsewhere."""
 
 
 class ReplayBuffer(EntryStore):
@@ -61,9 +61,9 @@ class ReplayBuffer(EntryStore):
     3 1 4
 
     A trainer that keeps tensors itself gives `step` entries of its own: `Entry(rollout_id,
-    group_id, birth_step, columns, payload)`, with a handle as payload. `on_evict` then hears which
-    entries left the buffer. It is called by `evict`, at the start of a step, with all that left
-    since the start of the step before: until then the batch may need them.
+    group_id, birth_step, columns, payload)`, with a handle as payload. `on_evict` is then called
+    with the entries that left the buffer: by `evict`, at the start of a step, with all that left
+    since the start of the step before, because until then the batch may need them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ReplayBuffer(EntryStore):
     ) -> None:
         super().__init__(settings, group_size, on_evict)
         self.seed = seed
-        self.last_step = 0  # the last of `step`
+        self.last_step = 0  # the number of the last call of `step`
         self.next_rollout_id = 0
         self.next_group_id = 0
 
@@ -161,7 +161,7 @@ class ReplayBuffer(EntryStore):
         saved."""
         from grpo_replay.replay.snapshot import write_snapshot  # loads pyarrow
 
-        library = {name: getattr(self, name) for name in _LIBRARY_FACTS}
+        library = {name: getattr(self, name) for name in _STANDALONE_STATE}
         write_snapshot(Path(path), self, self.last_step, library)
 
     @staticmethod
@@ -192,7 +192,7 @@ class ReplayBuffer(EntryStore):
         set_state_of(path, snapshot, buffer)
         buffer.last_step = snapshot.step
         buffer.count_ids(buffer.entries())
-        for name in _LIBRARY_FACTS:
+        for name in _STANDALONE_STATE:
             setattr(buffer, name, snapshot.library.get(name, getattr(buffer, name)))
         return buffer
 
@@ -221,11 +221,11 @@ class ReplayBuffer(EntryStore):
             )
 
 
-def _refuse_other_settings(path: Path, own: ReplaySection, given: ReplaySection) -> None:
-    """Raises SnapshotError for settings with another effect than the file's `own`."""
+def _refuse_other_settings(path: Path, own: ReplaySection, expected: ReplaySection) -> None:
+    """Raises SnapshotError if the expected settings differ in effect from the file's `own`."""
     changed = [
-        f"replay.{key} is {saved!r} in the file and {wanted!r} in the settings given"
-        for key, saved, wanted in differences(own, given)
+        f"replay.{key} is {saved!r} in the file and {passed!r} in the settings given"
+        for key, saved, passed in differences(own, expected)
         if key != "preset"  # the name of values that are compared themselves
     ]
     if changed:

@@ -48,11 +48,11 @@ SNAPSHOT_SCHEMA = pa.schema(
     [*(field for field in ROLLOUT_SCHEMA if field.name not in LOG_ONLY), *_USE_FIELDS]
 )
 HANDLES = "handles"
-_GIVEN = {name: dtype for name, (dtype, _) in COLUMNS.items() if name not in ENTRY_FIELDS}
+_CALLER_COLUMNS = {name: dtype for name, (dtype, _) in COLUMNS.items() if name not in ENTRY_FIELDS}
 _HANDLE_SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.int64()) for name in ENTRY_FIELDS),
-        *(pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in _GIVEN.items()),
+        *(pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in _CALLER_COLUMNS.items()),
         *_USE_FIELDS,
     ]
 )
@@ -186,13 +186,13 @@ def _tables_of_handles(state: Mapping[str, Any]) -> Iterator[pa.Table]:
     for chunk in _chunks(len(state["entries"])):
         entries = state["entries"][chunk]
         arrays = [[getattr(entry, name) for entry in entries] for name in ENTRY_FIELDS]
-        arrays += [[entry.columns.get(name) for entry in entries] for name in _GIVEN]
+        arrays += [[entry.columns.get(name) for entry in entries] for name in _CALLER_COLUMNS]
         yield pa.table([*map(pa.array, arrays), *_uses(state, chunk)], schema=_HANDLE_SCHEMA)
 
 
 def _handles(batch: pa.RecordBatch, payload_of: Callable[[int], Any]) -> Iterator[Entry]:
-    for row in batch.select([*ENTRY_FIELDS, *_GIVEN]).to_pylist():
-        columns = {name: row[name] for name in _GIVEN if row[name] is not None}
+    for row in batch.select([*ENTRY_FIELDS, *_CALLER_COLUMNS]).to_pylist():
+        columns = {name: row[name] for name in _CALLER_COLUMNS if row[name] is not None}
         fields = {name: row[name] for name in ENTRY_FIELDS}
         yield Entry(**fields, columns=columns, payload=payload_of(row["rollout_id"]))
 

@@ -1,4 +1,4 @@
-"""The text of answers: the boxes of a completion, and their content in one way of writing.
+"""The text of answers: finds the boxes of a completion, and normalises their content.
 
 Normalised text has no spaces. Words stand in double quotes, braces of sets are ⦃⦄, relations are
 single signs, ¤ is a dollar, and `,` and `;` stand for "and" and "or".
@@ -12,25 +12,28 @@ _JOINT = re.compile(r"[\s$]*(?:,|\band\b|\bor\b)[\s$]*")
 
 
 def last_boxes(completion: str) -> list[str]:
-    """The content of the last complete box that is not empty; after it, if nothing but commas, and,
-    or stand between it and those before it, all of these as a list. Empty without a box."""
-    places: list[tuple[int, int, int, int]] = []  # of a box and of its content
+    """The content of the last complete box that is not empty, then, if only commas, "and" or "or"
+    separate earlier boxes from it, the contents of all of these joined by commas. Empty if there is
+    no box."""
+    boxes: list[tuple[int, int, int, int]] = []  # start and end of a box, then of its content
     opened: list[re.Match[str] | None] = []
     for token in _BOX.finditer(completion):
         if token[2]:
-            places.append((*token.span(), *token.span(2)))
+            boxes.append((*token.span(), *token.span(2)))
         elif token[1] or token[0] == "{":
             opened.append(token if token[1] else None)
         elif token[0] == "}" and opened and (box := opened.pop()):
-            places.append((box.start(), token.end(), box.end(), token.start()))
-    found: list[str] = []
-    first = 0
-    for start, end, begin, stop in reversed(places):
-        if found and not _JOINT.fullmatch(completion[end:first]):
+            boxes.append((box.start(), token.end(), box.end(), token.start()))
+    contents: list[str] = []
+    next_start = 0
+    for start, end, content_start, content_end in reversed(boxes):
+        if contents and not _JOINT.fullmatch(completion[end:next_start]):
             break
-        if completion[begin:stop].strip(" \n\t${}~"):
-            found, first = [completion[begin:stop], *found], start
-    return found[-1:] + [",".join(found)] * (len(found) > 1)
+        content = completion[content_start:content_end]
+        if content.strip(" \n\t${}~"):
+            contents, next_start = [content, *contents], start
+    joined = [",".join(contents)] if len(contents) > 1 else []
+    return contents[-1:] + joined
 
 
 _UNITS = {
@@ -47,7 +50,7 @@ UNITS = {
     for base, words in _UNITS.items()
     for name, factor in re.findall(r"(\S+) (\S+)", f"{base} 1 {words}")
 }
-"""Base unit and how much of it."""
+"""The base unit of each unit, and the factor to it."""
 
 _PLAIN_UNITS = "|".join(name for name in UNITS if len(name) > 1)
 _FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|pi|infty|theta"
@@ -82,7 +85,7 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r"(?<=[\d})])\s+([A-Za-z][A-Za-z.]{2,}(?:\s+[A-Za-z]+)*)", r'"\1"'),
     (rf"(?<=[\d}})])\s*({_PLAIN_UNITS})s?(?![A-Za-z])", r'"\1"'),
     (r'\\emptyset|\\varnothing|∅|⦃\s*⦄|"?\bno (?:real )?solutions?\b"?', '"nosolution"'),
-    (r"[¤£€]\s*([\d,.]*\d|[^,;¤£€\"]+)(?:\"[^\"]*\")?", lambda f: f'{f[1]}"{f[0][0]}"'),
+    (r"[¤£€]\s*([\d,.]*\d|[^,;¤£€\"]+)(?:\"[^\"]*\")?", lambda m: f'{m[1]}"{m[0][0]}"'),
     (r'^"?\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?:?\s*"?', ""),
     (r'^"?\s*(?:[Oo]ption|[Cc]hoice)[\s"]+(?=\(?[A-J]\b)', '"'),
     # Relations and sets
@@ -97,12 +100,12 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r"(?<![\d:])(\d+)\s*:\s*(\d+)(?![\d:])", r"\1/\2"), (r"\\pmod\s*\{?(\w+)\}?", r'"mod \1"'),
     (r"(?<=\d)\s*:\s*(?=\d)", '"to"'),
     (r"\\(?:cdot|times|ast)(?![a-z])|\*", r"\\cdot "), (r"\\div(?![a-z])", "/"),
-    (r"(\d*)\.(\d*)\\overline\{(\d+)\}", lambda found: _repeating(*found.groups())),
+    (r"(\d*)\.(\d*)\\overline\{(\d+)\}", lambda match: _repeating(*match.groups())),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (rf"\\(frac|sqrt)\s*{_TOKEN}", r"\\\1{\2}"), (rf"(\\frac\s*{_GROUP})\s*{_TOKEN}", r"\1{\2}"),
     (r"([\^_])\{([\da-zA-Z])\}", r"\1\2"), (r"\^(\d{2,})", r"^{\1}"),
     (r"(?<![\d.])\.(?=\d)", "0."), (r"^[.,;:=≈\s]+|[.,;:\s]+$", ""),
-    (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s+", lambda found: found[1] + " " if found[1] else ""),
+    (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s+", lambda match: match[1] + " " if match[1] else ""),
 )]  # fmt: skip
 
 
@@ -113,6 +116,7 @@ def _repeating(whole: str, digits: str, repeated: str) -> str:
 
 
 def normalised(text: str) -> str:
+    """The normalised text of an answer, in the notation described at the top of this module."""
     text = text.translate(_SIGNS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -120,9 +124,9 @@ def normalised(text: str) -> str:
 
 
 def without_thousands(text: str) -> str:
-    """Normalised text without the commas of thousands, if it has no brackets."""
+    """Normalised text without thousands separators; unchanged if it has brackets."""
     number = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
-    return text if set(text) & set("[(⦃") else number.sub(lambda f: f[0].replace(",", ""), text)
+    return text if set(text) & set("[(⦃") else number.sub(lambda m: m[0].replace(",", ""), text)
 
 
 LATEX = str.maketrans({
@@ -132,7 +136,8 @@ LATEX = str.maketrans({
 
 
 def split(text: str, marks: str) -> list[str]:
-    """`text` cut at those of `marks` that no bracket encloses. The marks are at the odd places."""
+    """Split `text` at those of `marks` that are outside all brackets. The marks are the elements at
+    odd indices."""
     parts, depth = [""], 0
     for sign in text:
         depth += (sign in "([{⦃") - (sign in ")]}⦄")
@@ -147,13 +152,13 @@ _PLUS, _MINUS = re.compile(r"\\pm(?![a-z]) ?"), re.compile(r"\\mp(?![a-z]) ?")
 
 
 def members(text: str) -> list[str]:
-    """The parts of a list, with both values of a ±."""
-    found = []
+    """The elements of a list, with both values of a ±."""
+    elements = []
     for part in split(text, ",;")[::2]:
-        both = part[:1] not in set("([⦃") and (_PLUS.search(part) or _MINUS.search(part))
-        signs = (("+", "-"), ("-", "+")) if both else ()
-        found += [_MINUS.sub(minus, _PLUS.sub(plus, part)) for plus, minus in signs] or [part]
-    return found
+        has_both = part[:1] not in set("([⦃") and (_PLUS.search(part) or _MINUS.search(part))
+        signs = (("+", "-"), ("-", "+")) if has_both else ()
+        elements += [_MINUS.sub(minus, _PLUS.sub(plus, part)) for plus, minus in signs] or [part]
+    return elements
 
 
 _QUANTITY = re.compile(r'(.*[^"])(?:"([^"]+)"(?:\^\{?(\d)\}?)?|([%°]))')
@@ -162,17 +167,17 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 
 
 def quantity(text: str) -> tuple[str, tuple[str, Fraction] | None]:
-    """The value of a normalised text, and its unit, if any: the base unit with its power, and how
-    much of it."""
-    found = _QUANTITY.fullmatch(text)
-    if not found or ("°" in text and _TRIGONOMETRIC.search(text)):
+    """The value of a normalised text, and its unit, if any: the base unit with its power, and the
+    factor to it."""
+    match = _QUANTITY.fullmatch(text)
+    if not match or ("°" in text and _TRIGONOMETRIC.search(text)):
         return text, None
-    if found[4]:
-        return found[1], (found[4], Fraction(1))
-    name, power = re.sub(r"[.\s]", "", found[2].lower()), int(found[3] or 1)
+    if match[4]:
+        return match[1], (match[4], Fraction(1))
+    name, power = re.sub(r"[.\s]", "", match[2].lower()), int(match[3] or 1)
     for word, dimension in _DIMENSIONS.items():
         if name.startswith(word) and name != word:
             name, power = name.removeprefix(word), dimension
     name = name if name in UNITS else name.removesuffix("s")
     base, factor = UNITS.get(name, (name, Fraction(1)))
-    return found[1], (f"{base}^{power}", factor**power)
+    return match[1], (f"{base}^{power}", factor**power)

@@ -1,13 +1,15 @@
-"""The `boxed` verifier: the last box of a completion against the reference answer, as a strict but
-fair examiner grades it (docs/rewards.md). Equal text, after normalisation, is enough. Otherwise
-rules take both apart: each returns True, False, or None if it does not apply. Formulas are read by
+"""The `boxed` verifier: compares the last box of a completion with the reference answer (gold) as
+a strict but fair examiner does (docs/rewards.md).
+
+Equal text, after normalisation, is enough. Otherwise rules are tried in order; each returns True,
+False, or None if it does not apply, and the first that applies decides. Formulas are parsed by
 math-verify's LaTeX parser and compared to 200 digits, never rounded.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import sympy
@@ -21,11 +23,11 @@ from grpo_replay.rewards.math_verify import REMEMBERED, SymbolicGrader, is_too_e
 
 LIMIT_SECONDS = 5
 DIGITS = 200
-"""To which formulas are compared: e^100 and e^100 + 1 differ in the 44th."""
+"""Precision to which formulas are compared: e^100 and e^100 + 1 differ in the 44th digit."""
 LONGEST_ANSWER = 2_000
-"""Characters of an answer that is more than compared as text."""
+"""Longest answer, in characters, that the rules apply to; longer ones are compared as text."""
 LEAST_DIGITS = 6
-"""Significant digits from which on a decimal may stand for the number that it is rounded from."""
+"""Fewest significant digits of a decimal that may stand for an exact number by rounding."""
 
 _RELATIONS, _MIRROR = "=≠<>≤≥∈≈", str.maketrans("<>≤≥", "><≥≤")
 _NAME = re.compile(
@@ -37,9 +39,9 @@ _CHOICE = re.compile(r"\(?([A-J])(?:[).:](.*))?")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d|\d\d/\d\d/\d{4}")
 _CAPITALISED = re.compile("[A-Z][a-z]+")
 _SHORT_WORD = re.compile("yes|no|on|off|up|odd|one|two|six|ten|red", re.IGNORECASE)
-"""What no task means as a product of variables."""
+"""Short words that no task means as a product of variables."""
 _LETTER_D = re.compile(r"(\\[a-zA-Z]+)|d")
-"""A letter that the parser takes for a differential where another follows."""
+"""The letter d, which the parser would read as a differential before another letter."""
 _SCALES = {"%": sympy.Rational(1, 100), "°": sympy.pi / 180}
 
 
@@ -63,11 +65,12 @@ class BoxedGrader(SymbolicGrader):
 
 
 def _is_right(answer: str, boxed: Sequence[str]) -> bool:
-    """Whether the last box is `answer`, or all that are joined to it are, if that is a list."""
-    gold, last, *joined = (normalised(each) for each in (answer, *boxed))
+    """Whether the last box is right; for a list as gold answer, also the boxes joined to a list."""
+    gold, last, *joined = (normalised(text) for text in (answer, *boxed))
     if not last or any(map(is_too_expensive, (gold, last, *joined))):
         return gold == last
-    return same(gold, last) or (len(members(gold)) > 1 and any(same(gold, each) for each in joined))
+    gold_is_list = len(members(gold)) > 1
+    return same(gold, last) or (gold_is_list and any(same(gold, boxes) for boxes in joined))
 
 
 def same(gold: str, answer: str) -> bool:
@@ -75,94 +78,106 @@ def same(gold: str, answer: str) -> bool:
     if gold.replace('"', "") == answer.replace('"', ""):
         return True
     # The commas of 70,110 may be those of a list or of thousands.
-    ours, theirs = ({each, answer_text.without_thousands(each)} for each in (gold, answer))
-    pairs = [(one, other) for one in ours for other in theirs]
+    golds, answers = ({text, answer_text.without_thousands(text)} for text in (gold, answer))
+    return any(_apply_rules(*pair) for pair in product(golds, answers))
+
+
+def _apply_rules(gold: str, answer: str) -> bool:
+    """The verdict of the first rule that applies; False if none does."""
     rules = (_dates, _regions, _lists, _relations, _brackets, _texts, _quantities)
-    verdicts = ((rule(*pair) for rule in rules) for pair in pairs)
-    return any(next((each for each in found if each is not None), False) for found in verdicts)
+    verdicts = (rule(gold, answer) for rule in rules)
+    return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _dates(gold: str, answer: str) -> bool | None:
-    """Equal dates are equal texts: 2024-03-05 is no difference."""
+    """Compare dates as text, so that 2024-03-05 is not read as a difference."""
     return False if any(map(_DATE.fullmatch, (gold, answer))) else None
 
 
 def _regions(gold: str, answer: str) -> bool | None:
-    """Parts of the line, however they are written."""
+    """Compare regions of the real line: intervals, unions and inequalities."""
     if not re.search("[<>≤≥≠∈∪∖ℝ]", gold + answer):
         return None
-    ours, theirs = _region(gold), _region(answer)
-    if not ours or not theirs or len(ours[0] | theirs[0]) > 1:
+    gold_region, region = _region(gold), _region(answer)
+    if not gold_region or not region or len(gold_region[0] | region[0]) > 1:
         return None
-    return ours[1].symmetric_difference(theirs[1]) == sympy.S.EmptySet or None
+    return gold_region[1].symmetric_difference(region[1]) == sympy.S.EmptySet or None
 
 
 def _lists(gold: str, answer: str) -> bool | None:
-    ours, theirs = members(gold), members(answer)
-    if len(ours) == len(theirs) == 1:
+    """Compare lists without regard to order."""
+    expected, remaining = members(gold), members(answer)
+    if len(expected) == len(remaining) == 1:
         return None
-    for one in ours:
-        match = next((each for each in theirs if same(one, each)), None)
+    for value in expected:
+        match = next((candidate for candidate in remaining if same(value, candidate)), None)
         if match is None:
             return False
-        theirs.remove(match)
-    return not theirs
+        remaining.remove(match)
+    return not remaining
 
 
 def _relations(gold: str, answer: str) -> bool | None:
-    ours, theirs = split(gold, _RELATIONS), split(answer, _RELATIONS)
-    if len(ours) == len(theirs) == 1:
+    """Compare chains of equations and inequalities, or the value of one with a plain value."""
+    gold_chain, chain = split(gold, _RELATIONS), split(answer, _RELATIONS)
+    if len(gold_chain) == len(chain) == 1:
         return None
-    one, other = _solution(ours), _solution(theirs)
-    if 1 in (len(ours), len(theirs)) or (one and other and ours[0] == theirs[0]):
-        return bool(one and other) and same(one or "", other or "")
-    for chain in (theirs, [each.translate(_MIRROR) for each in theirs[::-1]]):
-        if ours[1::2] == chain[1::2] and all(map(same, ours[::2], chain[::2])):
+    gold_value, value = _solution(gold_chain), _solution(chain)
+    has_plain_value = 1 in (len(gold_chain), len(chain))
+    if has_plain_value or (gold_value and value and gold_chain[0] == chain[0]):
+        return bool(gold_value and value) and same(gold_value or "", value or "")
+    for candidate in (chain, [part.translate(_MIRROR) for part in chain[::-1]]):
+        same_relations = gold_chain[1::2] == candidate[1::2]
+        if same_relations and all(map(same, gold_chain[::2], candidate[::2])):
             return True
-    if len(ours) + len(theirs) != 6 or ours[1] + theirs[1] != "==" or (one and _is_number(one)):
-        return False  # another equation of a number that is found does not say the number
-    one_side = [read(f"{left}-({right})") for left, _, right in (ours, theirs)]
-    return equal(one_side[0], one_side[1], scaled=True)
+    are_equations = len(gold_chain) == len(chain) == 3 and gold_chain[1] == chain[1] == "="
+    if not are_equations or (gold_value and _is_number(gold_value)):
+        return False  # an equation that the wanted number satisfies does not give the number
+    differences = [read(f"{left}-({right})") for left, _, right in (gold_chain, chain)]
+    return equal(differences[0], differences[1], scaled=True)
 
 
 def _solution(chain: Sequence[str]) -> str | None:
-    """What a chain of equations says: the value of a name, or of numbers that are equal."""
+    """The value that a chain of equations gives: of a name, or of numbers that are equal."""
     if "≈" in chain[1::2]:
         exact = chain[: chain.index("≈")]
-        chain = (
-            exact if len(exact) > 1 or not _NAME.fullmatch(exact[0]) else [*exact, "=", chain[-1]]
-        )
-    if len(chain) == 1 or not set(chain[1::2]) <= set("=∈"):
-        return chain[0] if len(chain) == 1 else None
-    if len(chain) == 3 and _NAME.fullmatch(chain[2]) and not _NAME.fullmatch(chain[0]):
+        is_name_alone = len(exact) == 1 and _NAME.fullmatch(exact[0])
+        chain = [*exact, "=", chain[-1]] if is_name_alone else exact
+    if len(chain) == 1:
         return chain[0]
-    named = bool(_NAME.fullmatch(chain[0]))
-    known = [_is_number(each) and same(each, chain[-1]) for each in chain[2 * named :: 2]]
-    return chain[-1] if all(known) or (named and not any(map(_is_number, chain[2:-1:2]))) else None
+    if not set(chain[1::2]) <= set("=∈"):
+        return None
+    begins_with_name = bool(_NAME.fullmatch(chain[0]))
+    if len(chain) == 3 and _NAME.fullmatch(chain[2]) and not begins_with_name:
+        return chain[0]
+    values = chain[2 if begins_with_name else 0 :: 2]
+    if all(_is_number(value) and same(value, chain[-1]) for value in values):
+        return chain[-1]
+    has_number_between = any(map(_is_number, chain[2:-1:2]))
+    return chain[-1] if begins_with_name and not has_number_between else None
 
 
 def _brackets(gold: str, answer: str) -> bool | None:
-    """Sets, tuples, intervals and matrices, by the kind of their brackets."""
-    ours, theirs = _bracketed(gold), _bracketed(answer)
-    for mine, other in ((ours, answer), (theirs, gold)):
-        if mine and mine[0] in ("()", "{}") and len(mine[1]) == 1:
-            return same(mine[1][0], other)
-    if not ours or not theirs:
-        return False if (ours or theirs) and "matrix" not in gold + answer else None
-    if ours[0] == theirs[0] == "⦃⦄":
-        sets = [members(",".join(items)) for _, items in (ours, theirs)]
+    """Compare sets, tuples, intervals and matrices, by the kind of their brackets."""
+    expected, given = _bracketed(gold), _bracketed(answer)
+    for bracketed, other in ((expected, answer), (given, gold)):
+        if bracketed and bracketed[0] in ("()", "{}") and len(bracketed[1]) == 1:
+            return same(bracketed[1][0], other)
+    if not expected or not given:
+        return False if (expected or given) and "matrix" not in gold + answer else None
+    if expected[0] == given[0] == "⦃⦄":
+        sets = [members(",".join(items)) for _, items in (expected, given)]
         return all(any(same(x, y) for y in b) for a, b in (sets, sets[::-1]) for x in a)
-    return [ours[0], len(ours[1])] == [theirs[0], len(theirs[1])] and all(
-        map(same, ours[1], theirs[1])
-    )
+    same_kind = expected[0] == given[0] and len(expected[1]) == len(given[1])
+    return same_kind and all(map(same, expected[1], given[1]))
 
 
 def _bracketed(text: str) -> tuple[str, list[str]] | None:
     """The kind of the brackets around all of `text`, and their items. A column is a tuple."""
-    if found := re.fullmatch(r"\\begin\{(\w+)\}(.*)\\end\{\1\}", text):
-        rows = [row.split("&") for row in found[2].rstrip("\\").split(r"\\")]
-        is_column = found[1] == "pmatrix" and len(rows) > 1 == len(rows[0])
-        return "()" if is_column else f"{found[1]}{len(rows)}", [x for row in rows for x in row]
+    if matrix := re.fullmatch(r"\\begin\{(\w+)\}(.*)\\end\{\1\}", text):
+        rows = [row.split("&") for row in matrix[2].rstrip("\\").split(r"\\")]
+        is_column = matrix[1] == "pmatrix" and len(rows) > 1 == len(rows[0])
+        return "()" if is_column else f"{matrix[1]}{len(rows)}", [x for row in rows for x in row]
     depths = accumulate((sign in "([{⦃") - (sign in ")]}⦄") for sign in text[:-1])
     if len(text) < 3 or text[-1] not in ")]}⦄" or min(depths) < 1:
         return None
@@ -170,8 +185,8 @@ def _bracketed(text: str) -> tuple[str, list[str]] | None:
 
 
 def _texts(gold: str, answer: str) -> bool | None:
-    """Words, and the letters of choices, with or without what they stand for."""
-    choices = [_CHOICE.fullmatch(each.replace('"', "")) for each in (gold, answer)]
+    """Compare words, and the letters of choices, with or without the text of the choice."""
+    choices = [_CHOICE.fullmatch(text.replace('"', "")) for text in (gold, answer)]
     if choices[0] and choices[1]:
         return choices[0][1] == choices[1][1]
     for choice, other in zip(choices, (answer, gold)):
@@ -179,57 +194,62 @@ def _texts(gold: str, answer: str) -> bool | None:
             return same(choice[2], other)
     pair = (gold, answer)
     is_name = any(map(_CAPITALISED.fullmatch, pair)) and gold.casefold() == answer.casefold()
-    if not is_name and not any('"' in quantity(each)[0] or _is_word(each) for each in pair):
+    if not is_name and not any('"' in quantity(text)[0] or _is_word(text) for text in pair):
         return None
-    one, other = (re.sub(r"[^\w+-]", "", each.casefold()).rstrip("s") for each in pair)
-    return one == other
+    expected, given = (re.sub(r"[^\w+-]", "", text.casefold()).rstrip("s") for text in pair)
+    return expected == given
 
 
 def _is_word(text: str) -> bool:
-    """Whether letters are no product of variables: four or more, or a short word."""
+    """Whether letters are a word and not a product of variables."""
     return bool(re.fullmatch("[A-Za-z]{4,}", text) or _SHORT_WORD.fullmatch(text))
 
 
 def _quantities(gold: str, answer: str) -> bool:
-    """Numbers in a base, and values with a unit, which may be left out."""
-    if bases := [found for each in (gold, answer) if (found := _IN_BASE.fullmatch(each))]:
+    """Compare numbers in a base, and values with a unit, which may be missing on one side."""
+    if bases := [match for text in (gold, answer) if (match := _IN_BASE.fullmatch(text))]:
         return len(bases) == 2 and bases[0].groups() == bases[1].groups()
-    (ours, unit), (theirs, other) = quantity(gold), quantity(answer)
-    one, two = read(ours), read(theirs)
-    if not isinstance(one, _VALUES) or not isinstance(two, _VALUES):
+    (gold_text, gold_unit), (text, unit) = quantity(gold), quantity(answer)
+    gold_value, value = read(gold_text), read(text)
+    if not isinstance(gold_value, _VALUES) or not isinstance(value, _VALUES):
         return False
-    if unit and other:
-        return unit[0] == other[0] and equal(one * unit[1], two * other[1])
-    if equal(one, two) or _rounds(ours, two, theirs) or _rounds(theirs, one, ours):
+    if gold_unit and unit:
+        return gold_unit[0] == unit[0] and equal(gold_value * gold_unit[1], value * unit[1])
+    if equal(gold_value, value):
         return True
-    scale = _SCALES.get((unit or other or ("", 1))[0])
-    return bool(scale) and (equal(one * scale, two) if unit else equal(one, two * scale))
+    if _rounds(gold_text, value, text) or _rounds(text, gold_value, gold_text):
+        return True
+    scale = _SCALES.get((gold_unit or unit or ("", 1))[0])
+    if not scale:
+        return False
+    return equal(gold_value * scale, value) if gold_unit else equal(gold_value, value * scale)
 
 
 _VALUES = (sympy.Expr, sympy.MatrixBase)
 
 
 def _rounds(decimal: str, exact: Any, text: str) -> bool:
-    """Whether a decimal of many digits is `exact`, whose `text` is no decimal, rounded or cut."""
-    found = _DECIMAL.fullmatch(decimal)
-    if not found or not found[3] or _DECIMAL.fullmatch(text):
+    """Whether a decimal of many digits is the number `exact`, rounded or truncated. The `text` of
+    that number must not be a decimal itself."""
+    match = _DECIMAL.fullmatch(decimal)
+    if not match or not match[3] or _DECIMAL.fullmatch(text):
         return False
-    digits = (found[2] + found[3]).lstrip("0")
-    if (
-        len(digits) < LEAST_DIGITS
-        or not getattr(exact, "is_real", False)
-        or bool(exact < 0) != bool(found[1])
-    ):
+    sign, whole, fraction = match.groups()
+    digits = (whole + fraction).lstrip("0")
+    if len(digits) < LEAST_DIGITS or not getattr(exact, "is_real", False):
         return False
-    beyond = abs(exact) * 10 ** len(found[3]) - int(digits)
-    return bool(-sympy.Rational(1, 2) <= beyond) and bool(beyond < 1)
+    if bool(exact < 0) != bool(sign):
+        return False
+    error = abs(exact) * 10 ** len(fraction) - int(digits)  # in units of the last digit
+    return bool(-sympy.Rational(1, 2) <= error) and bool(error < 1)
 
 
-def _remembered(function: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`function` with a cache. None where the parser or sympy raise, which may be anything."""
+def _cached_or_none(function: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Decorator: caches results, and returns None where the parser or sympy raise, which may raise
+    anything."""
 
     @lru_cache(maxsize=REMEMBERED)
-    def tried(text: str) -> Any:
+    def guarded(text: str) -> Any:
         try:
             return function(text)
         except MemoryError:
@@ -237,72 +257,74 @@ def _remembered(function: Callable[[str], Any]) -> Callable[[str], Any]:
         except Exception:
             return None
 
-    return tried
+    return guarded
 
 
-@_remembered
+@_cached_or_none
 def read(text: str) -> Any:
-    """What sympy makes of a formula, a set or a relation, with exact decimals."""
+    """Parse a formula, a set or a relation with sympy; decimals stay exact."""
     number = re.sub(r"^([+-]?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3", text)
     if re.fullmatch(r"[+-]?\d+(?:\.\d*|/\d+)?", number):
         return sympy.Rational(number)
     letters = text if r"\int" in text else _LETTER_D.sub(lambda d: d[1] or r"\delta ", text)
-    found = latex2sympy(
+    parsed = latex2sympy(
         letters.translate(answer_text.LATEX),
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True),
         conversion_config=ConversionConfig(lowercase_symbols=False),
         convert_degrees=True,
     )
-    if isinstance(found, sympy.MatrixBase):
-        return found
-    exact = {each: sympy.Rational(str(each)) for each in found.atoms(sympy.Float)}
-    unknown = found.atoms(sympy.core.function.AppliedUndef)
-    names = {each: sympy.Symbol(str(each)) for each in unknown} | {sympy.Symbol("i"): sympy.I}
-    return found.xreplace(exact | names).doit()
+    if isinstance(parsed, sympy.MatrixBase):
+        return parsed
+    exact = {decimal: sympy.Rational(str(decimal)) for decimal in parsed.atoms(sympy.Float)}
+    functions = parsed.atoms(sympy.core.function.AppliedUndef)
+    symbols = {function: sympy.Symbol(str(function)) for function in functions}
+    symbols[sympy.Symbol("i")] = sympy.I
+    return parsed.xreplace(exact | symbols).doit()
 
 
 def _is_number(text: str) -> bool:
-    return isinstance(found := read(text), sympy.Expr) and not found.free_symbols
+    return isinstance(value := read(text), sympy.Expr) and not value.free_symbols
 
 
-@_remembered
+@_cached_or_none
 def _region(text: str) -> Any:
-    """The variable, if any, in a set, and the part of the line; None if the text is none."""
+    """A region of the real line: the set of its variables, and the sympy set; None if the text is
+    not a region."""
     names: set[sympy.Symbol] = set()
     parts = []
     for part in split(re.sub(r"^⦃\w+(?:∈ℝ)?[|:](.*)⦄$", r"\1", text), ";")[::2]:
         name = re.match(r"([a-zA-Z])∈", part)
-        found = read(part[2:] if name else part)
+        parsed = read(part[2:] if name else part)
         if name:
             names = names | {sympy.Symbol(name[1])}
-        if not isinstance(found, sympy.Set):
-            names, found = names | found.free_symbols, found.as_set()
-        parts.append(found)
+        if not isinstance(parsed, sympy.Set):
+            names, parsed = names | parsed.free_symbols, parsed.as_set()
+        parts.append(parsed)
     region = sympy.Union(*parts)
     return None if region is sympy.S.EmptySet else (names, region)
 
 
 def equal(one: Any, other: Any, scaled: bool = False) -> bool:
-    """Whether two formulas have the same value wherever both are real; `scaled`: but for a
-    factor."""
+    """Whether two formulas have the same value at all test points where both are real; with
+    `scaled` up to a constant factor."""
     if isinstance(one, sympy.MatrixBase) or isinstance(other, sympy.MatrixBase):
-        shapes = [getattr(each, "shape", None) for each in (one, other)]
-        return shapes[0] == shapes[1] and all(map(equal, one.flat(), other.flat()))
+        same_shape = getattr(one, "shape", None) == getattr(other, "shape", None)
+        return same_shape and all(map(equal, one.flat(), other.flat()))
     if not isinstance(one, sympy.Expr) or not isinstance(other, sympy.Expr):
         return False
     if one == other or (one.is_Rational and other.is_Rational):
         return bool(one == other)
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     pairs = []
-    for n in range(6 if names else 1):  # at rational points of both signs
-        at = {
-            name: (-1) ** (n * place + n) * sympy.Rational(7 * n + 11 * place + 3, 5 + place)
-            for place, name in enumerate(names)
+    for n in range(6 if names else 1):  # rational points of both signs
+        point = {
+            name: (-1) ** (n * index + n) * sympy.Rational(7 * n + 11 * index + 3, 5 + index)
+            for index, name in enumerate(names)
         }
-        pair = [each.subs(at).evalf(DIGITS) for each in (one, other)]
-        if all(each.is_number and each.is_finite for each in pair):
+        pair = [formula.subs(point).evalf(DIGITS) for formula in (one, other)]
+        if all(value.is_number and value.is_finite for value in pair):
             pairs.append(pair)
-    pairs = [pair for pair in pairs if all(each.is_real for each in pair)] or pairs
+    pairs = [pair for pair in pairs if all(value.is_real for value in pair)] or pairs
     if scaled and pairs:
         first, second = pairs[0]
         pairs = [[a * second, b * first] for a, b in pairs] if first and second else []

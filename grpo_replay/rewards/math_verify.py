@@ -3,10 +3,9 @@
 `math_verify_boxed` grades the last box of the trailing 500 characters, `math_verify` the whole
 completion. The reference answer and the graded text are each wrapped in a math environment unless
 they contain one, parsed, and compared with `verify(gold, prediction)`, in that order. If either
-does not parse, or is one on which math-verify would work until its time-out, the raw strings are
-compared. Every other verdict is math-verify's own; each LaTeX string is parsed once and each pair
-is compared once. Runs in the main thread of a worker, because
-math-verify's five-second alarms work only there.
+does not parse, or would take math-verify until its time-out, the raw strings are compared. Every
+other verdict is math-verify's own; each LaTeX string is parsed once and each pair is compared once.
+Runs in the main thread of a worker, because math-verify's five-second alarms work only there.
 """
 
 import logging
@@ -24,8 +23,8 @@ import math_verify.parser
 from grpo_replay.rewards.minerva import boxed_answer, last_box
 
 REMEMBERED = 2_000
-"""Number of parsed LaTeX strings, and of compared pairs, that a worker keeps: more than it gets of
-different answers in a step."""
+"""Number of parsed LaTeX strings, and of compared pairs, that a worker caches: more than the
+different answers that it gets in a step."""
 
 STARVED_SECONDS = 2.5
 """A timeout is retried if the worker got less processor time than this before the alarm rang."""
@@ -35,13 +34,13 @@ _ENVIRONMENT = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\{")
 
 
 LONGEST_ANSWER = 10_000
-"""Characters of an answer that is parsed."""
+"""Longest answer that is parsed, in characters."""
 LONGEST_COMPLETION = 1_000_000
 DEEPEST_NESTING = 12
-"""Brackets within brackets. Beyond, math-verify's parser may take longer than its time-out."""
+"""Deepest nesting of brackets. Beyond it, math-verify's parser may exceed its time-out."""
 MOST_BITS = 10_000_000
 LARGEST_FACTORIAL = 200_000
-"""Of numbers in an answer. sympy takes a quarter of a second for numbers of this size."""
+"""Limits of numbers in an answer. sympy takes a quarter of a second for numbers of this size."""
 
 _SPACING = re.compile(r"\\left|\\right|\{,\}|\\[,;! ]|(?<=\d),(?=\d{3})")
 _BRACKETED_NUMBER = re.compile(r"[({]\s*(\d+)\s*[)}]")
@@ -51,9 +50,9 @@ _BEYOND = "9" * 9
 
 
 def is_too_expensive(answer: str) -> bool:
-    """True for an answer on which math-verify would work until its time-out: megabytes, brackets
-    nested without end, and numbers that no memory holds, such as towers of powers and factorials
-    of factorials."""
+    """Whether math-verify would exceed its time-out on an answer: megabytes of text, deeply nested
+    brackets, and numbers too large for memory, such as towers of powers and factorials of
+    factorials."""
     if len(answer) > LONGEST_ANSWER:
         return True
     depth = 0
@@ -61,29 +60,29 @@ def is_too_expensive(answer: str) -> bool:
         depth += (character in "([{") - (character in ")]}")
         if depth > DEEPEST_NESTING:
             return True
-    text, before = _SPACING.sub("", answer), ""
-    while text != before:  # innermost numbers first
-        before = text
+    text, previous = _SPACING.sub("", answer), ""
+    while text != previous:  # innermost numbers first
+        previous = text
         text = _BRACKETED_NUMBER.sub(r" \1 ", text)
-        for pattern, value_of in ((_FACTORIAL_OF_NUMBER, _factorial), (_POWER_OF_NUMBERS, _power)):
-            if found := pattern.search(text):
-                value = value_of(*found.groups())
+        for pattern, evaluate in ((_FACTORIAL_OF_NUMBER, _factorial), (_POWER_OF_NUMBERS, _power)):
+            if match := pattern.search(text):
+                value = evaluate(*match.groups())
                 if value is None:
                     return True
-                text = f"{text[: found.start()]} {value} {text[found.end() :]}"
+                text = f"{text[: match.start()]} {value} {text[match.end() :]}"
                 break
     return False
 
 
 def _factorial(number: str) -> str | None:
-    """The value, or `_BEYOND` if it is larger; None if it is too expensive."""
+    """The factorial as text, `_BEYOND` if it is larger than that, None if it is too expensive."""
     if len(number) > 6 or int(number) > LARGEST_FACTORIAL:
         return None
     return str(math.factorial(int(number))) if int(number) < 13 else _BEYOND
 
 
 def _power(base: str, exponent: str) -> str | None:
-    """As `_factorial`."""
+    """The power as text, `_BEYOND` if it is larger than that, None if it is too expensive."""
     base, exponent = base.lstrip("0"), exponent.lstrip("0")
     if base in ("", "1") or not exponent:
         return base or "0"
@@ -94,7 +93,7 @@ def _power(base: str, exponent: str) -> str | None:
 
 
 def in_environment(text: str) -> str:
-    """`text`, wrapped in $…$ unless it opens a math environment itself."""
+    """Wrap `text` in $…$ unless it opens a math environment itself."""
     return text if _ENVIRONMENT.search(text) else f"${text}$"
 
 
@@ -120,8 +119,8 @@ class _SwallowedErrors(logging.Handler):
 
 
 class SymbolicGrader:
-    """math-verify with caches of parsed LaTeX and of compared pairs. The first is shared by the
-    whole process.
+    """math-verify with caches of parsed LaTeX and of compared pairs. The whole process shares the
+    first one.
 
     With `boxed`, `boxed_answer(completion)` is graded, and a completion without a box is
     unparsable; otherwise the whole completion is graded.
@@ -164,7 +163,7 @@ class SymbolicGrader:
         return self._status(correct, bool(prediction)), bool(gold)
 
     def _is_too_expensive(self, operand: str) -> bool:
-        """Of a whole completion, its last box decides; the rest may say anything."""
+        """Whether to skip parsing. For a whole completion its last box decides, not the rest."""
         if self._boxed:
             return is_too_expensive(operand)
         return len(operand) > LONGEST_COMPLETION or is_too_expensive(last_box(operand) or "")
@@ -173,9 +172,9 @@ class SymbolicGrader:
         # The parse cache returns the same object for equal LaTeX, so its id is a valid key as long
         # as the entry keeps it alive. Equal expressions from different LaTeX are compared again.
         key = (answer, *(part if isinstance(part, str) else id(part) for part in prediction))
-        known = self._compared.get(key)
-        if known is not None:
-            return known[1]
+        cached = self._compared.get(key)
+        if cached is not None:
+            return cached[1]
         correct = math_verify.verify(gold, prediction)
         if not self._swallowed:
             self._compared[key] = (prediction, correct)

@@ -1,6 +1,5 @@
-"""The `minerva` verifier: the last box near the end, normalised and compared as a string; and the
-answer in a completion, the last `\\boxed{…}` near its end (paper A, appendix), which
-`math_verify_boxed` grades too.
+"""The `minerva` verifier: compares the last box near the end of a completion as normalised text.
+Also finds that box (paper A, appendix), for `math_verify_boxed` too.
 
 The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1): it cleans up LaTeX, removes
 unit words, expands shorthand for fractions and roots, and strips commas between digits. It compares
@@ -75,7 +74,8 @@ def normalise(answer: str) -> str:
 
 
 def grade(completion: str, answer: str) -> str:
-    """ "correct", "incorrect", or "unparsable" if the tail of `completion` contains no box."""
+    """The verdict's status: "correct", "incorrect", or "unparsable" if the tail of `completion` has
+    no box."""
     boxed = boxed_answer(completion)
     if boxed is None:
         return "unparsable"

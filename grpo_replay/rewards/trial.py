@@ -140,7 +140,7 @@ def _compare_with_wrong(
     return [
         f"reward function {function} gives {fmean(of_right):g} to completions that end in the "
         f"boxed reference answer, and {fmean(of_wrong):g} to the same with another problem's: it "
-        "does not tell them apart. Mend it, unless it reads another form than a box: --dry-run "
+        "does not tell them apart. Fix it, unless it reads another form than a box: --dry-run "
         "--sample 8 shows what it gives to a completion of the model"
     ]
 

@@ -163,7 +163,7 @@ class MainSource(FollowerSource):
 
     def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
         self._waited_seconds = waited_seconds
-        taken = self.intake.cut(step)
+        taken = self.intake.close_step(step)
         report, scorer = self.intake.newest_report, self.parts.scorer
         scorer.first_error = scorer.first_error or report.first_error
         share = self._times.step(report, self._server_sampler().pusher.paused_seconds)

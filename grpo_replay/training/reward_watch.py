@@ -77,7 +77,7 @@ def refuse_failed_verdicts(
     raise RewardError(
         f"step {step}: the reward function ({functions}) failed on {len(failed)} of "
         f"{len(rollouts)} completions ({describe_failures(failed)}), more than "
-        f"reward.max_failed_share {limit:g}. First error: {_described(first_error, failed)}. Mend "
+        f"reward.max_failed_share {limit:g}. First error: {_described(first_error, failed)}. Fix "
         "what it calls or its limit (reward.time_limit_seconds), then resume; a function that was "
         "edited itself needs a new run"
     )

@@ -27,7 +27,7 @@ def recipe(**sections) -> Recipe:
 def take(groups: list[Group], step: int, settings: Recipe, max_age=None):
     queue = Arrivals(None, False, max_age)
     for each in groups:
-        queue.take_in(each)
+        queue.apply_record(each)
     return take_rollouts(queue.select(step), settings, queue.ledger), queue.ledger
 
 
@@ -138,7 +138,7 @@ def test_what_a_step_waits_for_is_what_it_inserts(sections, inserted):
     settings = recipe(**sections)
     queue = Arrivals(None, False, None)
     for each in groups:
-        queue.take_in(each)
+        queue.apply_record(each)
     waiting = sum(rollouts_to_insert(each, settings) for each in queue.young(5))
     taken = take_rollouts(queue.select(5), settings, queue.ledger)
     assert waiting == len(survivors(taken)) == inserted

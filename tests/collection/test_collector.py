@@ -126,8 +126,8 @@ def test_groups_come_scored_in_the_order_of_the_prompts_with_their_own_seeds(ser
         await asyncio.sleep(0.2)
 
     harness.run(scenario)
-    groups = sorted(harness.groups(), key=lambda each: each.place)
-    assert [g.place for g in groups] == [(0, 0), (0, 1), (0, 2)]  # and no fourth: the credit
+    groups = sorted(harness.groups(), key=lambda each: each.position)
+    assert [g.position for g in groups] == [(0, 0), (0, 1), (0, 2)]  # and no fourth: the credit
     first = groups[0]
     assert [row.reward for row in first.rows] == [1.0, -1.0]
     np.testing.assert_array_equal(unpack(first.rows[0].token_ids, TOKEN_IDS), [7, 1])
@@ -161,7 +161,7 @@ def test_outstanding_prompts_come_first_and_the_epoch_goes_on(server):
 
     harness.run(scenario)
     places = {(0, 1), (0, 3), (0, 5), (1, 0)}
-    assert {g.place for g in harness.groups()} == places
+    assert {g.position for g in harness.groups()} == places
     assert set(server.seeds) == {
         completion_seed(42, RequestKey(*place, i)) for place in places for i in range(2)
     }
@@ -192,11 +192,13 @@ def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
     harness.run(scenario)
     dropped = [(drop.reason, drop.rollouts, drop.tokens) for drop in harness.drops()]
     assert dropped == [("lost", 0, 0), ("lost", 1, 2), ("lost", 0, 0)]
-    assert {d.place for d in harness.drops()} | {g.place for g in harness.groups()} == {
+    assert {d.position for d in harness.drops()} | {g.position for g in harness.groups()} == {
         (0, 0), (0, 1), (0, 2), (0, 3)
     }  # fmt: skip
     harness.check_balance()
-    assert harness.scorer.incomplete == [f"{d.place[0]}.{d.place[1]}" for d in harness.drops()]
+    assert harness.scorer.incomplete == [
+        f"{d.position[0]}.{d.position[1]}" for d in harness.drops()
+    ]
     assert set(harness.scorer.groups.values()) == {harness.recipe.sampling.group_size}
 
 

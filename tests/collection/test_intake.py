@@ -79,7 +79,7 @@ class Run:
             ready = lambda: len(intake.arrivals.young(step)) >= needed  # noqa: E731
             assert intake.wait(ready, StopToken(), self.done)
             intake.poll(self.done)
-            taken = intake.cut(step)
+            taken = intake.close_step(step)
         self.taken[step] = [rollout.rollout_id for rollout in taken]
         self.done = step
         intake.give_credit(self.done)
@@ -95,7 +95,7 @@ class Run:
 
 
 def places(folder: Path) -> list[tuple[int, int]]:
-    return [record.place for record in read_journal(folder) if isinstance(record, Group)]
+    return [record.position for record in read_journal(folder) if isinstance(record, Group)]
 
 
 def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path):
@@ -166,10 +166,10 @@ def test_a_trainer_that_stands_still_gets_no_more_groups_than_it_may_use(
 def test_a_group_that_is_lost_or_cancelled_is_replaced_once(server, tmp_path):
     """One was lost before the collector began; it starts with two steps' credit all the same."""
     run = Run(recipe(server), tmp_path)
-    run.intake.arrivals.take_in(Drop(0, 5, "lost", 0, 0))
+    run.intake.arrivals.apply_record(Drop(0, 5, "lost", 0, 0))
     run.go_live()
     assert credits_sent() == [2 * PER_STEP]
-    run.intake.arrivals.take_in(Drop(0, 4, "cancelled", 0, 0))
+    run.intake.arrivals.apply_record(Drop(0, 4, "cancelled", 0, 0))
     run.intake.give_credit(0)
     assert credits_sent() == [2 * PER_STEP, 2 * PER_STEP + 1]
     run.close()
@@ -341,9 +341,9 @@ def test_groups_lost_one_after_the_other_end_the_run(server, tmp_path):
         for group, reason in enumerate(reasons)
     ]
     for delivery in deliveries[:-1]:
-        run.intake._take_delivery(delivery)
+        run.intake._receive(delivery)
     with pytest.raises(SamplerError, match="4 groups in a row were lost"):
-        run.intake._take_delivery(deliveries[-1])
+        run.intake._receive(deliveries[-1])
     run.close()
 
 
@@ -373,14 +373,14 @@ def test_groups_journalled_after_the_last_step_wait_for_the_next_one(server, tmp
 def test_what_a_collector_generated_and_did_not_deliver_is_written_off_once(server, tmp_path):
     """It generated 9 rollouts of 90 tokens; a group of two with six tokens has arrived."""
     run = Run(recipe(server), tmp_path)
-    run.intake.arrivals.take_in(group())
+    run.intake.arrivals.apply_record(group())
     ledger = run.intake.arrivals.ledger
     ledger.report(Amount(9, 90), Amount(7, 84))
     run.intake.give_credit(0)  # without a collector: nothing to tell
     server.seconds = 30.0
     run.go_live()
     assert ledger.closed["lost"] == Amount(7, 84)
-    run.intake._write_off()
+    run.intake._write_off_lost()
     assert ledger.closed["lost"] == Amount(7, 84)
     assert (ledger.generated, ledger.held) == (Amount(9, 90), Amount())
     ledger.check(1)

@@ -73,7 +73,7 @@ def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path, monkeypatch
     deadline = time.monotonic() + 120
     while len(groups) < 2 and time.monotonic() < deadline:
         groups += [d.body for d in link.receive(0.2) if isinstance(d.body, Group)]
-    assert sorted(group.place for group in groups) == [(0, 2), (0, 5)]
+    assert sorted(group.position for group in groups) == [(0, 2), (0, 5)]
     assert link.report.started_groups == 2
     os.kill(link.pid, signal.SIGKILL)
     with pytest.raises(CollectorGone, match=r"exited with code -9; its log is .*c\.log"):

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from slow_tests import slow_except
 
-from grpo_replay.distributed.launch import _code_of_first
-from grpo_replay.errors import FOLLOWED, LaunchError
+from grpo_replay.distributed.launch import _first_exit_code
+from grpo_replay.errors import EXIT_AFTER_PEER, LaunchError
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = SUPPORT / "small_runs" / "ranks.py"
@@ -88,11 +88,14 @@ FAILURES = {
 @pytest.mark.parametrize(
     ("ends", "code"),
     [
-        ({2: (4, 100), 0: (FOLLOWED, 101), 1: (-signal.SIGTERM, 101)}, 4),
-        ({0: (FOLLOWED, 100), 1: (3, 100)}, 3),  # both were seen at once
+        ({2: (4, 100), 0: (EXIT_AFTER_PEER, 101), 1: (-signal.SIGTERM, 101)}, 4),
+        ({0: (EXIT_AFTER_PEER, 100), 1: (3, 100)}, 3),  # both were seen at once
         ({1: (4, 100), 0: (-signal.SIGKILL, 130)}, 4),
-        ({0: (FOLLOWED, 100), 1: (-signal.SIGKILL, 103)}, "rank 1 was killed by SIGKILL"),
-        ({1: (FOLLOWED, 100), 0: (FOLLOWED, 100)}, "ranks 0, 1 lost contact .* none says why"),
+        ({0: (EXIT_AFTER_PEER, 100), 1: (-signal.SIGKILL, 103)}, "rank 1 was killed by SIGKILL"),
+        (
+            {1: (EXIT_AFTER_PEER, 100), 0: (EXIT_AFTER_PEER, 100)},
+            "ranks 0, 1 lost contact .* none says why",
+        ),
     ],
 )
 def test_the_code_is_that_of_the_rank_that_failed_by_itself(ends, code):
@@ -102,10 +105,10 @@ def test_the_code_is_that_of_the_rank_that_failed_by_itself(ends, code):
         for rank, (ended, second) in ends.items()
     }
     if isinstance(code, int):
-        assert _code_of_first(failures) == code
+        assert _first_exit_code(failures) == code
     else:
         with pytest.raises(LaunchError, match=code):
-            _code_of_first(failures)
+            _first_exit_code(failures)
 
 
 @pytest.mark.parametrize("mode", slow_except(["crash-on-1"], FAILURES))

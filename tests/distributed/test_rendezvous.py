@@ -31,7 +31,7 @@ def test_a_rank_says_for_whom_it_waits_and_gives_up_in_time(
 ):
     monkeypatch.setattr(rendezvous, "QUIET_SECONDS", 0.3)
     (port,) = free_ports(1)
-    with pytest.raises(RuntimeError, match=f"{whom} did not come in 1 s"):
+    with pytest.raises(RuntimeError, match=f"{whom} missing after 1 s"):
         rendezvous._meet(place_of(rank, port), timedelta(seconds=1))
     said = capsys.readouterr().err
     assert said.count("waits for") == 1

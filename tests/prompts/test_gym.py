@@ -8,7 +8,7 @@ from small_runs.trained import train_small_run
 from grpo_replay.errors import DatasetError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.prompts import gym_problems
-from grpo_replay.prompts.gym_problems import gym_rows, nonsense_notice
+from grpo_replay.prompts.gym_problems import gym_rows, lenient_scorer_notice
 from grpo_replay.prompts.prompt_set import read_source
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.recipe.input_sections import DatasetOptions
@@ -95,9 +95,9 @@ def test_a_scorer_that_raises_gives_no_points():
 
 
 def test_points_for_nonsense_are_said():
-    assert nonsense_notice(CHAIN, gym_rows(CHAIN, DatasetOptions(size=1), 0)) == []
+    assert lenient_scorer_notice(CHAIN, gym_rows(CHAIN, DatasetOptions(size=1), 0)) == []
     generous = "reasoning_gym:game_of_life_halting"
-    (notice,) = nonsense_notice(generous, gym_rows(generous, DatasetOptions(size=1), 0))
+    (notice,) = lenient_scorer_notice(generous, gym_rows(generous, DatasetOptions(size=1), 0))
     assert "points for the answer '?'" in notice
 
 

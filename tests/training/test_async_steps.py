@@ -106,7 +106,7 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
     arrived = 2
     for index in range(6):
         assert intake.is_ready() == (arrived >= fill)
-        intake.arrivals.take_in(group((0, index), rewards=(1.0, 1.0, -1.0, 1.0)))
+        intake.arrivals.apply_record(group((0, index), rewards=(1.0, 1.0, -1.0, 1.0)))
         arrived += 4
     assert intake.is_ready()
 
@@ -124,7 +124,7 @@ def test_buffer_only_waits_for_rollouts_that_may_be_drawn_again():
 
 def test_the_first_error_of_a_collectors_verifiers_is_kept():
     source, intake = main_source(async_recipe(URLS))
-    intake.cut = lambda step: []
+    intake.close_step = lambda step: []
     for error in ("the first", "another"):
         intake.newest_report = Report(first_error=error)
         source.take(3)
@@ -140,7 +140,7 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
     for index, version in enumerate([0, 1, 2]):
         assert source._wait(3)
         assert not intake.is_ready()
-        intake.arrivals.take_in(group((0, index), version))
+        intake.arrivals.apply_record(group((0, index), version))
     assert intake.is_ready()
 
 
@@ -213,8 +213,8 @@ def test_what_a_step_takes_by_hand():
     source, intake = main_source(async_recipe(URLS))
     source.state.prompt_cursor, source.state.next_group_id = 3, 2
     for index in range(3):
-        intake.arrivals.take_in(group((0, index)))
-    intake.arrivals.take_in(Drop(0, 3, "lost", 0, 0))
+        intake.arrivals.apply_record(group((0, index)))
+    intake.arrivals.apply_record(Drop(0, 3, "lost", 0, 0))
     generated = (make_rollout(8, birth_step=3), make_rollout(9, birth_step=2))
     taken = source._step_rollouts(generated, ServerShare(3.0, 0.5))
     assert (taken.prompts, taken.groups, taken.generation_seconds) == (1, 1, 3.0)
@@ -256,7 +256,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
         replace(make_rollout(index, birth_step=birth), policy_version_end=3)
         for index, birth in ((8, 3), (9, 2))
     ]
-    intake.cut = lambda *words: intake.done.append(("cut", *words)) or arrived
+    intake.close_step = lambda *words: intake.done.append(("cut", *words)) or arrived
     intake.newest_report = Report(idle_seconds=1.0, server_seconds=4.0)
     taken = source.take(3)
     assert intake.done == [("went_live",), ("poll", 2), ("cut", 3)]

@@ -195,5 +195,5 @@ if __name__ == "__main__":
         from torch.distributed.elastic.multiprocessing.api import PContext
 
         PContext.close.__defaults__ = (None, seconds)  # of torch's agent: 30
-        launch._FOLLOW_SECONDS = seconds - 1
+        launch._PEER_KILL_SECONDS = seconds - 1
     boundary(lambda: launch.launch_ranks(["rank", *arguments], int(count), program=[__file__]))
