@@ -16,7 +16,7 @@ from grpo_replay.rewards.pool import LOGGED_LINES
 from grpo_replay.rewards.scorer import GradingRequest, RewardScorer, _Graded
 from grpo_replay.types import Verdict
 
-SYMBOLIC_SECONDS = 5.0
+SYMBOLIC_SECONDS = 2.0
 
 
 def scorer(function: str, **settings) -> RewardScorer:
