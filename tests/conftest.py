@@ -43,8 +43,9 @@ SLOW_SECONDS = 1500
 
 LONG_FILES = (
     "test_two_ranks", "test_same_as_a_start", "test_engine", "test_trl", "test_trl_tools",
-    "test_resume", "test_async_runs", "test_verify", "test_report", "test_lora", "test_scorer",
-    "test_dry_run", "test_launch", "test_stopping", "test_tiny_base", "test_vllm_parts",
+    "test_async_runs", "test_verify", "test_report", "test_lora", "test_scorer",
+    "test_dry_run", "test_launch", "test_streams", "test_async_trl", "test_tiny_base",
+    "test_vllm_parts",
 )  # fmt: skip
 """The longest files start first, those of training/ next: no worker ends alone with a long one."""
 

@@ -168,7 +168,7 @@ class Timed(ReplayGRPOTrainer):
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", slow_except([2], [1, 2]))
 def test_the_time_of_log_probs_of_birth_is_none_of_generation(tmp_path, passes, monkeypatch):
     """With a reference TRL makes two passes. In the first batch the mixin tries, in two more,
     whether padding changes them."""
@@ -575,7 +575,7 @@ class Bonuses(Hearing, Experts):
 
 
 @pytest.mark.skipif("router_aux_loss_coef" not in OWN, reason="this TRL has none")
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("loss_type", slow_except(["grpo"], ["dapo", "grpo"]))
 def test_padding_weakens_neither_the_bonus_of_entropy_nor_the_auxiliary_loss(tmp_path, loss_type):
     """Of 32 micro-batches of an update 8 have a row, 12 in the second step."""
     trainer = make(tmp_path, preset("ours"), Bonuses, per_device_train_batch_size=2, max_steps=2,

@@ -128,6 +128,7 @@ def test_a_benchmark_has_the_settings_of_the_training_problems_and_none_of_them(
     assert not {each.text for each in problems} & set(read_source(recipe.prompts, 3).problems)
 
 
+@pytest.mark.slow
 def test_a_run_is_rewarded_by_points_and_evaluated_by_them(tmp_path):
     """The tiny model writes a sum's digits now and then; the mixture has problems of both
     families."""
