@@ -314,8 +314,9 @@ MASTER = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [("--version", 0), ("aes --reference 1,2 --candidate a=1,2", 0), ("inspect-buffer gone", 3),
-     ("train tiny", 4)],
+    [("--version", 0), ("train tiny", 4),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in
+       (("aes --reference 1,2 --candidate a=1,2", 0), ("inspect-buffer gone", 3)))],
 )  # fmt: skip
 def test_only_a_command_with_ranks_asks_for_the_variables_of_a_launcher(words, code):
     """Of which WORLD_SIZE alone is set. One message, and no traceback."""

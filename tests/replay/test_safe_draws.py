@@ -165,6 +165,7 @@ def test_a_verification_under_other_rules_names_the_draws(run, tmp_path):
         assert name in failed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(run, tmp_path):
     interrupted(tmp_path / "run", 4, replay=SAFE, run={"steps": 6})
     again = train_small_run(tmp_path / "run", resume=True, replay=SAFE, run={"steps": 6})

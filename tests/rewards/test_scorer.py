@@ -124,7 +124,7 @@ def test_a_verdict_is_taken_once(symbolic):
 
 
 def test_completions_wait_for_their_group_only_where_a_function_takes_many():
-    both = ["boxed", "judge_rewards:prints"]
+    both = ["minerva", "judge_rewards:prints"]
     with RewardScorer.open(RewardSection(function=both)) as opened:
         assert not opened._takes_many()
 

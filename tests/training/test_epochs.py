@@ -88,6 +88,7 @@ def test_a_pass_takes_every_rollout_once_and_the_next_in_another_order(tmp_path,
     assert len({tuple(each) for each in passes}) == 3
 
 
+@pytest.mark.slow
 def test_a_run_with_passes_that_died_and_is_resumed_is_the_run_that_did_not(tmp_path, runs):
     sections = {"replay": PLAIN, "batch": {"updates_per_step": 1, "epochs": 2}, **STEPS}
     interrupted(tmp_path / "run", 3, **sections)

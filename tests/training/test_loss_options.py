@@ -190,6 +190,7 @@ def test_a_run_masks_negative_rollouts_far_from_their_policy(tmp_path, processes
     assert verify_run(run.path).passed
 
 
+@pytest.mark.slow
 def test_a_run_masks_rollouts_by_the_product_of_their_ratios(tmp_path, processes):
     run = far_run(tmp_path / "run", ratio_mask={"level": "sequence", "high": 1.2})
     expected = [
@@ -199,6 +200,7 @@ def test_a_run_masks_rollouts_by_the_product_of_their_ratios(tmp_path, processes
     assert 0 < sum(expected) < len(expected)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_veto_masks_parts_of_negative_rollouts_alone(tmp_path, processes):
     run = far_run(tmp_path / "run", negative_veto=[0.0, 1.02])
     found = [
