@@ -21,6 +21,7 @@ from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_con
 from grpo_replay.terminal.quiet import without_secrets
 from grpo_replay.terminal.text_table import TextTable
 from grpo_replay.training import Observer
+from grpo_replay.training.shadow import describe_replay
 from grpo_replay.types import HIGH_CLIP_FRACTION
 
 if TYPE_CHECKING:
@@ -273,32 +274,6 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"  grpo-replay plan --from-run {run}\n"
         + (f"  tensorboard --logdir {plots}" if (run_dir / "tensorboard").is_dir() else "")
     ).rstrip()
-
-
-def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
-    """What replay cost, or in shadow would have done and cost; nothing where μ is unknown."""
-
-    def percent(share: float | None) -> str:
-        return "-" if share is None else f"{100 * share:.3g} %"
-
-    if replay["shadow"]:
-        means = {name.partition("/")[2]: value for name, value in replay["means"].items()}
-        measured = "no probe fell into a step with a draw (replay.probe_every_steps)"
-        if means["approx_kl"] is not None:
-            measured = (
-                f"{percent(means['clip_fraction'])} of their tokens clipped, effective sample size "
-                f"{percent(means['ratio_ess'])}, KL {means['approx_kl']:.2g} nats"
-            )
-        yield (
-            f"in shadow: {means['rollouts'] or 0:.0f} rollouts a step would be replayed; "
-            f"{measured}; {percent(means['rare_success_fraction'])} are rare successes that the "
-            f"fresh batch lacks, {percent(means['new_prompt_fraction'])} of the prompts would be "
-            "theirs alone; buffer and probe took "
-            f"{percent(replay['shadow_time_share'])} of the time"
-        )
-    if replay["advice"] is not None:
-        takes, share = "would take" if replay["shadow"] else "took", replay["compute_share"]
-        yield f"replay {takes} {percent(share)} of the compute; {replay['advice']}"
 
 
 def _stale(clipped: float) -> str:

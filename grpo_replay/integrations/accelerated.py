@@ -198,6 +198,8 @@ class AcceleratedReplay(_Host):
                 f"not in {self.args.output_dir}: let it end after whole generation batches",
                 stacklevel=2,
             )
+        if self.replay.replays and self._is_open and self.accelerator.is_main_process:
+            self._run.print_summary()
         return output
 
     # Checkpoints

@@ -75,7 +75,7 @@ from grpo_replay.recipe import Recipe, ReplayConfig, ReplaySection
 from grpo_replay.replay import BufferStats, ReplayBuffer
 from grpo_replay.replay.batch import even_sizes
 from grpo_replay.storage.atomic import json_values
-from grpo_replay.storage.rollout_log import write_step
+from grpo_replay.storage.rollout_log import read_metrics, write_step
 from grpo_replay.training.metrics import (
     Metrics,
     batch_metrics,
@@ -84,7 +84,13 @@ from grpo_replay.training.metrics import (
     generation_metrics,
 )
 from grpo_replay.training.rollout_source import STAGES
-from grpo_replay.training.shadow import probe_indices, probe_is_due, shadow_metrics
+from grpo_replay.training.shadow import (
+    describe_replay,
+    probe_indices,
+    probe_is_due,
+    shadow_metrics,
+    summarise_replay,
+)
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
 SNAPSHOT = "buffer.parquet"
@@ -144,8 +150,8 @@ class HostRun:
     buffer.parquet                               in each of the host's checkpoints
 
     Order of calls: `describe`, `load` if the run is resumed, `open`; then for each step `step` and,
-    when it was trained on, `record`; `save` with a checkpoint. A host that plans ahead may take
-    steps before it records earlier ones.
+    when it was trained on, `record`; `save` with a checkpoint; `print_summary` at the end. A host
+    that plans ahead may take steps before it records earlier ones.
     """
 
     def __init__(
@@ -249,6 +255,14 @@ class HostRun:
             return {}
         draw, group_size = step.batch.draw, self.buffer.group_size
         return shadow_metrics(draw, step.rollouts, group_size, seconds.get("shadow", 0.0))
+
+    def print_summary(self) -> None:
+        """Print what replay cost, or in shadow would have done and cost, over all recorded steps,
+        as far as it is known. Call it once, when training ends."""
+        lines = read_metrics(self.folder / METRICS)
+        summary = summarise_replay(lines, self.buffer.settings)
+        for text in describe_replay(summary) if lines else ():
+            print(f"grpo-replay: {text}", flush=True)
 
     @property
     def is_inside_a_step(self) -> bool:

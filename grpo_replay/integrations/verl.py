@@ -267,6 +267,11 @@ class ReplayMixin(_Host):
         super().on_step_end()
         self._timed, self._sync_seconds = {}, self.timing_raw.get("update_weights", 0.0)
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.replay.replays:
+            self.run.print_summary()
+
     def _seconds_before(self) -> dict[str, float]:
         """By stage, since the last step of the buffer; not known for sampling that runs ahead."""
         time_of = self.timing_raw.get

@@ -6,7 +6,7 @@ them. Nothing here draws random numbers, so that a run in shadow keeps the bits 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -121,3 +121,29 @@ def advice(mu: float | None) -> str | None:
         f"to generate a rollout cost {mu:.2g} (μ) times what training on one cost; {measured}; "
         "docs/results.md"
     )
+
+
+def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
+    """What replay cost, or in shadow would have done and cost; nothing where μ is unknown."""
+
+    def percent(share: float | None) -> str:
+        return "-" if share is None else f"{100 * share:.3g} %"
+
+    if replay["shadow"]:
+        means = {name.partition("/")[2]: value for name, value in replay["means"].items()}
+        measured = "no probe fell into a step with a draw (replay.probe_every_steps)"
+        if means["approx_kl"] is not None:
+            measured = (
+                f"{percent(means['clip_fraction'])} of their tokens clipped, effective sample size "
+                f"{percent(means['ratio_ess'])}, KL {means['approx_kl']:.2g} nats"
+            )
+        yield (
+            f"in shadow: {means['rollouts'] or 0:.0f} rollouts a step would be replayed; "
+            f"{measured}; {percent(means['rare_success_fraction'])} are rare successes that the "
+            f"fresh batch lacks, {percent(means['new_prompt_fraction'])} of the prompts would be "
+            "theirs alone; buffer and probe took "
+            f"{percent(replay['shadow_time_share'])} of the time"
+        )
+    if replay["advice"] is not None:
+        takes, share = "would take" if replay["shadow"] else "took", replay["compute_share"]
+        yield f"replay {takes} {percent(share)} of the compute; {replay['advice']}"

@@ -90,12 +90,15 @@ def begin(folder, settings=SETTINGS, checkpoint=None):
     return run
 
 
-def train(run, steps, saves=(), knows=True, birth=None):
+SECONDS = {"generation": 2.0, "training": 1.0}
+
+
+def train(run, steps, saves=(), knows=True, birth=None, seconds=SECONDS):
     for number in steps:
         births = {} if birth is None else {"birth_step": birth(number)}
         step = run.step(groups_of(number, **births))
         found = dict(enumerate(map(outcome, step.rollouts))) if knows else None
-        run.record(step, found, {"generation": 2.0, "training": 1.0})
+        run.record(step, found, seconds)
         if number in saves:
             run.save(run.folder / f"saved-{number}")
 
@@ -131,6 +134,29 @@ def test_in_shadow_the_cost_ratio_counts_all_rows_that_the_host_trains_on(tmp_pa
         found = run.record(run.step(groups), None, {"generation": 2.0, "training": 1.0})
         assert found["cost/trained_rollouts"] == survivors
         assert found["cost/mu"] == pytest.approx(2.0)
+
+
+def test_the_end_says_what_replay_took_or_in_shadow_would_take(tmp_path, capsys):
+    """Rollouts of 2 s / 12 and updates of 1 s / 24: 5 draws of 12, in the compute
+    B + μR = 132 + 4 · 72 of a run that replays."""
+    run = begin(tmp_path / "replays")
+    train(run, range(1, 4), saves=[3])
+    train(resumed := begin(run.folder, checkpoint=run.folder / "saved-3"), range(4, 7))
+    resumed.print_summary()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("grpo-replay: replay took 14.3 % of the compute; ")
+    assert "cost 4 (μ) times" in line and "docs/results.md" in line
+    shadow = begin(tmp_path / "shadow", SETTINGS.model_copy(update={"shadow": True}))
+    shadow.print_summary()
+    assert capsys.readouterr().out == "", "nothing is recorded yet"
+    train(shadow, range(1, 7), knows=False)
+    shadow.print_summary()
+    would, cost = capsys.readouterr().out.splitlines()
+    assert "in shadow: 10 rollouts a step would be replayed; no probe" in would
+    assert "replay would take 21.7 % of the compute; " in cost and "cost 2 (μ) times" in cost
+    train(unknown := begin(tmp_path / "unknown"), range(1, 3), seconds={"training": 1.0})
+    unknown.print_summary()
+    assert capsys.readouterr().out == ""
 
 
 def test_rollouts_that_were_sampled_ahead_are_as_old_as_their_policy(tmp_path):

@@ -35,8 +35,9 @@ def of_training(trainer) -> list[dict]:
     ("accumulated", "dropout"),
     slow_except([(1, 0.3), (2, 0.0)], [(1, 0.0), (1, 0.3), (2, 0.0), (2, 0.3)]),
 )
-def test_weights_and_what_trl_logs_are_those_of_trl(tmp_path, accumulated, dropout):
-    """TRL's own log-probs of birth have the model's dropout, which the probe must not disturb."""
+def test_weights_and_what_trl_logs_are_those_of_trl(tmp_path, accumulated, dropout, capsys):
+    """TRL's own log-probs of birth have the model's dropout, which the probe must not disturb.
+    The end says once what replay would cost."""
     changes = {
         "model_init_kwargs": {"dtype": "float32", "attention_dropout": dropout},
         "gradient_accumulation_steps": accumulated, "max_steps": 8 // accumulated,
@@ -48,6 +49,7 @@ def test_weights_and_what_trl_logs_are_those_of_trl(tmp_path, accumulated, dropo
     ):
         trainers.append(make(tmp_path / name, settings, kind, **changes))
         trainers[-1].train()
+    assert capsys.readouterr().out.count("replay would take") == 1
     assert weights_of(trainers[0]) == weights_of(trainers[1])
     assert of_training(trainers[0]) == of_training(trainers[1])
     draws = logged(tmp_path / "shadow", "draws")
