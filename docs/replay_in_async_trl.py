@@ -24,7 +24,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.errors import UsageError
 from grpo_replay.integrations.host_rows import hash_of
-from grpo_replay.integrations.listening import heard
+from grpo_replay.integrations.interception import intercepted
 from grpo_replay.replay.batch import even_sizes
 from grpo_replay.types import Rollout
 
@@ -90,7 +90,7 @@ class ReplayAsyncGRPOTrainer(AsyncGRPOTrainer):
         if not (self.replay.replays and self.accelerator.is_main_process):
             return super().get_train_dataloader()
         self.rollout_queue = QueueWithVersions(self.rollout_queue)
-        with heard(self.accelerator, prepare=self._prepare_with_replay):
+        with intercepted(self.accelerator, prepare=self._prepare_with_replay):
             return super().get_train_dataloader()
 
     def _prepare_with_replay(self, prepare: Any, loader: DataLoader) -> Any:

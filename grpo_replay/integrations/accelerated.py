@@ -1,8 +1,8 @@
 """The base of hosts whose trainer is a transformers Trainer on accelerate: TRL, ms-swift.
 
 Such a host samples a generation batch, cuts it into micro-batches, and trains on them one by one:
-a step of the buffer is a generation batch. Its class overrides what makes the batch, and calls
-`_through_replay` there; steps, files and checkpoints are here.
+a step of the buffer is a generation batch. The host's class overrides the method that makes the
+batch and calls `_replay_step` there; this base keeps steps, files and checkpoints.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_replay.integrations.grpo_config import AGGREGATIONS
-from grpo_replay.integrations.host import Deal, HostRun, HostStep, HostWords, Row
+from grpo_replay.integrations.host import HostRun, HostStep, HostWords, Row, RowAssignment
 from grpo_replay.recipe import LossSection, ReplaySection
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.training.metrics import Metrics
@@ -23,33 +23,34 @@ from grpo_replay.types import Rollout, RolloutOutcome
 
 _Host: Any = object  # a Trainer, for the type checker
 LOGGED = ("fresh/", "replay/", "shadow/", "buffer/", "cost/")
-"""Beginnings of the metrics that the host's log gets."""
+"""Prefixes of the metrics that go to the host's log."""
 
 
 def from_main(accelerator: Any, make: Callable[[], Any]) -> Any:
-    """What `make` returns on the main process, on every process; or raises, on every one."""
-    found: list[Any] = [None, None]
+    """Call `make` on the main process, and return its result, or raise its error, on every one."""
+    result_and_error: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            found[0] = make()
+            result_and_error[0] = make()
         except Exception as error:
-            found[1] = error
-    broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+            result_and_error[1] = error
+    broadcast_object_list(result_and_error)
+    result, failure = result_and_error
+    if failure is not None:
+        raise failure
+    return result
 
 
 def update_by_update(micro_batches: int, accumulated: int, done: int) -> list[int]:
-    """The micro-batches of a generation batch: first one of each optimizer update, then the second
-    of each, and so on. An update accumulates the gradients of so many, and `done` were trained on
-    before: an update that has begun goes on."""
+    """The order of micro-batches in which rows left over are handed out: the first micro-batch of
+    every optimizer update, then the second of each, and so on. An update has `accumulated`
+    micro-batches; `done` were trained on before, perhaps in an update that is not complete."""
 
-    def turn(index: int) -> tuple[int, int]:
+    def sort_key(index: int) -> tuple[int, int]:
         update = (done + index) // accumulated
         return index - max(0, update * accumulated - done), update
 
-    return sorted(range(micro_batches), key=turn)
+    return sorted(range(micro_batches), key=sort_key)
 
 
 class AcceleratedReplay(_Host):
@@ -58,14 +59,13 @@ class AcceleratedReplay(_Host):
 
         _begin_replay(settings, words)   at the end of __init__
         _open_replay()                   before the first generation batch of a run
-        _through_replay(rows)            with the rows of a generation batch
+        _replay_step(rows)            with the rows of a generation batch
         _weight_of(size, is_padding)     for the loss of each micro-batch
         self._outcomes |= outcomes_of(…) with the outcomes of each
 
-    and says in `_sections(max_steps)` what is known of the run, and in `_needed_extras()` what
-    stored rollouts must have. `self._clock` has the seconds of a step by stage: its class adds
-    those of generation, rewards and log-probs. Where `self.replay.replays` is False, it lets every
-    method be the host's own, and calls nothing of this.
+    and overrides `_sections(max_steps)` and `_needed_extras()`. `self._clock` has the seconds of a
+    step by stage: the class adds those of generation, rewards and log-probs. If
+    `self.replay.replays` is False, every method must be the host's own, and nothing here is called.
     """
 
     replay: ReplaySection
@@ -84,22 +84,22 @@ class AcceleratedReplay(_Host):
         self._probe: dict[int, RolloutOutcome] = {}  # of drawn rollouts, by index in the draw
 
     def _sections(self, max_steps: int) -> Mapping[str, Any]:
-        """What is known of a run of so many optimizer steps, for `HostRun.describe`."""
+        """The recipe of a run of `max_steps` optimizer steps, for `HostRun.describe`."""
         raise NotImplementedError
 
     def _needed_extras(self) -> Mapping[str, str]:
-        """The extras that every stored rollout must have, each with what to set without it."""
+        """The extras that every stored rollout must have, with the setting that does without."""
         return {}
 
     @property
     def replay_buffer(self) -> ReplayBuffer:
-        """The buffer of the run; on other processes than the main one, an empty one."""
+        """The buffer of the run; empty on every process but the main one."""
         return self._run.buffer
 
     @property
     def _batch(self) -> Any:
         """The composed batch that is being trained on, on the main process."""
-        return self._step_of_buffer.batch
+        return self._buffer_step.batch
 
     def _from_main(self, make: Callable[[], Any]) -> Any:
         return from_main(self.accelerator, make)
@@ -107,7 +107,7 @@ class AcceleratedReplay(_Host):
     # The generation batch
 
     def _open_replay(self) -> bool:
-        """Begin the files of the run, if that was not done. Returns whether it was done now."""
+        """Begin the files of the run, unless they are open. Returns whether this call did."""
         if self._is_open:
             return False
         self._run.describe(self._sections(self.state.max_steps))
@@ -116,29 +116,31 @@ class AcceleratedReplay(_Host):
         return True
 
     def _begin_batch(self) -> None:
-        """A generation batch begins: its seconds count from here."""
+        """Start the clock of a generation batch."""
         self._clock = Stopwatch()
 
-    def _through_replay(self, rows: Sequence[Row]) -> tuple[tuple[Rollout, ...], Rollout]:
-        """On every process, with its rows, which are ordered by group over all processes: the step
-        of the buffer. Returns the rollouts to train on, of all processes and in the order of the
-        composed batch, and one to pad with (`HostStep.filler`). `self._deal` says how many rows a
-        process and its micro-batches get."""
+    def _replay_step(self, rows: Sequence[Row]) -> tuple[tuple[Rollout, ...], Rollout]:
+        """Take the step of the buffer. Called on every process with the rows of that process, which
+        are ordered by group over all processes. Returns the rollouts to train on, of all processes
+        and in the order of the composed batch, and one to pad with (`HostStep.filler`). Sets
+        `self._assignment`, the rows of each process and micro-batch."""
         gathered = gather_object(list(rows))
         trained, filler = self._from_main(lambda: self._compose(gathered))
         micro_batches = self._micro_batches_left = self.args.steps_per_generation
-        self._deal = Deal(len(trained), self.accelerator.num_processes, micro_batches)
+        self._assignment = RowAssignment(
+            len(trained), self.accelerator.num_processes, micro_batches
+        )
         self._composed = time.perf_counter()
         return trained, filler
 
-    def _beside_replay(
+    def _shadow_step(
         self, rows: Sequence[Row], score: Callable[[Sequence[Rollout]], list[RolloutOutcome]]
     ) -> None:
-        """With `replay.shadow`, in place of `_through_replay`: the step of the buffer, of which
-        nothing is trained on. `score` gives the outcomes that rollouts would have in an update now;
-        it is called on every process with the same rollouts, if a probe is due."""
+        """Take the step of the buffer with `replay.shadow`, in place of `_replay_step`: nothing of
+        it is trained on. `score` computes the outcomes that rollouts would have in an update now.
+        It is called on every process with the same rollouts, if a probe is due."""
         gathered, began = gather_object(list(rows)), time.perf_counter()
-        probed = self._from_main(lambda: (self._compose(gathered), self._step_of_buffer.probed)[1])
+        probed = self._from_main(lambda: (self._compose(gathered), self._buffer_step.probed)[1])
         self._probe = {}
         if probed:
             self._probe = dict(zip(probed, score(list(probed.values())), strict=True))
@@ -148,7 +150,7 @@ class AcceleratedReplay(_Host):
 
     @property
     def _clipped_loss(self) -> LossSection | None:
-        """The host's loss, if it clips a ratio for each token; else None."""
+        """The host's loss if it clips a ratio per token, else None."""
         clips = self.args.loss_type in AGGREGATIONS
         clips &= self.args.importance_sampling_level == "token"
         return self._run.recipe.loss if clips else None
@@ -157,12 +159,13 @@ class AcceleratedReplay(_Host):
         size = self.num_generations
         groups = [rows[start : start + size] for start in range(0, len(rows), size)]
         step: HostStep = self._run.step(groups)
-        self._step_of_buffer = step
+        self._buffer_step = step
         return step.rollouts, step.filler
 
     def _weight_of(self, size: int, is_padding: bool) -> float:
-        """What the loss of a micro-batch is multiplied by (`Deal.weight`)."""
-        return 0.0 if is_padding else self._deal.weight(size)
+        """The factor for the loss of a micro-batch (`RowAssignment.weight`); 0 if all is
+        padding."""
+        return 0.0 if is_padding else self._assignment.weight(size)
 
     # Results
 
@@ -175,17 +178,18 @@ class AcceleratedReplay(_Host):
         return loss
 
     def _finish_step(self) -> None:
-        """After the last micro-batch of a generation batch: write its files, log its metrics."""
+        """Write the files of a generation batch, and log its metrics, after its last
+        micro-batch."""
         self._clock.seconds["training"] = time.perf_counter() - self._composed
         gathered = dict(gather_object(list(self._outcomes.items())))
         self._outcomes = {}
         seconds = self._clock.read()
-        known, probe = (None, self._probe) if self.replay.shadow else (gathered, {})
+        outcomes, probe = (None, self._probe) if self.replay.shadow else (gathered, {})
 
         def record() -> Metrics:
-            return self._run.record(self._step_of_buffer, known, seconds, probe)
+            return self._run.record(self._buffer_step, outcomes, seconds, probe)
 
-        # On every process, as the host's own: a callback may stop the training by them.
+        # Logged on every process, as the host's own: a callback may stop the training by them.
         for name, value in self._from_main(record).items():
             if value is not None and name.startswith(LOGGED):
                 self._metrics["train"][name].append(value)

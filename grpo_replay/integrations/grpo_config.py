@@ -1,5 +1,4 @@
-"""The recipe of a run with the arguments of TRL's GRPOConfig, which ms-swift's have too. Loads no
-torch."""
+"""Conversion of TRL's GRPOConfig, whose arguments ms-swift has too, to a recipe. Loads no torch."""
 
 import math
 import re
@@ -29,7 +28,7 @@ GRPO_CONFIG = HostWords(
 )
 
 AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
-"""TRL's losses that a recipe has."""
+"""TRL's losses that a recipe has, with their `loss.aggregation`."""
 
 
 def sections_of(
@@ -40,11 +39,11 @@ def sections_of(
     name: str = "trl",
     masks_truncated: bool | None = None,
 ) -> dict[str, Any]:
-    """The recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig `args`, as far as
-    known. Steps are generation batches, which make one draw each, however many updates TRL makes.
-    `is_rounded`: the model computes in 16 bits, as far as log-probs are concerned in bfloat16.
-    `masks_truncated`: no token of a truncated completion trains, if the argument that says so has
-    another name than TRL's."""
+    """The sections of the recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig
+    `args`, as far as they are known. A step is a generation batch, which makes one draw, however
+    many updates TRL makes. `is_rounded`: the model computes in 16 bits, here called bfloat16.
+    `masks_truncated`: truncated completions do not train; give it if the
+    argument has another name than TRL's."""
     if masks_truncated is None:
         masks_truncated = args.mask_truncated_completions
     updates = args.steps_per_generation / args.gradient_accumulation_steps

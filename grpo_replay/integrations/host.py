@@ -1,9 +1,9 @@
 """The base of every host: what replay in another trainer needs, whatever the trainer.
 
 A host is a trainer that is not ours. Its integration overrides the one method that makes the batch
-of an update; the rest is here. It needs neither torch nor TRL nor accelerate; what is of trainers
-on accelerate is in `accelerated`, statistics of an update in `outcomes`, listening to a trainer's
-methods in `listening`. A whole host, where `trainer` stands for yours (a test runs this):
+of an update; the rest is here. It needs neither torch nor TRL nor accelerate; `accelerated`
+has what trainers on accelerate share, `outcomes` the statistics of an update, `interception` calls
+to a trainer's private methods. A whole host, where `trainer` stands for yours (a test runs this):
 
     WORDS = HostWords(settings="mine.yaml", folder="output", resume="resume_from",
                       group_size="samples_per_prompt", checkpoints="step-*")
@@ -28,7 +28,7 @@ methods in `listening`. A whole host, where `trainer` stands for yours (a test r
 
         def update(self, groups):  # in place of the trainer's update with its own batch
             began = time.perf_counter()
-            step = self.run.step([[self.row_of(each) for each in group] for group in groups])
+            step = self.run.step([[self.row_of(sample) for sample in group] for group in groups])
             for rows in self.run.buffer.split(step.batch, updates=2):
                 self.trainer.update([step.rollouts[row] for row in rows])
             seconds = {"training": time.perf_counter() - began}
@@ -98,10 +98,9 @@ SNAPSHOT = "buffer.parquet"
 
 
 def replay_settings(given: Mapping[str, Any] | None, source: str) -> ReplayConfig:
-    """The settings of `given`, a preset and keys of `replay` (docs/recipe.md); None or empty is
-    preset `ours`. Raises RecipeError that begins with `source`, the place where a user wrote them,
-    for an unknown key (which, what is allowed, what was perhaps meant), a bad value or a
-    contradiction.
+    """Validate `given`, a preset and keys of `replay` (docs/recipe.md); None or empty is preset
+    `ours`. Raises RecipeError that begins with `source`, where the user wrote them, for an unknown
+    key (and names those allowed, and the nearest), a bad value or a contradiction.
 
     >>> replay_settings({"preset": "ours", "max_age_steps": 4}, "my.yaml").max_age_steps
     4
@@ -116,7 +115,7 @@ def replay_settings(given: Mapping[str, Any] | None, source: str) -> ReplayConfi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostStep:
-    """A step of the buffer: everything `generated` for it, dropped rollouts included, and the
+    """One step of the buffer: all rollouts `generated` for it, dropped ones included, and the
     `batch` to train on."""
 
     number: int
@@ -136,8 +135,8 @@ class HostStep:
 
     @property
     def filler(self) -> Rollout:
-        """A rollout to pad with, where a trainer needs more rows than there are: let it have no
-        token that trains. A dropped rollout has no behaviour log-probs; here any will do."""
+        """A rollout to pad with if a trainer needs more rows than the batch has: mask all of its
+        tokens. A dropped rollout has no behaviour log-probs, so it gets the sampler's."""
         first = self.generated[0]
         return replace(first, behavior_logprobs=first.sampler_logprobs)
 
@@ -149,9 +148,10 @@ class HostRun:
                                                  --verify and `plan --from-run`
     buffer.parquet                               in each of the host's checkpoints
 
-    Order of calls: `describe`, `load` if the run is resumed, `open`; then for each step `step` and,
-    when it was trained on, `record`; `save` with a checkpoint; `print_summary` at the end. A host
-    that plans ahead may take steps before it records earlier ones.
+    Order of calls: `describe`; `load`, if the run resumes; `open`. Then `step` and, after the
+    update, `record`, for each step; `save` with a checkpoint;
+    `print_summary` at the end. A host that plans ahead may call `step` again before it records the
+    earlier ones.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class HostRun:
         self.buffer = ReplayBuffer(settings, group_size, seed)
         self.folder, self.words = folder, words
         self._output: OutputFolder | None = None
-        self._goes_on = False  # with a run of which there is a checkpoint
+        self._resumes = False
         self._unfinished: list[HostStep] = []
 
     def refuse_another_run(self) -> None:
@@ -169,16 +169,16 @@ class HostRun:
         refuse_another_run(self.folder, self.words, may_resume=True)
 
     def describe(self, sections: Mapping[str, Any]) -> None:
-        """Say what is known of the run: `sections` of a recipe other than `replay`, with `name`.
-        They need `model.path`, `run.steps` (of the buffer), `sampling.group_size` and
-        `prompts_per_step`, `advantage.std`, and `batch.updates_per_step` 1 (a step makes one draw).
-        Raises RecipeError in the host's names for values that a recipe refuses."""
+        """Set the recipe of the run: its `name`, and the `sections` other than `replay` as far as
+        they are known. They need `model.path`, `run.steps` (of the buffer), `sampling.group_size`
+        and `prompts_per_step`, `advantage.std`, and `batch.updates_per_step` 1 (a step makes one
+        draw). Raises RecipeError in the host's names for values that a recipe refuses."""
         self._output = OutputFolder(self.folder, self.buffer.settings, sections, self.words)
 
     def open(self) -> None:
-        """Begin the files of the run, or go on with them after `load`. Raises
+        """Begin the files of the run, or continue them after `load`. Raises
         OutputDirectoryError."""
-        self._files.open(self.buffer.last_step, self._goes_on)
+        self._files.open(self.buffer.last_step, self._resumes)
 
     @property
     def _files(self) -> OutputFolder:
@@ -188,12 +188,12 @@ class HostRun:
 
     @property
     def recipe(self) -> Recipe:
-        """What is known of the run, as a recipe."""
+        """The recipe of the run, as far as it is known."""
         return self._files.recipe
 
     def step(self, groups: Sequence[Sequence[Row]]) -> HostStep:
-        """The next step of the buffer with everything that was generated for it, by group. Raises
-        UsageError for groups that are none (`rollouts_of_groups`), and what `ReplayBuffer.step`
+        """Take the next step of the buffer, with all completions generated for it, by group. Raises
+        UsageError for malformed groups (`rollouts_of_groups`), and what `ReplayBuffer.step`
         raises."""
         buffer = self.buffer
         before, std = copy(buffer), self.recipe.advantage.deviation
@@ -202,10 +202,10 @@ class HostRun:
         batch = buffer.step(fresh, generated=len(generated))
         number = buffer.last_step
         settings = buffer.settings
-        chosen = []
+        indices = []
         if probe_is_due(settings, number):
-            chosen = probe_indices(batch.draw, settings.probe_rollouts)
-        probed = {index: batch.draw.rollouts[index] for index in chosen}
+            indices = probe_indices(batch.draw, settings.probe_rollouts)
+        probed = {index: batch.draw.rollouts[index] for index in indices}
         step = HostStep(number, generated, batch, before, buffer.stats(number), probed)
         self._unfinished.append(step)
         return step
@@ -217,16 +217,15 @@ class HostRun:
         seconds: Mapping[str, float] | None = None,
         probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
     ) -> Metrics:
-        """Write the files of a step that was trained on. Returns its metrics (docs/metrics.md)
-        without those of `generation_metrics`, which the host has: fresh/…, replay/…, buffer/…,
-        cost/….
+        """Write the files of a step after its update. Returns the metrics (docs/metrics.md) that
+        the host itself lacks: fresh/…, replay/…, buffer/…, cost/….
 
         `outcomes` are by row of `step.rollouts` (`outcomes.outcomes_of`); None if the host does not
-        know them: null in the files. `seconds` are by stage (`training.rollout_source.STAGES`),
-        with `step`, the whole; a stage that is left out took none, and without `generation` the
-        costs μ and γ are unknown. With `replay.shadow`, `probe` has the outcomes of
-        `HostStep.probed`, by its keys. Raises ValueError if an earlier step is not recorded yet, or
-        an outcome is missing.
+        know them, then null in the files. `seconds` are by stage (`training.rollout_source.STAGES`)
+        and of the whole `step`. A missing stage counts as 0 s, but without `generation` the costs μ
+        and γ are unknown. With `replay.shadow`, `probe` has the outcomes of `HostStep.probed`, by
+        its keys. Raises ValueError if an earlier step is not recorded yet, or an outcome is
+        missing.
         """
         if not self._unfinished or self._unfinished[0] is not step:
             raise ValueError(f"step {step.number}: record each step once, in their order")
@@ -234,21 +233,21 @@ class HostRun:
         stages = {**dict.fromkeys(STAGES, 0.0), "other": 0.0, **seconds}
         stages.setdefault("step", sum(stages.values()))
         trained, survivors = step.rollouts, sum(rollout.kept for rollout in step.generated)
-        found = _outcomes_of_rows(step, outcomes)
-        generated_for = seconds.get("generation")
+        row_outcomes = _row_outcomes(step, outcomes)
+        generation_seconds = seconds.get("generation")
         # In shadow the host trains on its own batch, with the groups that replay drops.
         updated_rows = len(step.generated) if self.buffer.settings.shadow else None
-        ours = json_values(
-            batch_metrics(step.batch, found, survivors, probe)
+        metrics = json_values(
+            batch_metrics(step.batch, row_outcomes, survivors, probe)
             | self._shadow_metrics(step, stages)
             | buffer_metrics(step.stats)
-            | cost_metrics(stages, generated_for, step.generated, trained, updated_rows)
+            | cost_metrics(stages, generation_seconds, step.generated, trained, updated_rows)
         )
         generation = generation_metrics(step.generated, self.buffer.group_size)
-        write_step(self.folder, step.number, step.generated, step.batch, found, probe=probe)
-        self._files.log(step.number, {**generation, **ours})
+        write_step(self.folder, step.number, step.generated, step.batch, row_outcomes, probe=probe)
+        self._files.log(step.number, {**generation, **metrics})
         self._unfinished.pop(0)
-        return ours
+        return metrics
 
     def _shadow_metrics(self, step: HostStep, seconds: Mapping[str, float]) -> Metrics:
         if not self.buffer.settings.shadow:
@@ -270,17 +269,18 @@ class HostRun:
         return bool(self._unfinished)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the buffer into the host's checkpoint, as it was after the last step that was
-        recorded: steps that were only planned are planned again by a run that resumes."""
+        """Write the buffer into the host's checkpoint, as it was after the last recorded step: a
+        run that resumes takes later steps again."""
         checkpoint.mkdir(parents=True, exist_ok=True)
         buffer = self._unfinished[0].before if self._unfinished else self.buffer
         buffer.save(checkpoint / SNAPSHOT)
 
     def load(self, checkpoint: Path, extras: Mapping[str, str] | None = None) -> None:
-        """Go on with the buffer of a checkpoint; `open` again before the next step. A checkpoint
-        without one, of a run without replay, begins with an empty buffer, and a warning.
+        """Load the buffer of a checkpoint; call `open` before the next step. A checkpoint of a run
+        without replay has none: the buffer then begins empty, with a warning.
 
-        `extras` are names that the stored rollouts must have, each with what to set without it.
+        `extras` names the extras that stored rollouts must have, and for each the setting that does
+        without it.
         Raises SnapshotError for other replay settings than the run's, CheckpointError for another
         group size, missing extras, a missing file, and if the files of the run's steps are not in
         its folder.
@@ -296,14 +296,14 @@ class HostRun:
                 f"{path} has groups of {buffer.group_size}: resume with {self.words.group_size} "
                 f"{buffer.group_size}"
             )
-        for name, without in ({} if extras is None else extras).items():
-            if any(name not in each.extras for each in buffer.rollouts()):
+        for name, remedy in ({} if extras is None else extras).items():
+            if any(name not in rollout.extras for rollout in buffer.rollouts()):
                 raise CheckpointError(
-                    f"{path}: the run stored no {name} with its rollouts: resume with {without}, "
+                    f"{path}: the run stored no {name} with its rollouts: resume with {remedy}, "
                     f"or train from its weights in a new {self.words.folder}"
                 )
         refuse_without_history(self.folder, path.parent.parent, buffer.last_step, self.words)
-        self.buffer, self._goes_on = buffer, True
+        self.buffer, self._resumes = buffer, True
 
     def _begin_empty(self, path: Path) -> None:
         if (self.folder / METRICS).exists():
@@ -314,10 +314,10 @@ class HostRun:
         warnings.warn(f"{path} is missing: the buffer begins empty", stacklevel=3)
 
 
-def _outcomes_of_rows(
+def _row_outcomes(
     step: HostStep, outcomes: Mapping[int, RolloutOutcome] | None
 ) -> list[RolloutOutcome]:
-    """One for each row that trained."""
+    """The outcomes of the rows of the composed batch, in order."""
     if outcomes is None:
         return [unknown_outcome(rollout) for rollout in step.rollouts]
     if missing := sorted(set(range(len(step.rollouts))) - outcomes.keys()):
@@ -329,9 +329,9 @@ def _outcomes_of_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """How `rows` of a step are dealt to processes, and there to micro-batches: shares differ by at
-    most one row, and there is padding only where rows are missing. Every process has a row in every
+class RowAssignment:
+    """Assigns the `rows` of a step to processes, and there to micro-batches. Shares differ by at
+    most one row; padding fills the missing ones, so that every process has a row in every
     micro-batch. Example: 5 rows for 2 processes of 2 micro-batches are rows 0, 2, 4 and rows 1, 3,
     -1 (padding), in micro-batches of 2 and 1."""
 
@@ -340,28 +340,27 @@ class Deal:
     micro_batches: int
 
     @property
-    def rows_of_process(self) -> int:
-        """Padding included."""
+    def rows_per_process(self) -> int:
+        """Number of rows of each process, padding included."""
         return max(-(-self.rows // self.processes), self.micro_batches)
 
-    def numbers(self, process: int) -> list[int]:
-        """The rows of a process; -1 is padding, which is last."""
-        padding = [-1] * (self.rows_of_process * self.processes - self.rows)
+    def rows_for(self, process: int) -> list[int]:
+        """The row indices of a process, and last -1 for each row of padding."""
+        padding = [-1] * (self.rows_per_process * self.processes - self.rows)
         return [*range(self.rows), *padding][process :: self.processes]
 
     @property
     def sizes(self) -> list[int]:
         """The rows of each micro-batch of a process, padding included, the larger first."""
-        return even_sizes(self.rows_of_process, self.micro_batches)
+        return even_sizes(self.rows_per_process, self.micro_batches)
 
     def is_padding(self, turn: int) -> bool:
         """Whether micro-batch `turn`, in the order of `sizes`, is padding on every process."""
         return turn * self.processes >= self.rows
 
     def weight(self, size: int) -> float:
-        """What the loss of a micro-batch of `size` rows, a mean over these, is multiplied by,
-        auxiliary losses included: every row has the weight that it has where all micro-batches have
-        equally many, none of them padding. (If all is padding, let the weight be 0.) A term that
-        divides by the tokens of the whole batch has its rows' weight already: multiply those
-        tokens, too."""
+        """The factor for the loss of a micro-batch of `size` rows, a mean over these, auxiliary
+        losses included: it gives every row the weight it has in micro-batches of equal size without
+        padding. (Use 0 if all rows are padding.) A term that divides by the tokens of the whole
+        batch already weighs its rows: multiply those tokens by the factor, too."""
         return size * self.processes * self.micro_batches / self.rows

@@ -1,5 +1,5 @@
-"""Between a host's rows and rollouts: what a trainer knows of a completion before its group is
-known, and the rollouts of whole groups. Loads no torch."""
+"""Conversion of a host's rows, which are completions before their group is known, to rollouts of
+whole groups. Loads no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ class Row:
     precision; they are stored as copies in the types named here.
 
     `advantage` is the host's own. `behavior_logprobs` are the denominator of its importance ratio:
-    of the policy at birth, by the trainer. `reward` is None where it is missing. A row of which the
-    host trains no token, such as a truncated one that it masks, has `trains` False. `birth_step` is
-    the step of the buffer whose policy sampled it, if not the coming one. `prompt_id` is the hash
-    of the prompt's tokens, unless the host has an id that is the same whenever the prompt is.
+    the log-probs of the policy at birth, computed by the trainer. `reward` is None if it is
+    missing. `trains` is False if no token trains, as in a truncated completion that the host masks.
+    `birth_step` is the step of the buffer whose policy sampled it; None for the coming one.
+    `prompt_id` identifies the prompt in every step; the default is a hash of its tokens.
     """
 
     prompt_token_ids: Any  # int32 [P]
@@ -60,29 +60,30 @@ class Row:
 
     @property
     def may_train(self) -> bool:
-        """Whether it has a reward and a token that trains."""
+        """Whether the row has a reward and a token that trains."""
         mask_T = self.completion_mask
         has_token = len(self.completion_token_ids) > 0 if mask_T is None else bool(mask_T.any())
         return self.reward is not None and self.trains and has_token
 
 
 def hash_of(token_ids: np.ndarray) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of int32 tokens: a prompt's id that is the
-    same in every step and in every run."""
+    """The first 16 hexadecimal digits of the SHA-256 of int32 tokens: an id of the prompt that is
+    the same in every step and every run."""
     return sha256(np.ascontiguousarray(token_ids, np.int32).tobytes()).hexdigest()[:16]
 
 
 def rollouts_of_groups(
     groups: Sequence[Sequence[Row]], buffer: ReplayBuffer, std: str, words: HostWords
 ) -> list[Rollout]:
-    """The rollouts of a step's groups, by rollout id, with the next ids of the buffer. `std` is the
-    host's deviation, "population" or "sample".
+    """Make rollouts of a step's groups, with the next ids of the buffer, in order of id. `std` is
+    the host's standard deviation, "population" or "sample".
 
-    Dropped ones have `kept` False: all rewards of the group are equal, or all its advantages 0
-    (unless `drop_zero_variance` is false); fewer than two of the group have a reward; the row has
-    none, or no token that trains. Of several reward functions the first decides what is correct.
-    Raises UsageError, before an id is taken, for a group of another size than `group_size`, of
-    several prompts, with advantages where all rewards are equal, or of a birth after the next step.
+    A rollout is dropped (`kept` False) if all rewards of its group are equal or all advantages 0
+    (unless `drop_zero_variance` is false), if fewer than two of its group have a reward, or if it
+    has no reward or no token that trains. The first of several reward functions decides whether a
+    completion is correct. Raises UsageError, before an id is taken, for a group that has another
+    size than `group_size`, several prompts, advantages despite equal rewards, or a birth step after
+    the next one.
     """
     for number, group in enumerate(groups):
         _refuse_shape(number, group, buffer, words)
@@ -142,8 +143,8 @@ def _rollouts_of(
 def _refuse_shape(
     number: int, group: Sequence[Row], buffer: ReplayBuffer, words: HostWords
 ) -> None:
-    """Raises UsageError for completions of several prompts, fewer or more of them than a group has,
-    and a birth that is still to come."""
+    """Raises UsageError for a group of another size than `group_size`, of several prompts, or with
+    a birth step in the future."""
     if len(group) != buffer.group_size:
         raise UsageError(
             f"group {number} has {len(group)} completions, and {words.group_size} is "
@@ -167,8 +168,8 @@ def _refuse_shape(
 def _refuse_advantages(
     number: int, group: Sequence[Row], facts: GroupAdvantage, words: HostWords
 ) -> None:
-    """Raises UsageError for advantages that equal rewards cannot have. A mean of float32 rounds:
-    a host's own are then not exactly 0."""
+    """Raises UsageError for advantages that equal rewards cannot have. The tolerance is for a
+    host's mean of float32, which rounds."""
     largest = max(abs(row.advantage) for row in group)
     if facts.std == 0 and largest > 1e-2 * (1 + abs(facts.mean or 0.0)):
         raise UsageError(
@@ -178,12 +179,12 @@ def _refuse_advantages(
 
 
 def _is_correct(row: Row) -> bool:
-    """By the score of the first of several functions that gave one."""
+    """Whether the first score that a reward function gave is at least 1."""
     score = first_score(row.reward_scores if row.reward is not None else (), row.reward)
     return score is not None and score >= 1.0
 
 
 def unknown_outcome(rollout: Rollout) -> RolloutOutcome:
-    """The outcome of a rollout of whose update the host says nothing: null in the files, but for
-    its tokens."""
+    """The outcome of a rollout whose update the host does not describe: only its tokens are known;
+    the rest is NaN, null in the files."""
     return RolloutOutcome(rollout.trained_tokens, *[float("nan")] * 8)

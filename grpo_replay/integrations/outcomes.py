@@ -1,4 +1,4 @@
-"""The outcomes of an update, from a host's log-probs. Imports torch."""
+"""Outcomes of an update, computed from a host's log-probs. Imports torch."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ def outcomes_of(
     clipped_BT: torch.Tensor | None = None,
     entropy_BT: torch.Tensor | None = None,
 ) -> dict[int, RolloutOutcome]:
-    """Statistics of a micro-batch by `rows_B`, the rows of the composed batch that it has; -1 is a
-    row of padding, which has none.
+    """The statistics of each row of a micro-batch, by its row in the composed batch (`rows_B`); -1
+    is a row of padding, which has none.
 
-    `logprobs_BT` are those of the update and `behavior_BT` those of birth, `mask_BT` is True for
-    tokens that train, `clipped_BT` (bool, or 1.0) for those of them whose gradient a clip removed.
-    What is None is NaN in the outcomes, and null in the files. Where the mask is False, values may
-    be anything. Example: one row of ratios 1.5 and 0.5 has ratio_mean 1, ratio_max 1.5.
+    `logprobs_BT` are the log-probs in the update, `behavior_BT` those of birth. `mask_BT` is True
+    for tokens that train, `clipped_BT` (bool, or 1.0) for those whose gradient a clip removed.
+    A statistic of an argument that is None is NaN, and null in the files. Values where the mask is
+    False are ignored. Example: one row of ratios 1.5 and 0.5 has ratio_mean 1, ratio_max 1.5.
     """
     mask_BT, unknown_BT = mask_BT.bool(), torch.full_like(behavior_BT, torch.nan)
     logprobs_BT = unknown_BT if logprobs_BT is None else logprobs_BT
@@ -49,7 +49,7 @@ def outcomes_of(
     )
     values = zip(*(column.tolist() for column in columns), strict=True)
     rows = zip(rows_B, values, strict=True)
-    return {row: RolloutOutcome(*each) for row, each in rows if row >= 0}
+    return {row: RolloutOutcome(*statistics) for row, statistics in rows if row >= 0}
 
 
 def probe_outcomes(
@@ -59,12 +59,12 @@ def probe_outcomes(
     advantages_B: torch.Tensor,
     loss: LossSection | None,
 ) -> list[RolloutOutcome]:
-    """The outcomes of rows in an update now, with the entropy unknown. `loss` says which tokens a
-    clip would leave without gradient; None: that is unknown too."""
+    """The outcomes that rows would have in an update now, without entropy. `loss` decides which
+    tokens would be clipped; if it is None, the clip fraction is unknown too."""
     clipped_BT = None
     if loss is not None:
         advantages_BT = advantages_B[:, None].expand_as(logprobs_BT)
         clipped_BT = clipped_surrogate(logprobs_BT, behavior_BT, advantages_BT, loss).clipped_C
     rows = range(len(logprobs_BT))
-    found = outcomes_of(rows, behavior_BT, mask_BT, logprobs_BT, clipped_BT)
-    return [found[row] for row in rows]
+    outcomes = outcomes_of(rows, behavior_BT, mask_BT, logprobs_BT, clipped_BT)
+    return [outcomes[row] for row in rows]

@@ -1,6 +1,6 @@
-"""What a run in another trainer leaves in its folder, for `inspect-buffer` and `plan --from-run`:
+"""The files of a run in another trainer, for `inspect-buffer` and `plan --from-run`:
 
-    recipe.yaml   the replay settings and what is known of the rest
+    recipe.yaml   the replay settings, and the others as far as they are known
     rollouts/ draws/ metrics.jsonl   as in a run of this package (docs/buffer.md, docs/metrics.md)
 
 Loads no torch.
@@ -25,42 +25,43 @@ from grpo_replay.storage.stored_recipe import (
 )
 
 METRICS = "metrics.jsonl"
-_UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards are not."
+_UNKNOWN = "The known settings of a run in another trainer. Its prompts and rewards are unknown."
 
 
 class OutputFolder:
-    """The files of one run. Only the main process writes."""
+    """Writes the files of one run, on the main process."""
 
     def __init__(
-        self, folder: Path, settings: ReplaySection, others: Mapping[str, Any], words: HostWords
+        self, folder: Path, settings: ReplaySection, sections: Mapping[str, Any], words: HostWords
     ) -> None:
-        """`others` are the sections of the recipe other than `replay`. Raises RecipeError, in the
-        names of the host."""
+        """`sections` are those of the recipe other than `replay`. Raises RecipeError with the names
+        of the host."""
         replay = settings.model_dump(mode="json")
         try:
-            self.recipe = resolve_recipe([{**others, "replay": replay}], source=words.settings)
+            self.recipe = resolve_recipe([{**sections, "replay": replay}], source=words.settings)
         except RecipeError as error:
             raise RecipeError(words.renamed(str(error))) from error
         self.folder, self.words = folder, words
         self.metrics = folder / METRICS
 
-    def open(self, step: int, goes_on: bool) -> None:
-        """Begin a run, unless another is there, or go on with it after `step`: later files go."""
-        if not goes_on:
+    def open(self, step: int, resumes: bool) -> None:
+        """Begin a run, or resume it after `step`: what later steps wrote is removed. Raises
+        OutputDirectoryError if a new run finds another one in the folder."""
+        if not resumes:
             refuse_another_run(self.folder, self.words)
         for name in ("rollouts", "draws"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        if goes_on:
+        if resumes:
             kept = self._first_steps(step)
             write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
         remove_later(self.folder, step)
         path = self.folder / RECIPE_FILE
         if step > 0 and path.exists():
-            found = differences(read_recipe_file(path), self.recipe)
-            if changed := "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in found):
+            changes = differences(read_recipe_file(path), self.recipe)
+            if changed := "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changes):
                 warnings.warn(
-                    f"the run goes on with other settings: {changed}. {RECIPE_FILE} has the new "
-                    "ones from now on, and --verify recomputes all steps by them",
+                    f"the run resumes with other settings: {changed}. {RECIPE_FILE} now has the "
+                    "new ones, and --verify recomputes all steps by them",
                     stacklevel=2,
                 )
         write_recipe(path, self.recipe, _UNKNOWN)
@@ -81,8 +82,8 @@ class OutputFolder:
 
 
 def refuse_another_run(folder: Path, words: HostWords, may_resume: bool = False) -> None:
-    """Raises OutputDirectoryError if the folder holds a run, unless it `may_resume` from one of its
-    checkpoints."""
+    """Raises OutputDirectoryError if the folder holds a run. With `may_resume`, a run that has a
+    checkpoint is allowed."""
     resumable = may_resume and any(folder.glob(words.checkpoints))
     if (folder / METRICS).exists() and not resumable:
         raise OutputDirectoryError(

@@ -1,5 +1,5 @@
-"""Which rows of a step go to which micro-batch of which process, for a host that does not shuffle:
-fresh rows stay where the host has them."""
+"""Assignment of the rows of a step to processes and micro-batches, for a host that does not
+shuffle: fresh rows stay where the host has them."""
 
 from collections.abc import Sequence
 
@@ -7,33 +7,33 @@ from grpo_replay.replay.batch import even_sizes
 
 
 def spread(births: Sequence[int]) -> list[int]:
-    """The rows of a composed batch, by their birth steps, with the older ones spread evenly among
-    the youngest; both keep their order. Example: births 3, 3, 3, 3, 1, 2 are rows 0, 4, 1, 2, 5, 3.
-    """
+    """An order of the rows of a composed batch that spreads the older ones evenly among the
+    youngest; both keep their own order. `births` are the rows' birth steps. Example: births 3, 3,
+    3, 3, 1, 2 give rows 0, 4, 1, 2, 5, 3."""
     youngest = max(births, default=0)
     kinds = [
         [row for row, birth in enumerate(births) if (birth == youngest) is is_young]
         for is_young in (True, False)
     ]
-    places = {row: (2 * place + 1) / len(rows) for rows in kinds for place, row in enumerate(rows)}
-    return sorted(places, key=lambda row: places[row])
+    position = {row: (2 * i + 1) / len(rows) for rows in kinds for i, row in enumerate(rows)}
+    return sorted(position, key=lambda row: position[row])
 
 
 def shares_of(rows: Sequence[int], processes: int, order: Sequence[int]) -> list[list[list[int]]]:
     """The rows of each micro-batch of each process: `[process][micro-batch]`. Rows go to processes
-    in turn, there to micro-batches in turn. `order` are the micro-batches in the order in which
-    they get one row more where rows are left over (`accelerated.update_by_update`).
+    in turn, there to micro-batches in turn. `order` lists the micro-batches in the order in which
+    they get one more row if rows are left over (`accelerated.update_by_update`).
 
     A micro-batch has as many rows on every process, at least one: -1 is padding. Example: rows 0 to
     4 for two processes of two micro-batches are [[0, 1], [2]] and [[3, -1], [4]].
     """
     sizes = dict(zip(order, even_sizes(len(rows), len(order)), strict=True))
     parts = [even_sizes(sizes[micro_batch], processes) for micro_batch in range(len(order))]
-    left = iter(rows)
+    remaining = iter(rows)
+    lengths = [max(1, sizes_P[0]) for sizes_P in parts]
     shares = []
     for process in range(processes):
-        own = [[next(left) for _ in range(sizes_P[process])] for sizes_P in parts]
-        longest = [max(1, sizes_P[0]) for sizes_P in parts]
-        pairs = zip(own, longest, strict=True)
-        shares.append([each + [-1] * (size - len(each)) for each, size in pairs])
+        share = [[next(remaining) for _ in range(sizes_P[process])] for sizes_P in parts]
+        pairs = zip(share, lengths, strict=True)
+        shares.append([rows + [-1] * (length - len(rows)) for rows, length in pairs])
     return shares

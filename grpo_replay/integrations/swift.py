@@ -3,11 +3,11 @@
     GRPO_REPLAY=replay.yaml swift rlhf --rlhf_type grpo \\
         --external_plugins "$(python -m grpo_replay.integrations.swift_plugin)" …
 
-ms-swift makes a generation batch in stages. In the last, `_postprocess_batch`, samples, rewards,
-log-probs and advantages are there together: micro-batches of what the buffer composes take the
-place of its own, collated by its own function. Everything else stays as it is. As
-`old_per_token_logps` are the log-probs of a row's birth, its loss is the off-policy loss of paper
-A. With preset `grpo` or ratio 0 this is ms-swift's own trainer, bit for bit.
+ms-swift makes a generation batch in stages. After the last, `_postprocess_batch`, samples, rewards,
+log-probs and advantages are complete. There micro-batches of the composed batch replace ms-swift's
+own; its own function collates them, and everything else stays as it is. `old_per_token_logps` are
+the log-probs of a row's birth, so the loss is the off-policy loss of paper A. With preset `grpo` or
+ratio 0 this is ms-swift's own trainer, bit for bit.
 """
 
 import os
@@ -29,7 +29,7 @@ from grpo_replay.errors import RecipeError, UsageError
 from grpo_replay.integrations.accelerated import AcceleratedReplay, update_by_update
 from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
 from grpo_replay.integrations.host import Row, replay_settings
-from grpo_replay.integrations.listening import Forwards, evaluating, heard
+from grpo_replay.integrations.interception import ForwardPasses, evaluating, intercepted
 from grpo_replay.integrations.outcomes import outcomes_of, probe_outcomes
 from grpo_replay.integrations.shares import shares_of, spread
 from grpo_replay.recipe import ReplayConfig
@@ -38,9 +38,9 @@ from grpo_replay.recipe.yaml_text import parse_yaml
 from grpo_replay.types import Rollout, RolloutOutcome
 
 VARIABLE = "GRPO_REPLAY"
-"""ms-swift refuses flags that it does not know: the settings come by the environment."""
+"""The environment variable with the settings: ms-swift refuses flags that it does not know."""
 ROW = "replay_row"
-"""Key of a micro-batch: the row of the composed batch that each of its rows is; -1 for padding."""
+"""Key of a micro-batch: the index of each of its rows in the composed batch; -1 for padding."""
 REFERENCE = "ref_per_token_logps"
 WORDS = replace(
     GRPO_CONFIG,
@@ -53,8 +53,9 @@ WORDS = replace(
 
 
 def settings_from(text: str | None) -> ReplayConfig:
-    """The settings that GRPO_REPLAY has, keys of `replay`: a YAML or JSON file, or `{…}` itself;
-    without it, preset `ours`. Raises RecipeError that names the variable or the file."""
+    """Read the settings from the value of GRPO_REPLAY, keys of `replay`: the path of a YAML or JSON
+    file, or `{…}` itself; without it, preset `ours`. Raises RecipeError that names the variable or
+    the file."""
     source, folder, given = VARIABLE, Path.cwd(), None
     if text and not text.lstrip().startswith("{"):
         source, folder, given = text, Path(text).parent, read_yaml(Path(text))
@@ -68,8 +69,8 @@ def settings_from(text: str | None) -> ReplayConfig:
 
 
 class ReplayMixin(AcceleratedReplay):
-    """Replay for a subclass of ms-swift's GRPOTrainer; it stands first: `class Mine(ReplayMixin,
-    Trainer)`. Settings are those of GRPO_REPLAY. Raises UsageError for settings of ms-swift under
+    """Adds replay to a subclass of ms-swift's GRPOTrainer; put it first: `class Mine(ReplayMixin,
+    Trainer)`. Takes its settings from GRPO_REPLAY. Raises UsageError for settings of ms-swift under
     which replay would be wrong."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,10 +117,10 @@ class ReplayMixin(AcceleratedReplay):
             return super()._compute_rewards_per_func(samples)
 
     def _prepare_batch_inputs(self, samples: Any) -> Any:
-        listener = (
+        interceptors = (
             {"_get_per_token_logps_and_entropies": evaluating} if self._trains_on_draws else {}
         )
-        with self._stage("logprob"), heard(self, **listener):
+        with self._stage("logprob"), intercepted(self, **interceptors):
             return super()._prepare_batch_inputs(samples)
 
     def _postprocess_batch(self, samples: Any, batches: list[dict[str, Any]]) -> None:
@@ -128,24 +129,25 @@ class ReplayMixin(AcceleratedReplay):
             return
         rows = self._rows_of(samples, batches)
         if self.replay.shadow:
-            self._beside_replay(rows, partial(self._score, like=batches[0]))
+            self._shadow_step(rows, partial(self._score, like=batches[0]))
         else:
             batches[:] = self._replayed(rows, batches)
 
     def _rows_of(self, samples: Any, batches: list[dict[str, Any]]) -> list[Row]:
-        own = [batch["grpo_batch"] for batch in batches]
-        _refuse(self, self.args, own)
+        grpo_batches = [batch["grpo_batch"] for batch in batches]
+        _refuse(self, self.args, grpo_batches)
         scores_BF = get_even_process_data(self, self._rewards_per_func)
-        chunks = zip(self.split_by_mini_batches(samples), own, strict=True)
-        found = [(each, batch, i) for chunk, batch in chunks for i, each in enumerate(chunk)]
-        return [self._row_of(*each, scores) for each, scores in zip(found, scores_BF, strict=True)]
+        chunks = zip(self.split_by_mini_batches(samples), grpo_batches, strict=True)
+        located = [(sample, batch, i) for chunk, batch in chunks for i, sample in enumerate(chunk)]
+        pairs = zip(located, scores_BF, strict=True)
+        return [self._row_of(*sample_at, scores_F) for sample_at, scores_F in pairs]
 
-    def _replayed(self, own: Sequence[Row], batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What this process trains on in place of `batches`, after the step of the buffer."""
-        trained, filler = self._through_replay(own)
+    def _replayed(self, rows: Sequence[Row], batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches that this process trains on in place of `batches`."""
+        trained, filler = self._replay_step(rows)
         order = update_by_update(len(batches), self.args.gradient_accumulation_steps, self._step)
-        rows = spread([rollout.birth_step for rollout in trained])
-        self._shares = shares_of(rows, self.accelerator.num_processes, order)
+        ordered = spread([rollout.birth_step for rollout in trained])
+        self._shares = shares_of(ordered, self.accelerator.num_processes, order)
         self._tokens = float(max(1, sum(rollout.trained_tokens for rollout in trained)))
         return [
             self._micro_batch(share, [trained[i] if i >= 0 else filler for i in share], batches[0])
@@ -156,7 +158,7 @@ class ReplayMixin(AcceleratedReplay):
         ids = np.array(sample.encoded["input_ids"])
         trains = np.array(sample.encoded["labels"]) != -100
         first = int(trains.argmax())
-        at, mask = _place(batch, i, len(ids) - first), trains[first:]
+        at, mask = _token_position(batch, i, len(ids) - first), trains[first:]
         text, sampler = sample.messages[-1]["content"], batch.rollout_per_token_logps
         if not (isinstance(text, str) and mask.all()):  # several turns
             text = self.processing_class.decode(ids[first:])
@@ -178,8 +180,9 @@ class ReplayMixin(AcceleratedReplay):
     def _micro_batch(
         self, rows: list[int], rollouts: Sequence[Rollout], like: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """ms-swift's own collation, of samples that are made of rollouts."""
-        device, samples = self.accelerator.device, [_sample_of(rollout) for rollout in rollouts]
+        """Collate rollouts as ms-swift collates samples. `rows` are their indices in the composed
+        batch, -1 for padding; `like` is a micro-batch of ms-swift's own."""
+        device, samples = self.accelerator.device, [_to_sample(rollout) for rollout in rollouts]
         with self._template_context(self.template):
             inputs, batch = collate_to_grpo_micro_batch(
                 samples, self.template, device=device, use_logits_to_keep=True
@@ -187,20 +190,22 @@ class ReplayMixin(AcceleratedReplay):
         inputs.pop("labels", None)
         tensors = {name for name, value in like["model_inputs"].items() if torch.is_tensor(value)}
         if missing := sorted(tensors - inputs.keys()):
-            what = f"the template gives the model {', '.join(missing)}, and replay stores tokens"
-            raise UsageError(f"replay in ms-swift: {what}: take another template")
-        wanted: dict[str, list[Any]] = {
+            raise UsageError(
+                f"replay in ms-swift: the template gives the model {', '.join(missing)}, and "
+                "replay stores tokens: take another template"
+            )
+        columns: dict[str, list[Any]] = {
             "old_per_token_logps": [rollout.behavior_logprobs for rollout in rollouts],
             "advantages": [np.float32(rollout.advantage or 0.0) for rollout in rollouts],
         }
         if self.beta:
-            wanted[REFERENCE] = [rollout.extras[REFERENCE] for rollout in rollouts]
+            columns[REFERENCE] = [rollout.extras[REFERENCE] for rollout in rollouts]
         if like["grpo_batch"].rollout_per_token_logps is not None:
-            wanted["rollout_per_token_logps"] = [rollout.sampler_logprobs for rollout in rollouts]
-        for name, values in wanted.items():
+            columns["rollout_per_token_logps"] = [rollout.sampler_logprobs for rollout in rollouts]
+        for name, values in columns.items():
             filled_BT = torch.zeros(batch.completion_mask.shape, device=device)
             for i, (rollout, value) in enumerate(zip(rollouts, values, strict=True)):
-                at = _place(batch, i, len(rollout.completion_token_ids))
+                at = _token_position(batch, i, len(rollout.completion_token_ids))
                 filled_BT[at] = torch.tensor(value, device=device)
             setattr(batch, name, filled_BT)
         batch.completion_mask[torch.tensor(rows) < 0] = False
@@ -209,10 +214,10 @@ class ReplayMixin(AcceleratedReplay):
 
     def _score(self, rollouts: Sequence[Rollout], like: Mapping[str, Any]) -> list[RolloutOutcome]:
         self._tokens = 1.0
-        made = self._micro_batch([*range(len(rollouts))], rollouts, like)
-        batch, compute = made["grpo_batch"], self._get_per_token_logps_and_entropies
+        inputs = self._micro_batch([*range(len(rollouts))], rollouts, like)
+        batch, compute = inputs["grpo_batch"], self._get_per_token_logps_and_entropies
         with torch.no_grad():
-            logprobs_BT, _ = evaluating(compute, self.model, made["model_inputs"], batch)
+            logprobs_BT, _ = evaluating(compute, self.model, inputs["model_inputs"], batch)
         advantages_B = torch.tensor([rollout.advantage for rollout in rollouts])
         return probe_outcomes(
             batch.old_per_token_logps, batch.completion_mask, logprobs_BT,
@@ -228,23 +233,23 @@ class ReplayMixin(AcceleratedReplay):
         turn = self.args.steps_per_generation - self._micro_batches_left
         is_padding = all(row < 0 for share in self._shares for row in share[turn])
         weight = self._weight_of(len(rows), is_padding)
-        forwards = Forwards(batch.old_per_token_logps)
+        forwards = ForwardPasses(batch.old_per_token_logps)
         tokens = batch.num_items_in_batch * (weight or 1.0)
-        changed = replace(batch, old_per_token_logps=forwards.old_BT, num_items_in_batch=tokens)
+        traced = replace(batch, old_per_token_logps=forwards.old_BT, num_items_in_batch=tokens)
         logged = {name: [*values] for name, values in self._metrics["train"].items()}
-        with heard(
+        with intercepted(
             self,
-            _get_per_token_logps_and_entropies=forwards.hear,
+            _get_per_token_logps_and_entropies=forwards.record,
             _get_rollout_is_correction=lambda method, old, *rest: method(old.detach(), *rest),
         ):
-            loss = super().compute_loss(model, {**inputs, "grpo_batch": changed}, *args, **kwargs)
+            loss = super().compute_loss(model, {**inputs, "grpo_batch": traced}, *args, **kwargs)
         forwards.trace(loss, batch.advantages)
-        logprobs_BT, entropy_BT = forwards.made or (None, None)
+        logprobs_BT, entropy_BT = forwards.outputs or (None, None)
         self._outcomes |= outcomes_of(
             rows, batch.old_per_token_logps, batch.completion_mask, logprobs_BT,
             forwards.clipped_BT, entropy_BT,
         )  # fmt: skip
-        if weight == 0:  # what ms-swift logs of padding
+        if weight == 0:  # drop what ms-swift logged of padding
             self._metrics["train"].clear()
             self._metrics["train"].update(logged)
         return loss if weight == 1 else weight * loss
@@ -254,13 +259,13 @@ class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
     """ms-swift's GRPOTrainer with replay."""
 
 
-def _place(batch: Any, i: int, length: int) -> tuple[int, slice]:
-    """Where the tokens of row `i` stand in tensors [B, T], from the first that trains."""
+def _token_position(batch: Any, i: int, length: int) -> tuple[int, slice]:
+    """The index of the tokens of row `i` in tensors [B, T], from the first that trains."""
     start = int(batch.completion_mask[i].int().argmax())
     return i, slice(start, start + length)
 
 
-def _sample_of(rollout: Rollout) -> GRPOSample:
+def _to_sample(rollout: Rollout) -> GRPOSample:
     tokens, mask = rollout.completion_token_ids, rollout.completion_mask
     trained = tokens if mask is None else np.where(mask, tokens, -100)
     ids = [*rollout.prompt_token_ids.tolist(), *tokens.tolist()]
@@ -270,8 +275,8 @@ def _sample_of(rollout: Rollout) -> GRPOSample:
 
 
 def _refuse(trainer: Any, args: Any, batches: Sequence[Any] = ()) -> None:
-    """Raises UsageError for settings of ms-swift, and `batches`, under which replay would be wrong,
-    and says what to set."""
+    """Raises UsageError for settings of ms-swift or `batches` with which replay would be wrong, and
+    says what to set."""
     distils = trainer._has_teacher_explicit() or args.advantage_reweight or args.sdar_loss_coef
     teaches = any(batch.teacher_per_token_logps is not None for batch in batches)
     refused = {

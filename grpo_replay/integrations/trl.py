@@ -4,11 +4,11 @@
         model, reward_funcs, args, train_dataset, replay=ReplayConfig.of("ours")
     )
 
-TRL's loss takes a row's importance ratio with respect to its `old_per_token_logps`. If these are
-the log-probs of the row's birth, it is the off-policy loss of paper A. So only the generation batch
-changes: what `_generate_and_score_completions` returns goes through the buffer, and every other
-method of TRL stays as it is. Log-probs of birth are those of the trainer's policy, also with vLLM;
-the correction of vLLM's own is stored with the rollout (`importance_sampling_ratio`).
+TRL's loss divides by `old_per_token_logps` in a row's importance ratio. If these are the log-probs
+of the row's birth, it is the off-policy loss of paper A. So only the generation batch changes: the
+buffer's composed batch replaces what `_generate_and_score_completions` returns, and every other
+method of TRL stays as it is. The trainer's policy computes the log-probs of birth, also with vLLM;
+the correction for vLLM's own is stored with the rollout (`importance_sampling_ratio`).
 
 A step of the buffer is a generation batch (`steps_per_generation` micro-batches). With preset
 `grpo` or ratio 0 this is TRL's own trainer, bit for bit.
@@ -29,7 +29,7 @@ from grpo_replay.errors import UsageError
 from grpo_replay.integrations.accelerated import AcceleratedReplay, update_by_update
 from grpo_replay.integrations.grpo_config import GRPO_CONFIG, sections_of
 from grpo_replay.integrations.host import Row
-from grpo_replay.integrations.listening import Forwards, evaluating, heard
+from grpo_replay.integrations.interception import ForwardPasses, evaluating, intercepted
 from grpo_replay.integrations.outcomes import outcomes_of, probe_outcomes
 from grpo_replay.integrations.trl_rows import (
     EXTRAS,
@@ -46,21 +46,22 @@ from grpo_replay.replay.entry_store import checked_settings
 from grpo_replay.types import Rollout, RolloutOutcome
 
 PADDED, PADDING_GAP = 8, {False: 1e-2, True: 0.1}
-"""More tokens before a prompt, and the mean gap of log-probs, in nats, that they may make in
-float32 and in half precision."""
+"""Padding tokens put before a prompt as a test, and the mean change of log-probs, in nats, that
+they may cause in float32 and in half precision."""
 
 
 class ReplayMixin(AcceleratedReplay):
-    """Replay for a subclass of GRPOTrainer; it stands first: `class Mine(ReplayMixin, Trainer)`.
+    """Adds replay to a subclass of GRPOTrainer; put it first: `class Mine(ReplayMixin, Trainer)`.
 
-    `replay` are the settings of the buffer (default: preset `ours`). `output_dir` gets rollouts/,
-    draws/ and metrics.jsonl, and every checkpoint the buffer; `resume_from_checkpoint` continues
-    with it. Raises UsageError for settings of TRL under which replay would be wrong.
+    `replay` has the settings of the buffer (default: preset `ours`). rollouts/, draws/ and
+    metrics.jsonl are written to `output_dir`, the buffer to every checkpoint, from which
+    `resume_from_checkpoint` reads it. Raises UsageError for settings of TRL under which replay
+    would be wrong.
     """
 
     stored_keys: Mapping[str, float] = MappingProxyType({})
-    """Further keys that a subclass puts into the generation batch, with their padding: tensors
-    [B, T] or [B, 1], stored with a rollout and back in the batch when it is replayed."""
+    """Further keys of a subclass's generation batch, with their padding: tensors [B, T] or [B, 1]
+    that are stored with a rollout, and are in the batch again when it is replayed."""
     _buffered_inputs: Any  # TRL's: the micro-batches of the generation batch
     _tag_names: Any  # TRL's: of the model card
 
@@ -94,7 +95,7 @@ class ReplayMixin(AcceleratedReplay):
 
     @property
     def _is_rounded(self) -> bool:
-        """Whether log-probs are of half precision."""
+        """Whether log-probs have half precision."""
         parameter = next(self.accelerator.unwrap_model(self.model).parameters())
         return self.args.bf16 or self.args.fp16 or parameter.dtype != torch.float32
 
@@ -104,62 +105,62 @@ class ReplayMixin(AcceleratedReplay):
         if not (self.replay.replays and self.model.training):
             return super()._prepare_inputs(generation_batch)
         self._tensors: Tensors = {}
-        with heard(self, _generate_and_score_completions=self._through_buffer):
+        with intercepted(self, _generate_and_score_completions=self._generate_with_buffer):
             inputs = super()._prepare_inputs(generation_batch)
         if self._tensors:
-            _deal_all(self._tensors, self._buffered_inputs, self._order)
+            _add_left_over_rows(self._tensors, self._buffered_inputs, self._order)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
-    def _through_buffer(self, generate: Any, inputs: Any) -> Tensors:
-        """What is trained on in place of what `generate` returns."""
+    def _generate_with_buffer(self, generate: Any, inputs: Any) -> Tensors:
+        """The generation batch to train on in place of what `generate` returns."""
         is_first = self._open_replay()
         self._begin_batch()
         self._texts: Texts | None = None
         seconds, began = self._clock.seconds, time.perf_counter()
-        with heard(
+        with intercepted(
             self,
-            _calculate_rewards=self._hear_rewards,
-            _get_per_token_logps_and_entropies=self._hear_logprobs,
+            _calculate_rewards=self._record_rewards,
+            _get_per_token_logps_and_entropies=self._timed_logprobs,
         ):
             output = generate(inputs)
             if is_first:
                 self._refuse_padding(output)
-            of_others = seconds["reward"] + seconds["logprob"]
-            seconds["generation"] = time.perf_counter() - began - of_others
-            known = output
+            other_stages = seconds["reward"] + seconds["logprob"]
+            seconds["generation"] = time.perf_counter() - began - other_stages
+            scored = output
             if "old_per_token_logps" not in output:
-                known = {**output, "old_per_token_logps": self._logprobs(output)}
+                scored = {**output, "old_per_token_logps": self._logprobs(output)}
         if self.replay.shadow:
-            self._beside_replay(self._rows(known), partial(self._score, output=known))
+            self._shadow_step(self._rows(scored), partial(self._score, output=scored))
             return output
-        self._tensors = self._replayed(known)
+        self._tensors = self._replayed(scored)
         return self._tensors
 
-    def _hear_logprobs(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Those of the policy at birth, and of the reference. In shadow TRL's own calls stay
-        TRL's."""
+    def _timed_logprobs(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the log-probs of the policy at birth, or of the reference, without dropout, and
+        time them. In shadow TRL's own calls stay as they are."""
         began = time.perf_counter()
-        found = (method if self.replay.shadow else partial(evaluating, method))(*args, **kwargs)
+        result = (method if self.replay.shadow else partial(evaluating, method))(*args, **kwargs)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # else their time is that of whatever waits for them
+            torch.cuda.synchronize()  # else their time counts as that of the next stage
         self._clock.seconds["logprob"] += time.perf_counter() - began
-        return found
+        return result
 
-    def _hear_rewards(
+    def _record_rewards(
         self, calculate: Any, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
         began = time.perf_counter()
         scores_NF = calculate(inputs, prompts, completions, completion_ids_list)
         first = self.accelerator.process_index * len(prompts)
-        mine = scores_NF[first : first + len(prompts)].double().cpu().numpy()
-        self._texts = Texts(prompts, completions, completion_ids_list, mine)
+        scores_BF = scores_NF[first : first + len(prompts)].double().cpu().numpy()
+        self._texts = Texts(prompts, completions, completion_ids_list, scores_BF)
         self._clock.seconds["reward"] += time.perf_counter() - began
         return scores_NF
 
     def _logprobs(self, output: Tensors) -> torch.Tensor:
-        """The policy's log-probs of the completions, which TRL skips if generation and updates are
-        aligned; [B, T]."""
+        """The policy's log-probs [B, T] of the completions, which TRL does not compute if a
+        generation batch lies within one update."""
         with torch.no_grad():
             return evaluating(
                 self._get_per_token_logps_and_entropies,
@@ -175,27 +176,28 @@ class ReplayMixin(AcceleratedReplay):
         before a prompt: a row that is replayed is padded to another length than at its birth."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         row = {name: output[name][:1] for name in names}
-        padded = {name: pad(each, (PADDED * ("prompt" in name), 0)) for name, each in row.items()}
-        apart_T = (self._logprobs(row) - self._logprobs(padded)).abs()[row["completion_mask"] > 0]
-        apart = max(gather_object([apart_T.mean().item() if len(apart_T) else 0.0]))
-        if apart > PADDING_GAP[self._is_rounded]:
+        padded = {name: pad(ids, (PADDED * ("prompt" in name), 0)) for name, ids in row.items()}
+        change_T = (self._logprobs(row) - self._logprobs(padded)).abs()[row["completion_mask"] > 0]
+        change = max(gather_object([change_T.mean().item() if len(change_T) else 0.0]))
+        if change > PADDING_GAP[self._is_rounded]:
             raise UsageError(
                 f"replay in TRL: {PADDED} tokens of padding before a prompt change the model's "
-                f"log-probs, by {apart:.2g} on average, and a replayed row is padded anew: take a "
+                f"log-probs, by {change:.2g} on average, and a replayed row is padded anew: take a "
                 "model without learned absolute positions (GPT-2, GPT-Neo and StarCoder have them)"
             )
 
     def _replayed(self, output: Tensors) -> Tensors:
-        """The generation batch of this process after the step of the buffer: the rows that train,
-        and rows of padding where there are fewer than micro-batches, or processes are left over."""
-        trained, filler = self._through_replay(self._rows(output))
-        numbers = self._deal.numbers(self.accelerator.process_index)
-        rollouts = [trained[i] if i >= 0 else filler for i in numbers]
-        tensors = self._to_tensors(rollouts, numbers, output)
+        """The generation batch of this process after the step of the buffer: its share of the
+        composed batch, and rows of padding if these are fewer than its micro-batches or than those
+        of other processes."""
+        trained, filler = self._replay_step(self._rows(output))
+        rows = self._assignment.rows_for(self.accelerator.process_index)
+        rollouts = [trained[row] if row >= 0 else filler for row in rows]
+        tensors = self._to_tensors(rollouts, rows, output)
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
         accumulated = self.args.gradient_accumulation_steps
-        self._order = update_by_update(self._deal.micro_batches, accumulated, self._step)
+        self._order = update_by_update(self._assignment.micro_batches, accumulated, self._step)
         return tensors
 
     @property
@@ -208,11 +210,11 @@ class ReplayMixin(AcceleratedReplay):
         return rows_of(output, self._texts, weights_F, ends, self._extras)
 
     def _to_tensors(
-        self, rollouts: Sequence[Rollout], numbers: Sequence[int], output: Tensors
+        self, rollouts: Sequence[Rollout], rows: Sequence[int], output: Tensors
     ) -> Tensors:
         multiple = getattr(self, "pad_to_multiple_of", None)
-        end = self._tokenizer.pad_token_id
-        return to_tensors(rollouts, numbers, output, end, multiple, self._extras)
+        padding_id = self._tokenizer.pad_token_id
+        return to_tensors(rollouts, rows, output, padding_id, multiple, self._extras)
 
     def _score(self, rollouts: Sequence[Rollout], output: Tensors) -> list[RolloutOutcome]:
         tensors = self._to_tensors(rollouts, range(len(rollouts)), output)
@@ -232,15 +234,15 @@ class ReplayMixin(AcceleratedReplay):
         weight = self._weight(len(inputs[ROW]))
         tokens = inputs["num_items_in_batch"] * (weight or 1.0)
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
-        forwards = Forwards(inputs["old_per_token_logps"])
-        changed = {"old_per_token_logps": forwards.old_BT, "num_items_in_batch": tokens}
-        with heard(self, _get_per_token_logps_and_entropies=forwards.hear):
-            loss = super().compute_loss(model, {**inputs, **changed}, *args, **kwargs)
+        forwards = ForwardPasses(inputs["old_per_token_logps"])
+        traced = {"old_per_token_logps": forwards.old_BT, "num_items_in_batch": tokens}
+        with intercepted(self, _get_per_token_logps_and_entropies=forwards.record):
+            loss = super().compute_loss(model, {**inputs, **traced}, *args, **kwargs)
         forwards.trace(loss, inputs["advantages"])
-        # There the ratio weighs the KL term too, and has a gradient everywhere.
-        hidden = self.beta and getattr(self.args, "use_bias_correction_kl", False)
-        clipped_BT = None if hidden else forwards.clipped_BT
-        logprobs_BT, entropy_BT = forwards.made or (None, None)
+        # With it the ratio weighs the KL term too, and has a gradient also where it is clipped.
+        hides_clips = self.beta and getattr(self.args, "use_bias_correction_kl", False)
+        clipped_BT = None if hides_clips else forwards.clipped_BT
+        logprobs_BT, entropy_BT = forwards.outputs or (None, None)
         self._outcomes |= outcomes_of(
             inputs[ROW].tolist(),
             inputs["old_per_token_logps"],
@@ -249,43 +251,42 @@ class ReplayMixin(AcceleratedReplay):
             clipped_BT,
             entropy_BT,
         )
-        if weight == 0:  # what TRL logs of padding
+        if weight == 0:  # drop what TRL logged of padding
             for name, values in self._metrics["train"].items():
                 del values[logged.get(name, 0) :]
         return loss if weight == 1 else weight * loss
 
     def _weight(self, rows: int) -> float:
-        """What the loss of the micro-batch that is trained on, of so many rows, is multiplied
-        by."""
-        micro_batches = self._deal.micro_batches
+        """The factor for the loss of the current micro-batch, which has so many rows."""
+        micro_batches = self._assignment.micro_batches
         turn = self._order.index(micro_batches - self._micro_batches_left)
-        return self._weight_of(rows, self._deal.is_padding(turn))
+        return self._weight_of(rows, self._assignment.is_padding(turn))
 
 
 class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
-    """TRL's GRPOTrainer with replay; `replay` are the settings of the buffer."""
+    """TRL's GRPOTrainer with replay; `replay` has the settings of the buffer."""
 
 
-def _deal_all(whole: Tensors, micro_batches: list[Tensors], order: Sequence[int]) -> None:
-    """TRL deals equally many rows to each micro-batch and leaves out the rest: the first in `order`
-    get one more each. Micro-batches of padding alone are the last in it, so that no update has
-    nothing else while there are enough rows."""
+def _add_left_over_rows(whole: Tensors, micro_batches: list[Tensors], order: Sequence[int]) -> None:
+    """Add the rows that TRL leaves out to `micro_batches`: TRL gives each equally many; the first
+    in `order` get one more. Micro-batches that are all padding come last in `order`, so that
+    no update is all padding while there are enough rows."""
     ordered = [micro_batches[index] for index in order]
-    dealt = {row for each in micro_batches for row in each[ROW].tolist()}
-    left = (i for i, row in enumerate(whole[ROW].tolist()) if row not in dealt)
+    assigned = {row for micro_batch in micro_batches for row in micro_batch[ROW].tolist()}
+    left_over = (i for i, row in enumerate(whole[ROW].tolist()) if row not in assigned)
     sizes = even_sizes(len(whole[ROW]), len(micro_batches))
-    for each, size in zip(ordered, sizes, strict=True):
-        more = [next(left) for _ in range(size - len(each[ROW]))]
-        for name, rows in each.items():
-            if rows.dim() and more:
-                each[name] = torch.cat([rows, whole[name][more]])
-    ordered.sort(key=lambda each: each[ROW].tolist() == [-1])
-    for index, each in zip(order, ordered, strict=True):
-        micro_batches[index] = each
+    for micro_batch, size in zip(ordered, sizes, strict=True):
+        added = [next(left_over) for _ in range(size - len(micro_batch[ROW]))]
+        for name, rows in micro_batch.items():
+            if rows.dim() and added:
+                micro_batch[name] = torch.cat([rows, whole[name][added]])
+    ordered.sort(key=lambda micro_batch: micro_batch[ROW].tolist() == [-1])
+    for index, micro_batch in zip(order, ordered, strict=True):
+        micro_batches[index] = micro_batch
 
 
 def _problems(trainer: Any, args: Any) -> Iterator[str]:
-    """Settings of TRL under which replay would be wrong, and what to set."""
+    """Yields the settings of TRL under which replay would be wrong, with what to set."""
     if trainer.num_iterations > 1:
         yield (
             f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "

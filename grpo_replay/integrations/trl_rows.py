@@ -1,4 +1,4 @@
-"""Between TRL's generation batch, a dict of padded tensors, and rollouts.
+"""Conversion between TRL's generation batch, a dict of padded tensors, and rollouts.
 
 Shapes: B rows of a process, P and T longest prompt and completion, F reward functions.
 """
@@ -35,14 +35,14 @@ KNOWN = {
 }  # fmt: skip
 
 ROW = "replay_row"
-"""Key of the tensor that says which row of the composed batch a row is; -1 for padding."""
+"""Key of the tensor with the index of each row in the composed batch; -1 for padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What the rows of a process were made from: `prompts` and `completions` are texts or lists of
-    messages, `token_ids` the tokens of the completions without padding, `scores_BF` the values of
-    the reward functions (NaN where one returned None)."""
+    """The texts and scores of the rows of a process: `prompts` and `completions` are texts or lists
+    of messages, `token_ids` the tokens of the completions without padding, `scores_BF` the values
+    of the reward functions (NaN where one returned None)."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -54,11 +54,10 @@ def rows_of(
     output: Tensors, texts: Texts | None, weights_F: np.ndarray, eos_ids: Collection[int],
     extras: Mapping[str, float] = EXTRAS,
 ) -> list[Row]:  # fmt: skip
-    """What is known of each row of a process before groups meet.
-    `extras` are the per-row tensors that are stored, with their padding.
+    """The rows of a process. `extras` are the per-row tensors that are stored, with their padding.
 
-    Raises UsageError for tensors that cannot be stored with a rollout, and if `texts` is not of the
-    rows of the batch.
+    Raises UsageError for tensors that cannot be stored with a rollout, and if `texts` has other
+    rows than the batch.
     """
     if unknown := sorted(set(output) - KNOWN - set(extras)):
         raise UsageError(
@@ -86,7 +85,7 @@ def rows_of(
 
 
 def _refuse_others(output: Tensors, texts: Texts | None) -> None:
-    """Raises UsageError if the batch is not that which `_calculate_rewards` was called with."""
+    """Raises UsageError if `_calculate_rewards` was called with other rows than the batch has."""
     scored = [] if texts is None else [list(ids) for ids in texts.token_ids]
     batch = output["completion_ids"].tolist()
     pairs = zip(batch, scored, strict=False)
@@ -148,24 +147,24 @@ def to_tensors(
     rollouts: Sequence[Rollout], rows: Sequence[int], like: Tensors, padding_id: int,
     multiple: int | None = None, extras: Mapping[str, float] = EXTRAS,
 ) -> Tensors:  # fmt: skip
-    """The rollouts as a generation batch with the keys of `like`. `rows[i]` is the row of
-    `rollouts[i]` in the composed batch; a row of -1 is padding: no token of it trains. Prompts and
+    """Make a generation batch of the rollouts, with the keys of `like`. `rows[i]` is the index of
+    `rollouts[i]` in the composed batch, or -1 for padding, of which no token trains. Prompts and
     completions are padded to a multiple of `multiple` tokens. Raises UsageError for a rollout
     without one of the `extras` of `like`."""
     padded, real_B = partial(_padded, multiple=multiple or 1), torch.tensor(rows) >= 0
 
     def numbers(arrays: Sequence[Any], value: float) -> torch.Tensor:
-        """Rows of padding have `value` throughout."""
-        each_real = zip(arrays, real_B, strict=True)
-        return padded([a if real else np.full_like(a, value) for a, real in each_real], value)
+        """Pad the arrays; rows of padding have `value` throughout."""
+        pairs = zip(arrays, real_B, strict=True)
+        return padded([a if real else np.full_like(a, value) for a, real in pairs], value)
 
     prompts = [rollout.prompt_token_ids for rollout in rollouts]
     tokens = [rollout.completion_token_ids for rollout in rollouts]
-    lengths = [np.full(len(each), bool(one)) for each, one in zip(tokens, real_B, strict=True)]
+    lengths = [np.full(len(ids), bool(real)) for ids, real in zip(tokens, real_B, strict=True)]
     advantages_B = torch.tensor([rollout.advantage or 0.0 for rollout in rollouts])
     batch = {
         "prompt_ids": padded(prompts, padding_id, torch.long, "left"),
-        "prompt_mask": padded([np.ones_like(each) for each in prompts], 0, torch.long, "left"),
+        "prompt_mask": padded([np.ones_like(ids) for ids in prompts], 0, torch.long, "left"),
         "completion_ids": padded(tokens, padding_id, torch.long),
         "completion_mask": padded(lengths, 0, torch.long),
         "advantages": advantages_B * real_B,
@@ -173,8 +172,8 @@ def to_tensors(
         ROW: torch.tensor(rows),
     }
     if "tool_mask" in like:
-        given = [(each.completion_mask, each.completion_token_ids) for each in rollouts]
-        masks = [np.ones(len(ids), bool) if mask is None else mask for mask, ids in given]
+        pairs = zip([rollout.completion_mask for rollout in rollouts], tokens, strict=True)
+        masks = [np.ones(len(ids), bool) if mask is None else mask for mask, ids in pairs]
         batch["tool_mask"] = padded(masks, 1, torch.long)
     if "sampling_per_token_logps" in like:
         sampler = [rollout.sampler_logprobs for rollout in rollouts]
@@ -185,9 +184,9 @@ def to_tensors(
                 f"the generation batch has {name}, and an older rollout was stored without it: put "
                 "what stored_keys names into every batch, or train in a new output_dir"
             )
-        of_name = numbers([rollout.extras[name] for rollout in rollouts], extras[name])
-        of_sequence = like[name].shape != like["completion_ids"].shape  # [B, 1]
-        batch[name] = of_name[:, :1] if of_sequence else of_name
+        values_BT = numbers([rollout.extras[name] for rollout in rollouts], extras[name])
+        is_per_sequence = like[name].shape != like["completion_ids"].shape  # [B, 1]
+        batch[name] = values_BT[:, :1] if is_per_sequence else values_BT
     return {name: tensor.to(like["prompt_ids"].device) for name, tensor in batch.items()}
 
 
@@ -198,8 +197,9 @@ def _padded(
     side: str = "right",
     multiple: int = 1,
 ) -> torch.Tensor:
-    """The arrays as rows that have the length of the longest, or the next multiple."""
-    rows_BT = pad_sequence([torch.tensor(each, dtype=dtype) for each in arrays], True, value, side)
+    """Pad the arrays to the length of the longest, rounded up to a multiple."""
+    rows = [torch.tensor(array, dtype=dtype) for array in arrays]
+    rows_BT = pad_sequence(rows, True, value, side)
     missing = -rows_BT.size(1) % multiple
     return pad(rows_BT, (missing, 0) if side == "left" else (0, missing), value=value)
 

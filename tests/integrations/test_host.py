@@ -25,10 +25,10 @@ from grpo_replay.errors import (
 from grpo_replay.integrations import host
 from grpo_replay.integrations.host import (
     SNAPSHOT,
-    Deal,
     HostRun,
     HostWords,
     Row,
+    RowAssignment,
     replay_settings,
 )
 from grpo_replay.integrations.host_rows import hash_of
@@ -322,15 +322,18 @@ def test_settings_are_a_preset_and_keys():
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_every_row_is_dealt_once_with_one_weight(rows, processes, micro_batches):
-    deal = Deal(rows, processes, micro_batches)
-    shares = [deal.numbers(process) for process in range(processes)]
+    assignment = RowAssignment(rows, processes, micro_batches)
+    shares = [assignment.rows_for(process) for process in range(processes)]
     assert sorted(n for share in shares for n in share if n >= 0) == list(range(rows))
-    assert {len(share) for share in shares} == {deal.rows_of_process} == {sum(deal.sizes)}
+    assert (
+        {len(share) for share in shares} == {assignment.rows_per_process} == {sum(assignment.sizes)}
+    )
     padding = sum(share.count(-1) for share in shares)
     assert padding == max(-rows % processes, micro_batches * processes - rows)
-    for turn, size in enumerate(deal.sizes):
-        if not deal.is_padding(turn):  # a row's weight in the mean over processes and micro-batches
-            weight = deal.weight(size) / size / processes / micro_batches
+    for turn, size in enumerate(assignment.sizes):
+        if not assignment.is_padding(turn):
+            # A row's weight in the mean over processes and micro-batches.
+            weight = assignment.weight(size) / size / processes / micro_batches
             assert weight == pytest.approx(1 / rows)
 
 

@@ -40,8 +40,8 @@ from grpo_replay.errors import (
     RecipeError,
     UsageError,
 )
-from grpo_replay.integrations.listening import evaluating, heard
-from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _deal_all
+from grpo_replay.integrations.interception import evaluating, intercepted
+from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin, _add_left_over_rows
 from grpo_replay.integrations.trl_rows import EXTRAS, Texts
 from grpo_replay.lab.inspection.buffer_panels import print_inspection
 from grpo_replay.lab.inspection.source import open_source
@@ -308,7 +308,7 @@ def dealt(given, trained, processes, micro_batches, accumulated=1, done=0):
             _extras=EXTRAS,
         )
         methods = (
-            "_through_replay",
+            "_replay_step",
             "_compose",
             "_weight_of",
             "_from_main",
@@ -319,7 +319,7 @@ def dealt(given, trained, processes, micro_batches, accumulated=1, done=0):
             setattr(trainer, name, MethodType(getattr(ReplayMixin, name), trainer))
         whole = ReplayMixin._replayed(trainer, given)
         parts = split_tensor_dict(shuffle_sequence_dict(whole), micro_batches)
-        _deal_all(whole, parts, trainer._order)
+        _add_left_over_rows(whole, parts, trainer._order)
         weights = []
         for part in parts:
             rows = len(part["replay_row"])
@@ -426,7 +426,7 @@ def test_log_probs_of_birth_are_without_dropout(tmp_path):
     trainer.model.lm_head.eval()
     ids = torch.arange(3, 15).reshape(2, 6)
     batch = (trainer.model, ids, torch.ones_like(ids), 4)
-    with torch.no_grad(), heard(trainer, _get_per_token_logps_and_entropies=evaluating):
+    with torch.no_grad(), intercepted(trainer, _get_per_token_logps_and_entropies=evaluating):
         first, second = (trainer._get_per_token_logps_and_entropies(*batch)[0] for _ in "ab")
     assert torch.equal(first, second)
     assert trainer.model.training and not trainer.model.lm_head.training

@@ -161,7 +161,7 @@ def gmpo(tmp_path, **changes):
 
         def compute_loss(self, model, inputs, **kwargs):
             loss = super().compute_loss(model, inputs, **kwargs)
-            self.losses.append((len(inputs["replay_row"]), self._deal.rows, loss.item()))
+            self.losses.append((len(inputs["replay_row"]), self._assignment.rows, loss.item()))
             return loss
 
         def _compute_loss(self, model, inputs):
