@@ -94,13 +94,13 @@ def point_of(name: str, report: EvaluationReport) -> Point:
 
 def _score(reference: Point, candidate: Point, gain: float, loss: float) -> AesScore:
     measured = (candidate.accuracy, candidate.tokens)
-    of_reference = (reference.accuracy, reference.tokens)
-    if not all(of_reference):
+    reference_values = (reference.accuracy, reference.tokens)
+    if not all(reference_values):
         raise UsageError(
             f"the reference {reference.name!r} has accuracy {reference.accuracy:g} and "
             f"{reference.tokens:g} tokens, and AES divides by them: choose one where neither is 0"
         )
-    scores = accuracy_efficiency_score(*measured, *of_reference, gain, loss)
+    scores = accuracy_efficiency_score(*measured, *reference_values, gain, loss)
     return AesScore(candidate.name, *measured, *scores)
 
 
@@ -110,21 +110,23 @@ def _score_report(
     gain: float,
     loss: float,
 ) -> AesScore:
-    """With the intervals of the three ratios, linear in the values of each problem around their
+    """The score of two reports, with intervals of its three ratios. These are linearised around the
     means: a ratio r = x/y varies as (x_p - r·y_p) / y does over problems p."""
     plain = _score(point_of(*reference), point_of(*candidate), gain, loss)
-    theirs = reference[1].sampled.mean
+    reference_mean = reference[1].sampled.mean
     if reference[1].samples is None or candidate[1].samples is None:
         return plain
-    longer, better = 1 - plain.delta_length, 1 + plain.delta_accuracy
+    length_ratio, accuracy_ratio = 1 - plain.delta_length, 1 + plain.delta_accuracy
     weight = gain if plain.delta_accuracy >= 0 else loss
     lengths, accuracies, scores = [], [], []
     for pair in pairs_of(reference[1], candidate[1]):
-        tokens_N = (longer * pair.a.tokens_N - pair.b.tokens_N) / theirs.mean_tokens
-        right_N = (pair.b.accuracy_N - better * pair.a.accuracy_N) / theirs.avg_at_k
+        tokens_N = length_ratio * pair.a.tokens_N - pair.b.tokens_N
+        tokens_N = tokens_N / reference_mean.mean_tokens
+        accuracy_N = pair.b.accuracy_N - accuracy_ratio * pair.a.accuracy_N
+        accuracy_N = accuracy_N / reference_mean.avg_at_k
         lengths.append(plain.delta_length + tokens_N)
-        accuracies.append(plain.delta_accuracy + right_N)
-        scores.append(plain.aes + tokens_N + weight * right_N)
+        accuracies.append(plain.delta_accuracy + accuracy_N)
+        scores.append(plain.aes + tokens_N + weight * accuracy_N)
     return replace(
         plain,
         delta_length_interval=difference_interval(lengths, bound=math.inf),

@@ -1,5 +1,5 @@
-"""The benchmarks by name, how their problems are read (only the tiny ones are shipped), and the
-plan of an evaluation on them: one generation request for every completion."""
+"""Benchmarks by name, the reading of their problems (only the tiny ones are shipped), and the plan
+of an evaluation: one generation request for every completion."""
 
 import hashlib
 import json
@@ -40,9 +40,9 @@ class Benchmark:
     """A set of problems with verifiable answers, and its source.
 
     `source` is a hub dataset, a file or folder of the user, or "builtin". `samples` is k, the
-    completions per problem; `problems` is the size of the published set. A `temperature` here
-    overrides the recipe's. The name of its file in `eval.data_folder` is `file_stem` if given, else
-    the benchmark's name. `own` says how a file or folder of the user is read; None for others.
+    completions per problem; `problems` is the size of the published set. `temperature` overrides
+    the recipe's. `file_stem` names the file in `eval.data_folder`; the default is `name`. `own` has
+    the settings for reading a file or folder of the user; None for other sources.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Benchmark:
 
     @property
     def is_made_here(self) -> bool:
-        """True if its problems come neither from a file nor from the hub."""
+        """True if its problems are shipped or generated, not read from a file or the hub."""
         return self.source == "builtin" or self.source.startswith(GYM)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a benchmark; `problem_id` is unique within it. `row` has all its fields, for
-    verifiers of the user."""
+    """One problem of a benchmark, within which `problem_id` is unique. `row` has all fields of the
+    problem, for verifiers of the user."""
 
     problem_id: str
     problem: ProblemStatement
@@ -99,14 +99,14 @@ _PAPER = (
 
 
 def _paper_b(name: str, title: str, source: str, split: str, **fields: Any) -> Sequence[Benchmark]:
-    """One set under both settings of paper B: pass@1 at T = 0.1 and pass@k at T = 1."""
+    """One problem set with both settings of paper B: pass@1 at T = 0.1 and pass@k at T = 1."""
     settings = (("pass1", "T 0.1", 1, 0.1), ("passk", "T 1", 16, 1.0))
     return [
         Benchmark(
-            f"{name}_{suffix}", f"{title}, {words}", source, samples, split=split, problems=500,
+            f"{name}_{suffix}", f"{title}, {label}", source, samples, split=split, problems=500,
             temperature=temperature, **fields,
         )
-        for suffix, words, samples, temperature in settings
+        for suffix, label, samples, temperature in settings
     ]  # fmt: skip
 
 
@@ -141,20 +141,20 @@ def find_benchmarks(
     settings: EvalSection, prompts: PromptsSection | None = None
 ) -> tuple[Benchmark, ...]:
     """The distinct benchmarks named by `settings.benchmarks`, in order, with groups expanded. A
-    file has the fields of `prompts` where it has these columns.
+    file of the user is read with the field names of `prompts`.
 
     Raises RecipeError for an unknown name, and for two different sources under one name.
     """
-    found: dict[str, Benchmark] = {}
+    by_name: dict[str, Benchmark] = {}
     for word in settings.benchmarks:
         for benchmark in _named(word, prompts or PromptsSection()):
-            known = found.setdefault(benchmark.name, benchmark)
-            if known != benchmark:
+            first = by_name.setdefault(benchmark.name, benchmark)
+            if first != benchmark:
                 raise RecipeError(
-                    f"eval.benchmarks: {known.source} and {benchmark.source} are both called "
+                    f"eval.benchmarks: {first.source} and {benchmark.source} are both called "
                     f"{benchmark.name!r} in the report: rename one of the files"
                 )
-    return tuple(found.values())
+    return tuple(by_name.values())
 
 
 def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem, ...]:
@@ -165,8 +165,8 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
         problems = [Problem(r["problem_id"], r["problem"], r["answer"], r) for r in rows]
     else:
         read = read_source(_as_prompts(benchmark, settings), seed=None, any_columns=True)
-        of_rows = map(read.rows.row, range(len(read.rows)))
-        problems = list(map(Problem, read.ids, read.problems, read.answers, of_rows))
+        rows = list(map(read.rows.row, range(len(read.rows))))
+        problems = list(map(Problem, read.ids, read.problems, read.answers, rows))
     if settings.max_problems is None and benchmark.problems not in (None, len(problems)):
         logger.warning(
             "benchmark %r has %d problems here, but the published one has %d: the numbers are not "
@@ -176,7 +176,7 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
 
 
 def _as_prompts(benchmark: Benchmark, settings: EvalSection) -> PromptsSection:
-    """The section by which the problems would be read as prompts."""
+    """The `prompts` section that reads the problems of a benchmark."""
     if benchmark.own is not None:
         return benchmark.own
     file, id_field = local_file(benchmark, settings), benchmark.id_field
@@ -192,8 +192,8 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     if word in BENCHMARKS:
         return [BENCHMARKS[word]]
     if word.startswith(GYM):
-        same = [e.dataset_options for e in prompts.sources if e.source == word]
-        options = same[0] if same else DatasetOptions()
+        matching = [s.dataset_options for s in prompts.sources if s.source == word]
+        options = matching[0] if matching else DatasetOptions()
         own = prompts.model_copy(update={"source": word, "dataset_options": options})
         return [Benchmark(word.removeprefix(GYM), word, word, WAVE_SAMPLES, own=own)]
     path = Path(word).expanduser()
@@ -213,10 +213,10 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
 
 
 def _options(path: Path, prompts: PromptsSection) -> DatasetOptions:
-    """The options with which the training prompts of the same kind are read, but for the split."""
-    for each in prompts.sources:
-        if path.suffix and Path(str(each.source)).suffix == path.suffix:
-            return each.dataset_options.model_copy(update={"split": "train"})
+    """The options of the first training source with the same file extension, but for the split."""
+    for source in prompts.sources:
+        if path.suffix and Path(str(source.source)).suffix == path.suffix:
+            return source.dataset_options.model_copy(update={"split": "train"})
     return DatasetOptions()
 
 
@@ -245,14 +245,15 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
 
 
 def read_from_hub(settings: EvalSection, prompts: PromptsSection) -> list[str]:
-    """The benchmarks that are read from the hub. Raises as `find_benchmarks` and `local_file`."""
-    found = find_benchmarks(settings, prompts)
-    return [e.name for e in found if not e.is_made_here and local_file(e, settings) is None]
+    """The names of the benchmarks that are read from the hub. Raises what `find_benchmarks` and
+    `local_file` raise."""
+    benchmarks = find_benchmarks(settings, prompts)
+    return [b.name for b in benchmarks if not b.is_made_here and local_file(b, settings) is None]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """One completion of an evaluation that is to be sampled; `prompt` is the rendered text."""
+    """One completion to sample for an evaluation; `prompt` is the rendered text."""
 
     benchmark: str
     problem_index: int
@@ -278,19 +279,20 @@ class EvaluationPlan:
     @property
     def problem_texts(self) -> set[tuple[str, str]]:
         """(benchmark, text) of every problem."""
-        return {(each.benchmark, each.problem.text) for each in self.samples}
+        return {(sample.benchmark, sample.problem.text) for sample in self.samples}
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens."""
-        return max((len(each.request.prompt_token_ids) for each in self.samples), default=0)
+        """The length of the longest prompt, in tokens."""
+        return max((len(sample.request.prompt_token_ids) for sample in self.samples), default=0)
 
 
 def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
-    """The plan of `recipe.eval`; the default completion length is that of training.
+    """Plan the evaluation of `recipe.eval`; the default completion length is that of training.
 
-    Raises RecipeError for unknown benchmarks, and if the model has no room for a prompt and its
-    longest completion, DatasetError for problems that cannot be read or whose prompt is too long.
+    Raises RecipeError for unknown benchmarks, or if a prompt with its longest completion exceeds
+    the model's context, and DatasetError for problems that cannot be read or whose prompt is too
+    long.
     """
     from grpo_replay.sampling.sampler_protocol import check_room
 
@@ -302,31 +304,32 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     longest = settings.max_completion_length or sampling.max_completion_length
     samples: list[PlannedSample] = []
     benchmarks = find_benchmarks(settings, prompts)
-    problems_of = {each.name: load_problems(each, settings) for each in benchmarks}
+    problems_of = {bench.name: load_problems(bench, settings) for bench in benchmarks}
     first_prompt = 0
     for benchmark in benchmarks:
-        law = list(_law(benchmark, settings))
+        plans = list(_sampling_plans(benchmark, settings))
         for index, problem in enumerate(problems_of[benchmark.name]):
-            prompt, token_ids = _prompt(prompts, tokenizer, benchmark, problem)
-            for each in law:
+            prompt, token_ids = _render(prompts, tokenizer, benchmark, problem)
+            for planned in plans:
                 # The seed depends on the benchmark: errors of benchmarks are independent.
-                of_seed = RequestKey(crc32(benchmark.name.encode()), index, each.sample)
+                seed_key = RequestKey(crc32(benchmark.name.encode()), index, planned.sample)
+                number = planned.sample + planned.greedy * (1 << 30)
                 request = GenerationRequest(
-                    RequestKey(0, first_prompt + index, each.sample + each.greedy * (1 << 30)),
+                    RequestKey(0, first_prompt + index, number),
                     token_ids,
-                    completion_seed(each.base_seed, of_seed),
+                    completion_seed(planned.base_seed, seed_key),
                     longest,
-                    *(each.temperature, each.top_p),
+                    *(planned.temperature, planned.top_p),
                 )
-                of_law = (each.sample, each.greedy)
+                number_and_kind = (planned.sample, planned.greedy)
                 samples.append(
-                    PlannedSample(benchmark.name, index, problem, prompt, *of_law, request)
+                    PlannedSample(benchmark.name, index, problem, prompt, *number_and_kind, request)
                 )
         first_prompt += len(problems_of[benchmark.name])
     document = _settings_document(settings, prompts, benchmarks, problems_of)
-    for name, described in document["benchmarks"].items():
-        prompt_of = {e.problem_index: e.prompt for e in samples if e.benchmark == name}
-        described["prompts_sha256"] = _digest(list(prompt_of.values()))
+    for name, description in document["benchmarks"].items():
+        prompt_of = {s.problem_index: s.prompt for s in samples if s.benchmark == name}
+        description["prompts_sha256"] = _digest(list(prompt_of.values()))
     document |= {"backend": sampling.backend, "max_completion_length": longest}
     if settings.reward not in BUILTIN_VERIFIERS:
         document["correct_score"] = recipe.reward.correct
@@ -334,39 +337,38 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     if text.kept:
         document["special_tokens"] = "keep"
     packages = sampling.facts.packages
-    planned = tuple(samples)
-    plan = EvaluationPlan(benchmarks, planned, settings, document, packages, text, prompts)
+    plan = EvaluationPlan(benchmarks, tuple(samples), settings, document, packages, text, prompts)
     check_room(recipe, plan.longest_prompt, evaluates=True)
     return plan
 
 
 def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
-    """Notices about the verifier of a plan, tried on a few problems with these limits; nothing for
-    a built-in one, of which a report names the answers that it cannot read. Raises RecipeError if
-    the function fails on every problem."""
+    """Try the user's verifier of a plan on a few problems with these `limits`; returns notices. A
+    built-in verifier is not tried: the report names the answers that it cannot read. Raises
+    RecipeError if the function fails on every problem."""
     verifier = plan.settings.reward
     if verifier in BUILTIN_VERIFIERS:
         return []
-    planned = {(each.benchmark, each.problem_index): each for each in plan.samples}
+    planned = {(sample.benchmark, sample.problem_index): sample for sample in plan.samples}
     tried = [
         Prompt(
-            each.problem.problem_id,
-            each.prompt,
-            each.request.prompt_token_ids,
-            each.problem.answer,
-            each.problem.row,
-            prompt_messages(plan.prompts, each.problem.problem),
+            sample.problem.problem_id,
+            sample.prompt,
+            sample.request.prompt_token_ids,
+            sample.problem.answer,
+            sample.problem.row,
+            prompt_messages(plan.prompts, sample.problem.problem),
         )
-        for each in list(planned.values())[:TRIED_ROWS]
+        for sample in list(planned.values())[:TRIED_ROWS]
     ]
-    sample = Sample(tried, len(planned), "eval.benchmarks", plan.text.encode)
+    tried_sample = Sample(tried, len(planned), "eval.benchmarks", plan.text.encode)
     section = limits.alone(verifier).model_copy(update={"workers": 1})
     with RewardScorer.open(section, as_verdicts=True) as scorer:
-        return try_rewards(section, scorer, sample, step=None)
+        return try_rewards(section, scorer, tried_sample, step=None)
 
 
-class _Law(NamedTuple):
-    """How one sample number of every problem of a benchmark is sampled."""
+class SamplingPlan(NamedTuple):
+    """The sampling settings of one sample number, for all problems of a benchmark."""
 
     sample: int
     greedy: bool
@@ -375,17 +377,17 @@ class _Law(NamedTuple):
     top_p: float
 
 
-def _law(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:
+def _sampling_plans(benchmark: Benchmark, settings: EvalSection) -> Iterable[SamplingPlan]:
     temperature = settings.temperature if benchmark.temperature is None else benchmark.temperature
-    own = 1 if temperature == 0 else benchmark.samples
-    for sample in range(settings.samples or own):
+    default = 1 if temperature == 0 else benchmark.samples
+    for sample in range(settings.samples or default):
         wave = settings.seed + sample // WAVE_SAMPLES
-        yield _Law(sample, False, wave, temperature, settings.top_p)
+        yield SamplingPlan(sample, False, wave, temperature, settings.top_p)
     if settings.greedy:
-        yield _Law(0, True, settings.seed, 0.0, 1.0)
+        yield SamplingPlan(0, True, settings.seed, 0.0, 1.0)
 
 
-def _prompt(
+def _render(
     prompts: PromptsSection, tokenizer: Any, benchmark: Benchmark, problem: Problem
 ) -> tuple[str, Any]:
     text, token_ids = render_prompt(prompts, tokenizer, problem.problem)
@@ -408,11 +410,11 @@ def _settings_document(
     shares_temperature = any(benchmark.temperature is None for benchmark in benchmarks)
     document = {
         "benchmarks": {
-            benchmark.name: _described(benchmark, settings, problems_of[benchmark.name])
+            benchmark.name: _describe_benchmark(benchmark, settings, problems_of[benchmark.name])
             for benchmark in benchmarks
         },
         "max_problems": settings.max_problems,
-        # None if each benchmark has its own, in its description: nothing was sampled at this one.
+        # None if every benchmark describes its own: nothing was sampled at this one.
         "temperature": settings.temperature if shares_temperature else None,
         "top_p": settings.top_p,
         "samples_per_wave": WAVE_SAMPLES,
@@ -430,13 +432,13 @@ def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def _described(
+def _describe_benchmark(
     benchmark: Benchmark, settings: EvalSection, problems: Sequence[Problem]
 ) -> dict[str, Any]:
     file = local_file(benchmark, settings)
-    seeds = {each.base_seed for each in _law(benchmark, settings) if not each.greedy}
-    rows = [[each.problem_id, each.problem, each.answer] for each in problems]
-    described: dict[str, Any] = {
+    seeds = {p.base_seed for p in _sampling_plans(benchmark, settings) if not p.greedy}
+    rows = [[problem.problem_id, problem.problem, problem.answer] for problem in problems]
+    description: dict[str, Any] = {
         "title": benchmark.title,
         "source": benchmark.source,
         "split": benchmark.split,
@@ -445,5 +447,5 @@ def _described(
         "seeds": sorted(seeds),
     }
     if benchmark.temperature is not None:
-        described["temperature"] = benchmark.temperature
-    return described
+        description["temperature"] = benchmark.temperature
+    return description

@@ -39,7 +39,7 @@ GENERATION_SCHEMA = pa.schema(
 
 
 def request_digest(request: GenerationRequest) -> str:
-    """The digest of everything except the model that determines a completion."""
+    """The digest of everything that determines a completion, except the model."""
     settings = [request.seed, request.temperature, request.top_p, request.max_tokens]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(request.prompt_token_ids, dtype="<i4").tobytes())
@@ -47,9 +47,9 @@ def request_digest(request: GenerationRequest) -> str:
 
 
 def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
-    """What else of a sampler may change completions, for the `model` section of a report:
-    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
-    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
+    """Further settings of a sampler that may change completions, for the `model` section of a
+    report: `sampler_options`, the keys of `sampling.vllm` without a default that the backend reads,
+    and `sampler_sha256`, of the source file of a user's sampler (None for others)."""
     vllm = sampling.vllm
     left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
     options = vllm.model_dump(mode="json", exclude=left_out)
@@ -71,7 +71,7 @@ def generations_folder(
     model: ModelSection,
     sampling: SamplingSection,
 ) -> Path:
-    """The folder under `parent` for the generations of a model on a backend, in `dtype`."""
+    """The folder under `parent` for the completions of a model on a backend, in `dtype`."""
     facts = {
         "backend": sampling.backend,
         **_installed(sampling, device),
@@ -96,23 +96,23 @@ def _installed(sampling: SamplingSection, device: str) -> dict[str, Any]:
     return {"versions": versions, "device": "cuda" if on_gpu else "cpu"}
 
 
-def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, tuple[np.ndarray, str]]:
-    """Token ids (int32 [T]) and finish reason of the cached completions among `wanted`."""
-    shards = [str(each) for each in sorted(folder.glob("*.parquet"))]
+def read_generations(folder: Path, digests: Iterable[str]) -> dict[str, tuple[np.ndarray, str]]:
+    """Token ids (int32 [T]) and finish reason of the cached completions, by `request_digest`."""
+    shards = [str(path) for path in sorted(folder.glob("*.parquet"))]
     if not shards:
         return {}
-    chosen = pa.dataset.field("request").isin(list(wanted))
-    rows = pa.dataset.dataset(shards, schema=GENERATION_SCHEMA).to_table(filter=chosen).to_pylist()
+    is_wanted = pa.dataset.field("request").isin(list(digests))
+    table = pa.dataset.dataset(shards, schema=GENERATION_SCHEMA).to_table(filter=is_wanted)
     return {
-        each["request"]: (np.array(each["token_ids"], dtype=np.int32), each["finish_reason"])
-        for each in rows
+        row["request"]: (np.array(row["token_ids"], dtype=np.int32), row["finish_reason"])
+        for row in table.to_pylist()
     }
 
 
 class GenerationWriter:
     """Appends completions to `folder` in shards, each written atomically.
 
-    A context manager: it writes the last shard on exit, also after an error.
+    Use it as a context manager: it writes the last shard on exit, also after an error.
     """
 
     def __init__(self, folder: Path) -> None:

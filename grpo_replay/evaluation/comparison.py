@@ -58,14 +58,16 @@ def compare(
 
 
 def notices_of_prompts(a: EvaluationReport, b: EvaluationReport) -> list[str]:
-    """A notice for benchmarks whose problems the models read in other words."""
-    benchmarks = [each.settings["benchmarks"] for each in (a, b)]
-    given = [{name: each[name].get("prompts_sha256") for name in each} for each in benchmarks]
-    other = [name for name in a.sampled.benchmarks if given[0][name] != given[1][name]]
+    """A notice if the two models got different prompts for the same problems."""
+    digests_a, digests_b = (
+        {name: bench.get("prompts_sha256") for name, bench in report.settings["benchmarks"].items()}
+        for report in (a, b)
+    )
+    differing = [name for name in a.sampled.benchmarks if digests_a[name] != digests_b[name]]
     return [
-        f"A and B have other prompts for the same problems of {', '.join(other)}: their chat "
+        f"A and B have other prompts for the same problems of {', '.join(differing)}: their chat "
         "templates, or prompts.date, differ"
-    ] * bool(other)
+    ] * bool(differing)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +80,7 @@ class Pair:
 
 
 def pairs_of(a: EvaluationReport, b: EvaluationReport) -> list[Pair]:
-    """The benchmarks of two comparable reports with per-sample rows."""
+    """Pair the benchmarks of two comparable reports that have per-sample rows."""
     return [
         Pair(name, problem_table(a.samples, name), problem_table(b.samples, name))
         for name in a.sampled.benchmarks

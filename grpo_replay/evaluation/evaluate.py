@@ -42,7 +42,7 @@ from grpo_replay.types import Verdict
 from grpo_replay.version import __version__
 
 OnProgress = Callable[[int, int, int], object]
-"""Gets the completions of this rank that are graded, all of them, and those found correct."""
+"""Called with three counts of this rank's completions: graded, all, and correct."""
 
 PROGRESS_SECONDS = 0.2
 """Shortest time between two progress reports."""
@@ -60,17 +60,20 @@ def evaluate(
     on_progress: OnProgress | None = None,
     stop: StopToken | None = None,
 ) -> EvaluationReport | None:
-    """The report of the sampler's model on rank 0; None elsewhere, and if `stop` is requested.
+    """Evaluate the sampler's model. Returns the report on rank 0; None on other ranks, and if
+    `stop` is requested.
 
     `scorer` must grade with `plan.settings.reward` and have nothing pending. `model` is copied into
-    the report. `generations_folder` caches the completions of this model. `stop` is asked
-    between completions, and a request to any rank ends it on all. Collective: all ranks call it.
+    the report. `generations_folder` caches the completions of this model. `stop` is checked between
+    completions; a request to one rank ends the evaluation on all. Collective: all ranks call it.
     """
-    # By problem, so that all samples of a prompt share one sampler's prefix cache.
-    ranks = [each.request.key.prompt_index % comm.world_size for each in plan.samples]
-    mine = [index for index, rank in enumerate(ranks) if rank == comm.rank]
-    grading = _Grading(plan, scorer, len(mine), on_progress)
-    missing = _recall(grading, mine, generations_folder) if generations_folder else mine
+    # Ranks are chosen by problem, so that all samples of a prompt share one sampler's prefix cache.
+    ranks = [sample.request.key.prompt_index % comm.world_size for sample in plan.samples]
+    own_samples = [index for index, rank in enumerate(ranks) if rank == comm.rank]
+    grading = _Grading(plan, scorer, len(own_samples), on_progress)
+    missing = own_samples
+    if generations_folder:
+        missing = _submit_cached(grading, own_samples, generations_folder)
     stop = stop or StopToken()
     _generate(grading, sampler, missing, generations_folder, stop)
     grading.wait(stop)
@@ -84,8 +87,8 @@ def evaluate(
     samples = merge(tables, [benchmark.name for benchmark in plan.benchmarks])
     sampled, greedy = summarise_both(samples, set().union(*unparsable_by_rank))
     stops = tokenizer.convert_ids_to_tokens(list(sampler.stop_token_ids))
-    settings = plan.document | {"stop_tokens": [str(each) for each in stops]}
-    for digest in scorer.sources().values():  # of a function of the user
+    settings = plan.document | {"stop_tokens": [str(token) for token in stops]}
+    for digest in scorer.sources().values():  # of the user's reward function, if any
         settings["reward_sha256"] = digest
     packages = ["torch", "transformers", *VERIFIER_PACKAGES, *plan.packages]
     versions = {"grpo-replay": __version__, "python": platform.python_version()}
@@ -108,12 +111,12 @@ class _Grading:
         self._scorer = scorer
         self._on_progress = on_progress
         self._is_builtin = plan.settings.reward in BUILTIN_VERIFIERS
-        self._decoded: dict[int, dict[str, Any]] = {}  # columns of rows, without token ids
+        self._decoded: dict[int, dict[str, Any]] = {}  # columns by index, without token ids
         self._last_report = 0.0
         self._sizes = Counter(map(_group_of, plan.samples))
 
     def submit(self, index: int, token_ids: np.ndarray, finish_reason: str) -> None:
-        """Grade the completion of `plan.samples[index]`; returns at once."""
+        """Submit the completion of `plan.samples[index]` for grading; returns at once."""
         text = self.plan.text.decode(token_ids.tolist())
         self._decoded[index] = {
             # A byte-level decoder may emit lone surrogates, which are not valid UTF-8 for Arrow.
@@ -135,7 +138,7 @@ class _Grading:
         self._report_progress()
 
     def wait(self, stop: StopToken) -> None:
-        """Wait until everything submitted is graded, or until asked to stop."""
+        """Wait until everything submitted is graded, or a stop is requested."""
         while not (self._scorer.wait(PROGRESS_SECONDS) or stop.requested):
             self._report_progress()
 
@@ -168,20 +171,20 @@ class _Grading:
         now = time.monotonic()
         if last or now - self._last_report > PROGRESS_SECONDS:
             self._last_report = now
-            found = self._scorer.statuses()
-            self._on_progress(found.total(), self._total, found["correct"])
+            statuses = self._scorer.statuses()
+            self._on_progress(statuses.total(), self._total, statuses["correct"])
 
 
 def _group_of(planned: PlannedSample) -> str:
-    """The group of a completion for the reward function. The greedy one has its own, so that
-    `eval.greedy` does not change the rewards of the sampled ones."""
+    """The group of a completion, for the reward function. The greedy completion is a group of its
+    own, so that `eval.greedy` does not change the rewards of sampled ones."""
     number = str(planned.request.key.prompt_index)
     return f"{number} greedy" if planned.greedy else number
 
 
-def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
-    """Submit the planned samples `mine` that are cached in `folder`; returns the others."""
-    digests = {index: request_digest(grading.plan.samples[index].request) for index in mine}
+def _submit_cached(grading: _Grading, indices: Sequence[int], folder: Path) -> list[int]:
+    """Submit the planned samples that are cached in `folder`; returns the indices of the others."""
+    digests = {index: request_digest(grading.plan.samples[index].request) for index in indices}
     cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
         if digest in cached:
@@ -196,13 +199,13 @@ def _generate(
     folder: Path | None,
     stop: StopToken,
 ) -> None:
-    """Sample what is missing, add it to the cache, and submit it, until asked to stop."""
+    """Sample the missing completions, cache and submit them, until a stop is requested."""
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
-    keeping: AbstractContextManager[Any] = nullcontext()
+    cache: AbstractContextManager[Any] = nullcontext()
     if folder is not None:
-        keeping = GenerationWriter(folder)
-    with keeping as writer:
+        cache = GenerationWriter(folder)
+    with cache as writer:
         for completion in completions_of(sampler, requests):
             index = by_key[completion.key]
             if writer is not None:

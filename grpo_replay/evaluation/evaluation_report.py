@@ -1,5 +1,5 @@
-"""The evaluation report: results and settings as JSON, per-sample rows as Parquet (schema, files);
-and whether two reports can be compared."""
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet; and the check
+that two reports are comparable."""
 
 import json
 import tempfile
@@ -28,7 +28,7 @@ SAME_SETTINGS = (
     *("chat_template_kwargs", "correct_score", "special_tokens"),
 )
 """Settings that must agree, so that a difference can only come from the models. Temperatures are
-those of each benchmark, and a function of the user is known by the content of its file."""
+compared by benchmark, and a function of the user by the content of its file."""
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
@@ -69,21 +69,21 @@ class EvaluationReport:
         return None if self.greedy is None else self.greedy.accuracies()
 
     def missing_verdicts(self) -> str | None:
-        """One sentence if the user's own function gave no verdict for some of the completions,
-        sampled or greedy, which then count as not correct; None if it always did. (A completion
-        that a built-in verifier gives up on is incorrect.)"""
+        """A sentence on the completions, sampled or greedy, that the user's function gave no
+        verdict for; they count as not correct. None if there are none. (With a built-in verifier a
+        completion without a verdict is incorrect.)"""
         if self.verifier in BUILTIN_VERIFIERS:
             return None
-        both = [each for each in (self.sampled, self.greedy) if each is not None]
+        both = [results for results in (self.sampled, self.greedy) if results is not None]
         counts = [result.verdicts for each in both for result in each.benchmarks.values()]
-        found = sum(map(Counter, counts), Counter[str]())
-        missing = {status: found[status] for status in FAILED if found[status]}
+        verdicts = sum(map(Counter, counts), Counter[str]())
+        missing = {status: verdicts[status] for status in FAILED if verdicts[status]}
         if not missing:
             return None
         kinds = ", ".join(f"{count:,} {status}" for status, count in missing.items())
-        share = sum(missing.values()) / found.total()
+        total, share = verdicts.total(), sum(missing.values()) / verdicts.total()
         return (
-            f"{self.verifier} gave no verdict for {sum(missing.values()):,} of {found.total():,} "
+            f"{self.verifier} gave no verdict for {sum(missing.values()):,} of {total:,} "
             f"completions ({100 * share:.1f} %: {kinds}): they count as not correct, so the "
             "accuracies are lower bounds"
         )
@@ -100,8 +100,8 @@ class EvaluationReport:
         }
 
     def write(self, path: Path) -> None:
-        """Write the per-sample rows (`.parquet`) and last `path` (JSON), both atomically; a report
-        that was there goes first, so that the two are never of two evaluations.
+        """Write the per-sample rows (`.parquet`), then `path` (JSON), both atomically. An existing
+        report is removed first, so that the two files are never from different evaluations.
 
         Raises OutputDirectoryError.
         """
@@ -130,8 +130,8 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
         raise EvaluationFileError(no_such_path(path))
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if (found := document["schema_version"]) != REPORT_VERSION:
-            raise ValueError(f"its schema_version is {found!r}, not {REPORT_VERSION}")
+        if (version := document["schema_version"]) != REPORT_VERSION:
+            raise ValueError(f"its schema_version is {version!r}, not {REPORT_VERSION}")
         sections = {name: document[name] for name in ("model", "settings", "versions")}
         sampled, greedy = _RESULTS.validate_python(document), document["greedy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -161,8 +161,8 @@ def generations_parent(report_path: Path) -> Path:
 
 
 def check_output(output: Path) -> None:
-    """Raises UsageError unless the name ends in .json, and OutputDirectoryError if a file that is
-    of no evaluation would be replaced or the folder is not writable."""
+    """Raises UsageError unless the name ends in .json, and OutputDirectoryError if the folder is
+    not writable or a file would be replaced that is not an evaluation's."""
     if output.suffix != ".json":
         raise UsageError(
             f"--output {output}: name a .json file; the per-sample rows (.parquet) are written "
@@ -175,7 +175,7 @@ def check_output(output: Path) -> None:
         except EvaluationFileError as error:
             reason = str(error)
     elif rows.exists():
-        reason = f"{rows} would be replaced, but there is no {output.name} of which it has the rows"
+        reason = f"{rows} would be replaced, but its report {output.name} is missing"
     if reason:
         raise OutputDirectoryError(f"{reason}; choose another name with --output, or remove it")
     with named_if_unwritable(output):
@@ -184,12 +184,12 @@ def check_output(output: Path) -> None:
 
 
 def temperatures_used(settings: Mapping[str, Any], names: Collection[str]) -> list[float]:
-    """The temperatures that these benchmarks were sampled at, ascending."""
+    """The temperatures of these benchmarks, ascending."""
     return sorted(set(_temperatures(settings, names).values()))
 
 
 def _temperatures(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """By benchmark: its own, or that of all without one."""
+    """The temperature of each benchmark: its own, or the shared one."""
     described, shared = settings["benchmarks"], settings["temperature"]
     return {name: described[name].get("temperature", shared) for name in sorted(names)}
 
@@ -198,35 +198,37 @@ def differing_settings(
     a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """(key, value in a, value in b) of the `SAME_SETTINGS` that differ for these benchmarks."""
-    ours, theirs = (_compared(each, names) for each in (a, b))
-    yield from ((key, ours[key], theirs[key]) for key in ours if ours[key] != theirs[key])
+    values_a, values_b = (_compared(settings, names) for settings in (a, b))
+    for key, value in values_a.items():
+        if value != values_b[key]:
+            yield key, value, values_b[key]
 
 
 def _compared(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    found = {key: settings.get(key) for key in SAME_SETTINGS}
-    found["temperature"] = _temperatures(settings, names)
+    compared = {key: settings.get(key) for key in SAME_SETTINGS}
+    compared["temperature"] = _temperatures(settings, names)
     if "reward_sha256" in settings:  # wherever the file of the function is
         function = settings["reward"].rpartition(":")[2]
-        found["reward"] = f"{function} of a file with SHA-256 {settings['reward_sha256']}"
-    return found
+        compared["reward"] = f"{function} of a file with SHA-256 {settings['reward_sha256']}"
+    return compared
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
     """Raises EvaluationFileError unless problems and `SAME_SETTINGS` agree."""
-    ours, theirs = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
-    if ours != theirs:
+    names_a, names_b = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
+    if names_a != names_b:
         raise EvaluationFileError(
-            f"{name_a} evaluates {', '.join(sorted(ours))}, but {name_b} "
-            f"{', '.join(sorted(theirs))}: means over different benchmarks "
+            f"{name_a} evaluates {', '.join(sorted(names_a))}, but {name_b} "
+            f"{', '.join(sorted(names_b))}: means over different benchmarks "
             "cannot be compared; evaluate both on the same (--benchmark)"
         )
-    for key, one, other in differing_settings(a.settings, b.settings, ours):
+    for key, one, other in differing_settings(a.settings, b.settings, names_a):
         raise EvaluationFileError(
             f"{name_a} has {key} {one!r}, but {name_b} {other!r}: evaluate both under the same "
             "settings"
         )
     for benchmark in a.sampled.benchmarks:
-        one, other = (each.settings["benchmarks"][benchmark] for each in (a, b))
+        one, other = (report.settings["benchmarks"][benchmark] for report in (a, b))
         if one["problems_sha256"] != other["problems_sha256"]:
             raise EvaluationFileError(
                 f"{benchmark} has other problems or answers in {name_a} than in {name_b}: evaluate "
@@ -257,7 +259,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("verdict", pa.string()),
         ("correct", pa.bool_()),
-        ("score", pa.float64()),  # of a function of the user, null where there is none
+        ("score", pa.float64()),  # of a function of the user, else null
     ],
     metadata={"grpo_replay_evaluation_samples": "2"},
 )
@@ -265,7 +267,8 @@ _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "asc
 
 
 def merge(tables: Sequence[pa.Table], benchmarks: Sequence[str]) -> pa.Table:
-    """The rows of all ranks: by benchmark as given, sampled before greedy, problem and sample.
+    """Merge the rows of all ranks, ordered by benchmark as given, sampled before greedy, problem
+    and sample.
 
     The order does not depend on how the problems were distributed over ranks.
     """

@@ -16,8 +16,8 @@ def tokens(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def interval(bounds: Interval | None, written: Callable[[float], str]) -> str:
-    return "–" if bounds is None else f"[{written(bounds[0])}, {written(bounds[1])}]"
+def interval(bounds: Interval | None, write: Callable[[float], str]) -> str:
+    return "–" if bounds is None else f"[{write(bounds[0])}, {write(bounds[1])}]"
 
 
 def p_value(value: float) -> str:
@@ -33,7 +33,7 @@ def heading(report: EvaluationReport) -> str:
         words.append(f"sha256 {model['sha256'][:12]}…")
     words += [
         f"{model['dtype']} on {settings['backend']}" if "dtype" in model else settings["backend"],
-        f"T {' and '.join(f'{each:g}' for each in temperatures)}, top-p {settings['top_p']:g}",
+        f"T {' and '.join(f'{t:g}' for t in temperatures)}, top-p {settings['top_p']:g}",
         f"at most {settings['max_completion_length']:,} tokens",
         f"ends at {' or '.join(settings['stop_tokens'])}",
         f"graded by {report.verifier.rpartition('/')[2]}",
@@ -68,11 +68,11 @@ def comparison_table(results: Mapping[str, PairedResult]) -> TextTable:
 def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
     """(name, title, result) of every benchmark and of the mean."""
     described = report.settings["benchmarks"]
-    each = [
+    benchmarks = [
         (name, described.get(name, {}).get("title", name), result)
         for name, result in report.sampled.benchmarks.items()
     ]
-    return [*each, ("mean", "mean", report.sampled.mean)]
+    return [*benchmarks, ("mean", "mean", report.sampled.mean)]
 
 
 def accuracy_table(report: EvaluationReport) -> TextTable:
@@ -90,10 +90,10 @@ def accuracy_table(report: EvaluationReport) -> TextTable:
         )
         for name, title, r in _titled(report)
     ]
-    beside = (*(("greedy",) if greedy else ()), *(("score",) if has_score else ()))
+    optional = (*(("greedy",) if greedy else ()), *(("score",) if has_score else ()))
     score = "; score: the mean that a function of the user gave" if has_score else ""
     legend = f"in %; 95 %: intervals over problems{score}"
-    return TextTable((*header, *beside), rows, "accuracy", legend, totals=[mean])
+    return TextTable((*header, *optional), rows, "accuracy", legend, totals=[mean])
 
 
 def length_table(report: EvaluationReport) -> TextTable:

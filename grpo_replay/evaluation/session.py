@@ -1,5 +1,5 @@
 """An evaluation outside training: its model (a checkpoint, a run, a Hugging Face folder or a hub
-id), its recipe, and one process of it."""
+id), its recipe, and the work of one process."""
 
 import hashlib
 import logging
@@ -50,7 +50,8 @@ MODEL_FILES = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.py"),
 )
-"""The files that belong to a model; others in its folder, such as evaluations, do not."""
+"""Patterns of the files of a model; others in its folder, such as evaluations, are not part of
+it."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -60,9 +61,9 @@ class ModelSource:
     """A model and its origin.
 
     `path` is a folder or hub id; `recipe` the run's recipe, if any; `step` the training step;
-    `notice` a sentence for the user if a default was chosen; `checked` the SHA-256 of each file of
-    the folder that is in the checkpoint's manifest. If `path` holds adapters, `base` is the model
-    that the run trained them on.
+    `notice` a sentence for the user if a default was chosen; `checked` the SHA-256 of each file in
+    the folder that the checkpoint's manifest lists. If `path` holds adapters, `base` is the model
+    that they were trained on.
     """
 
     path: str
@@ -75,35 +76,36 @@ class ModelSource:
 
 
 def find_model(ckpt: str) -> ModelSource:
-    """The model named by `--ckpt`. Raises CheckpointError if there is none."""
+    """Find the model that `--ckpt` names. Raises CheckpointError if there is none."""
     path = Path(ckpt).expanduser()
     if ckpt.startswith("builtin:"):
         return ModelSource(ckpt, ckpt.replace(":", "-"))
-    if found := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
-        source, run = _checkpoint(found[-1].resolve()), found[-1].parent.resolve().parent
-        notice = f"evaluating {found[-1].name}, the latest checkpoint of {run}"
-        return replace(source, notice=notice)
+    if checkpoints := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
+        last = checkpoints[-1].resolve()
+        notice = f"evaluating {last.name}, the latest checkpoint of {last.parent.parent}"
+        return replace(_checkpoint_source(last), notice=notice)
     for folder in (path, path.parent):
         if path.is_dir() and (folder / "manifest.json").is_file():
-            return _checkpoint(folder.resolve(), merged=path.name == MODEL_FOLDER)
+            return _checkpoint_source(folder.resolve(), merged=path.name == MODEL_FOLDER)
     if (path / "config.json").is_file():
         return ModelSource(str(path.resolve()), path.resolve().name)
     if _HUB_ID.fullmatch(ckpt) and not path.exists() and not path.parent.is_dir():
         return ModelSource(ckpt, path.name)
     missing = "" if path.exists() else f"{no_such_path(path)}: "
     if (path / "adapter_config.json").is_file():
-        missing = "adapters alone, which are to be merged into their model first: "
-    elif of_trl := sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime):
-        missing = f"did you mean {of_trl[-1]}? "
+        missing = "only adapters, which must be merged into their model first: "
+    elif trl := sorted(path.glob("checkpoint-*"), key=lambda folder: folder.stat().st_mtime):
+        missing = f"did you mean {trl[-1]}? "
     raise CheckpointError(
         f"--ckpt {ckpt}: {missing}expected a checkpoint (with model/ or adapter/), a run (with "
         "checkpoints/step_…), a Hugging Face folder (with config.json), or a hub id (owner/name, "
-        "where no folder has the owner's name)"
+        "unless a folder has the owner's name)"
     )
 
 
-def _checkpoint(checkpoint: Path, merged: bool = False) -> ModelSource:
-    """Its adapters on their base, if it has any and the `merged` weights are not asked for."""
+def _checkpoint_source(checkpoint: Path, merged: bool = False) -> ModelSource:
+    """The model of a checkpoint: its adapters on their base if it has any, unless the `merged`
+    weights are wanted."""
     manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     step = int(read_json(checkpoint / "state.json", "the checkpoint is incomplete")["step"])
     run = checkpoint.parent.parent
@@ -118,16 +120,17 @@ def _checkpoint(checkpoint: Path, merged: bool = False) -> ModelSource:
         step,
         checked={name.name: digest for name, digest in checked.items()
                  if str(name.parent) == folder.name},
-        base=_base_of(run, recipe, folder) if adapted else None,
+        base=_adapter_base(run, recipe, folder) if adapted else None,
     )  # fmt: skip
 
 
-def _base_of(run: Path, recipe: Path, adapter: Path) -> ModelSection:
-    """The model that the adapters of a run belong to. Raises CheckpointError without its recipe."""
+def _adapter_base(run: Path, recipe: Path, adapter: Path) -> ModelSection:
+    """The model that the run trained its adapters on. Raises CheckpointError if the run's recipe is
+    missing."""
     if not recipe.is_file():
         raise CheckpointError(
-            f"{adapter} has adapters, and {run / 'recipe.yaml'}, which names their base, is not "
-            "there: evaluate the checkpoint where its run lies, or the model/ of one that has it"
+            f"{adapter} has adapters, and {run / 'recipe.yaml'}, which names their base, is "
+            "missing: evaluate the checkpoint inside its run, or the model/ of one that has it"
         )
     return read_recipe_file(recipe).model
 
@@ -135,17 +138,17 @@ def _base_of(run: Path, recipe: Path, adapter: Path) -> ModelSection:
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
     """The SHA-256 over names and contents of a model's files (`MODEL_FILES`).
 
-    `path` is a folder, or a hub id in the local cache, of which `revision` is taken. Raises
-    CheckpointError unless the model's files that are `expected` are there with their SHA-256.
+    `path` is a folder, or a hub id in the local cache at `revision`. Raises CheckpointError if one
+    of the `expected` files is missing or has another SHA-256 than expected.
     """
     folder, total = _local_folder(path, revision), hashlib.sha256()
     names = {file.name for pattern in MODEL_FILES for file in folder.glob(pattern)}
     facts = file_facts(folder, list(names))
     bad = [name for name in expected if not (folder / name).is_file()]
     for name in sorted(names):
-        found = facts[name]["sha256"]
-        total.update(f"{name}\0{found}\n".encode())
-        bad += [name] if expected.get(name, found) != found else []
+        digest = facts[name]["sha256"]
+        total.update(f"{name}\0{digest}\n".encode())
+        bad += [name] if expected.get(name, digest) != digest else []
     if bad:
         raise CheckpointError(
             f"{folder / bad[0]} is missing, or has another SHA-256 than in the checkpoint's "
@@ -173,7 +176,7 @@ NOT_ASYNCHRONOUS: Mapping[str, Any] = {
     "run": {"mode": "sync", "sync_every_steps": 1},
     "sampling": {"collection": {"replay_journal": None}},
 }
-"""An evaluation never samples while something trains, whatever the run did."""
+"""Settings of every evaluation, also of an asynchronous run: nothing trains meanwhile."""
 
 
 def resolve_evaluation(
@@ -182,20 +185,20 @@ def resolve_evaluation(
     overrides: Sequence[str] = (),
     choices: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """The recipe of an evaluation of `source`.
+    """Resolve the recipe of an evaluation of `source`.
 
-    It starts from `recipe`, else the run's own recipe, else the recipe of a builtin tiny model,
-    else paper A's benchmarks with its settings for 0.6B and 1.7B. `overrides` (as after --set) and
-    then `choices` (sections) override it; a verifier that nobody named for families of
-    reasoning-gym gives way to their own. Raises RecipeError, and UsageError if no benchmark is
-    named.
+    The first of these is the base: `recipe`, the run's own recipe, the recipe of a builtin tiny
+    model, paper A's benchmarks with its settings for 0.6B and 1.7B. `overrides` (as after --set)
+    and then `choices` (sections) override it. Benchmarks of reasoning-gym are graded by their own
+    verifiers unless another was chosen for them. Raises RecipeError, and UsageError if no benchmark
+    is named.
     """
-    place = "the default recipe"
+    origin = "the default recipe"
     layer: dict[str, Any] = {"eval": {"benchmarks": ["paper"], "reward": "math_verify_boxed"}}
     if isinstance(recipe, Recipe):
-        place, layer = f"recipe {recipe.name}", recipe.model_dump(mode="json")
+        origin, layer = f"recipe {recipe.name}", recipe.model_dump(mode="json")
     elif (path := recipe_path(source, recipe)) is not None:
-        place, layer = recipe_source(path), read_recipe_layer(path)
+        origin, layer = recipe_source(path), read_recipe_layer(path)
         layer.setdefault("name", path.stem)
         if recipe is None and isinstance(layer.get("model"), dict):
             layer["model"].pop("tokenizer", None)  # a checkpoint has its own
@@ -208,39 +211,40 @@ def resolve_evaluation(
     if "path" in changes.get("model", {}):
         raise UsageError("--set model.path: eval takes the model from --ckpt")
     layers = [layer, changes, dict(choices or {}), NOT_ASYNCHRONOUS]
-    places = (place, "--set", "the options of eval", "eval")
-    found, own = resolve_recipe(layers, places), layer.get("eval") or {}
-    if recipe is None and _of_gym(found.eval.benchmarks) and not _of_gym(own.get("benchmarks")):
+    origins = (origin, "--set", "the options of eval", "eval")
+    resolved, own = resolve_recipe(layers, origins), layer.get("eval") or {}
+    changes_to_gym = _all_gym(resolved.eval.benchmarks) and not _all_gym(own.get("benchmarks"))
+    if recipe is None and changes_to_gym:
         own.pop("reward", None)  # it is for other problems
-        found = resolve_recipe(layers, places)
-    if not found.eval.benchmarks:
+        resolved = resolve_recipe(layers, origins)
+    if not resolved.eval.benchmarks:
         raise UsageError(
-            f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
-            "--benchmark math500, or --benchmark my.jsonl"
+            f"{origin} names no benchmarks to evaluate: add --benchmark, such as --benchmark "
+            "paper, --benchmark math500, or --benchmark my.jsonl"
         )
-    return _of_these_weights(found, source)
+    return _with_source_model(resolved, source)
 
 
-def _of_gym(benchmarks: Sequence[str] | None) -> bool:
-    return bool(benchmarks) and all(each.startswith(GYM) for each in benchmarks or ())
+def _all_gym(benchmarks: Sequence[str] | None) -> bool:
+    return bool(benchmarks) and all(name.startswith(GYM) for name in benchmarks or ())
 
 
-def _of_these_weights(recipe: Recipe, source: ModelSource) -> Recipe:
-    """The recipe with the model of `source`: the base of adapters, or weights that are loaded even
+def _with_source_model(recipe: Recipe, source: ModelSource) -> Recipe:
+    """The recipe with the model of `source`. Unless it holds adapters, its weights are loaded even
     if training started from random ones."""
-    whole = {"path": source.path, "random_init": False, "lora": LoraSection()}
-    own = whole if source.base is None else {}
+    loaded = {"path": source.path, "random_init": False, "lora": LoraSection()}
+    changes = loaded if source.base is None else {}
     longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
     return recipe.model_copy(
         update={
-            "model": recipe.model.model_copy(update=own),
+            "model": recipe.model.model_copy(update=changes),
             "sampling": recipe.sampling.model_copy(update={"max_completion_length": longest}),
         }
     )
 
 
 def recipe_path(source: ModelSource, recipe: str | None) -> Path | None:
-    """The file of the recipe to evaluate under; None for the default one."""
+    """The file of the recipe to evaluate with; None for the default recipe."""
     if recipe is not None:
         return find_recipe(recipe)
     name = source.path.removeprefix("builtin:")
@@ -254,8 +258,9 @@ def evaluate_model(
     world_size: int,
     on_progress: OnProgress | None = None,
 ) -> EvaluationReport | None:
-    """The report of `source` under `recipe.eval` on rank 0, None elsewhere; opens and closes what
-    it needs. Completions are cached in `generations`. Errors are raised on all ranks together."""
+    """Evaluate `source` with `recipe.eval`. Returns the report on rank 0, None on other ranks.
+    Opens and closes sampler and scorer; caches completions in `generations`. An error on one rank
+    is raised on all."""
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     with quiet_libraries(), ExitStack() as stack:

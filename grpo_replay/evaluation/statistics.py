@@ -1,5 +1,5 @@
-"""The numbers of an evaluation report, and how they come from the per-sample rows: avg@k, unbiased
-pass@j, intervals over problems, the sign-flip test.
+"""The numbers of an evaluation report, computed from the per-sample rows: avg@k, unbiased pass@j,
+intervals over problems, the sign-flip test.
 
     N  problems of a benchmark     K  samples per problem
 
@@ -24,10 +24,10 @@ Interval = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """The numbers of one benchmark, or of the mean over benchmarks. Accuracies and rates are
-    fractions, tokens those of completions.
+    fractions; tokens are counted in completions.
 
-    Intervals and the standard error are over problems: None if a benchmark has one problem. The
-    mean score is that of a function of the user, which may give part of the points.
+    Intervals and the standard error are over problems: None if a benchmark has one problem.
+    `mean_score` is for a function of the user, which may give part of the points.
     """
 
     avg_at_k: float
@@ -71,23 +71,22 @@ class Results:
 
     def accuracies(self) -> dict[str, float]:
         """avg@k of every benchmark, and `mean`."""
-        each = {name: result.avg_at_k for name, result in self.benchmarks.items()}
-        return {**each, "mean": self.mean.avg_at_k}
+        accuracies = {name: result.avg_at_k for name, result in self.benchmarks.items()}
+        return {**accuracies, "mean": self.mean.avg_at_k}
 
     def standard_errors(self) -> dict[str, float | None]:
         """Standard errors of `accuracies`."""
-        each = {name: result.avg_at_k_stderr for name, result in self.benchmarks.items()}
-        return {**each, "mean": self.mean.avg_at_k_stderr}
+        errors = {name: result.avg_at_k_stderr for name, result in self.benchmarks.items()}
+        return {**errors, "mean": self.mean.avg_at_k_stderr}
 
 
 CONFIDENCE = 0.95
 
 EQUAL = 1e-9
-"""Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
-which rounds."""
+"""Accuracies that differ by less count as equal: interpolation between evaluations rounds."""
 
 FLIPS = 20_000
-"""Random flips of the sign-flip test. It is exact for up to 14 problems that differ."""
+"""Random flips of the sign-flip test; for up to 14 differing problems all flips are enumerated."""
 
 
 def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
@@ -111,11 +110,11 @@ def standard_error(values_N: np.ndarray) -> float | None:
 
 
 def with_both_answers(values_N: np.ndarray, least: float = 0.0) -> np.ndarray:
-    """[…, N + 2]: the values with two more problems, one never and one always solved; of
-    differences, with `least` -1, one lost and one gained.
+    """Add two problems to the values, one never and one always solved; returns [..., N + 2]. For
+    differences, with `least` -1, they are one lost and one gained.
 
-    A variance estimated from these is never 0. Where all problems agree, every problem counts as
-    about one observation, however many samples it has.
+    A variance estimated from these is never 0. If all problems agree, every problem counts as about
+    one observation, however many samples it has.
     """
     ends = [np.full((*values_N.shape[:-1], 1), end) for end in (least, 1.0)]
     return np.concatenate([values_N, *ends], axis=-1)
@@ -156,39 +155,36 @@ def t_interval(mean: float, estimate: Component, bound: float = 1.0) -> Interval
 
 
 def share_interval(share: float, center: float, variance: float, freedom: float) -> Interval:
-    """The interval of an accuracy `share`: of the mean `center` of `with_both_answers`, within 0
-    and 1, with the share itself in it. Successes and failures are added as by Agresti and Coull
-    (1998)."""
+    """The interval of an accuracy `share`, within 0 and 1. It is centred at `center`, the mean of
+    `with_both_answers`, and extended to include `share`. Adding successes and failures follows
+    Agresti and Coull (1998)."""
     low, high = t_interval(center, Component(variance, freedom))
     return min(share, max(0.0, low)), max(share, high)
 
 
 def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
-    """The interval over problems of the mean over benchmarks of accuracies, one [N] each; None if a
-    benchmark has a single problem."""
-    if any(len(each) < 2 for each in values_N):
+    """The interval, over problems, of the mean accuracy over benchmarks, each an array [N]; None if
+    a benchmark has a single problem."""
+    if any(len(benchmark_N) < 2 for benchmark_N in values_N):
         return None
-    widened = [with_both_answers(each) for each in values_N]
-    found = Component.of_mean([Component.over_problems(each) for each in widened])
-    share, center = (_mean(each.mean() for each in values) for values in (values_N, widened))
-    return share_interval(share, center, found.variance, found.freedom)
+    widened = [with_both_answers(benchmark_N) for benchmark_N in values_N]
+    estimate = Component.of_mean([Component.over_problems(values) for values in widened])
+    share, center = (_mean(array.mean() for array in arrays) for arrays in (values_N, widened))
+    return share_interval(share, center, estimate.variance, estimate.freedom)
 
 
 def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0) -> Interval | None:
-    """The t interval over problems of the mean over benchmarks of differences, one [N] each; None
-    if a benchmark has a single problem. Where no difference of accuracies varies, a benchmark has
-    the variance of `with_both_answers`: equal problems do not show that another would be equal."""
-    if any(len(each) < 2 for each in differences_N):
+    """The t interval, over problems, of the mean difference over benchmarks, each an array [N];
+    None if a benchmark has a single problem. If all differences of accuracies of a benchmark are
+    equal, its variance is that of `with_both_answers`: a further problem might differ."""
+    if any(len(benchmark_N) < 2 for benchmark_N in differences_N):
         return None
-    mean = float(np.mean([each.mean() for each in differences_N]))
-    parts = [
-        Component.over_problems(
-            with_both_answers(each, least=-1.0)
-            if math.isfinite(bound) and np.ptp(each) < EQUAL
-            else each
-        )
-        for each in differences_N
-    ]
+    mean = float(np.mean([benchmark_N.mean() for benchmark_N in differences_N]))
+    parts = []
+    for benchmark_N in differences_N:
+        are_equal_accuracies = math.isfinite(bound) and np.ptp(benchmark_N) < EQUAL
+        values = with_both_answers(benchmark_N, least=-1.0) if are_equal_accuracies else benchmark_N
+        parts.append(Component.over_problems(values))
     return t_interval(mean, Component.of_mean(parts), bound)
 
 
@@ -197,16 +193,16 @@ def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.
 
     Under the null hypothesis A and B are exchangeable on every problem, so each difference is
     equally likely with either sign. The p-value is the fraction of sign flips whose mean is at
-    least as large as the observed one: of all of them if they are at most `flips`, else of so many
-    random ones and the observed one, so it is never 0.
+    least as large as the observed one. If there are at most `flips`, all are enumerated; else that
+    many are drawn at random, and the observed one is added, so the p-value is never 0.
     """
     from scipy.stats import permutation_test  # takes half a second to import
 
-    shares = np.concatenate([each / len(each) for each in differences])
+    shares = np.concatenate([values_N / len(values_N) for values_N in differences])
     shares = shares[shares != 0]
     if len(shares) < 2:
         return 1.0
-    found = permutation_test(
+    result = permutation_test(
         (shares,),
         lambda values, axis: np.round(np.abs(values.sum(axis=axis)), 12),  # ties, but for rounding
         permutation_type="samples",
@@ -215,7 +211,7 @@ def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.
         batch=1000,
         rng=rng,
     )
-    return float(found.pvalue)
+    return float(result.pvalue)
 
 
 def summarise_both(
@@ -265,25 +261,25 @@ def problem_table(samples: pa.Table, benchmark: str, greedy: bool = False) -> Pr
 
     Raises ValueError unless all problems have the same number of samples.
     """
-    chosen = (pc.field("benchmark") == benchmark) & (pc.field("greedy") == greedy)
-    rows = samples.filter(chosen)
+    rows = samples.filter((pc.field("benchmark") == benchmark) & (pc.field("greedy") == greedy))
     index = rows["problem_index"].to_numpy()
     problems = int(index.max()) + 1
-    samples_each = len(index) // problems
+    per_problem = len(index) // problems
     counts = np.bincount(index, minlength=problems)  # a negative index raises ValueError
-    if not np.array_equal(counts, np.full(problems, samples_each)):
+    if not np.array_equal(counts, np.full(problems, per_problem)):
         raise ValueError("every problem must have the same number of samples")
-    ids = rows["problem_id"].to_pylist()[::samples_each]
-    correct = rows["correct"].to_numpy(zero_copy_only=False).reshape(problems, samples_each)
-    tokens = rows["tokens"].to_numpy().reshape(problems, samples_each)
-    return ProblemTable(tuple(ids), samples_each, correct.sum(axis=1), tokens.mean(axis=1))
+    ids = rows["problem_id"].to_pylist()[::per_problem]
+    correct = rows["correct"].to_numpy(zero_copy_only=False).reshape(problems, per_problem)
+    tokens = rows["tokens"].to_numpy().reshape(problems, per_problem)
+    return ProblemTable(tuple(ids), per_problem, correct.sum(axis=1), tokens.mean(axis=1))
 
 
 def _benchmark_result(
     rows: pa.Table, problems: ProblemTable, bad_answers: Collection[str]
 ) -> BenchmarkResult:
     pass_J = pass_at_each(problems.correct_N, problems.samples).mean(axis=0)
-    of_answers = zip(rows["problem_id"].to_pylist(), rows["answer"].to_pylist(), strict=True)
+    ids_and_answers = zip(rows["problem_id"].to_pylist(), rows["answer"].to_pylist(), strict=True)
+    unparsable = dict.fromkeys(id for id, answer in ids_and_answers if answer in bad_answers)
     return BenchmarkResult(
         n=len(problems.problem_ids),
         k=problems.samples,
@@ -297,45 +293,46 @@ def _benchmark_result(
         truncation_rate=_share(rows["finish_reason"], "length"),
         unparsed_rate=_share(rows["verdict"], "unparsable"),
         verdicts=dict(sorted(Counter(rows["verdict"].to_pylist()).items())),
-        unparsable_answers=tuple(dict.fromkeys(i for i, gold in of_answers if gold in bad_answers)),
+        unparsable_answers=tuple(unparsable),
     )
 
 
 def _mean_score(scores: pa.ChunkedArray) -> float | None:
-    """None if nothing was scored; a completion whose scorer failed counts as 0."""
+    """The mean score, in which a completion whose scorer failed counts as 0; None if nothing was
+    scored."""
     if scores.null_count == len(scores):
         return None
     return pc.mean(pc.fill_null(scores, 0.0)).as_py()
 
 
 def _mean_result(results: dict[str, BenchmarkResult], tables: Sequence[ProblemTable]) -> MeanResult:
-    each = list(results.values())
-    errors = [result.avg_at_k_stderr for result in each]
+    by_benchmark = list(results.values())
+    errors = [result.avg_at_k_stderr for result in by_benchmark]
     known = [error for error in errors if error is not None]
     error = float(np.linalg.norm(known) / len(known)) if len(known) == len(errors) else None
     unweighted: dict[str, Any] = {
-        name: _mean(getattr(result, name) for result in each)
+        name: _mean(getattr(result, name) for result in by_benchmark)
         for name in ("avg_at_k", "pass_at_k", "mean_tokens", "truncation_rate", "unparsed_rate")
     }
     return MeanResult(
         **unweighted,
         avg_at_k_stderr=error,
         pass_at_j={
-            str(j): _mean(result.pass_at_j[str(j)] for result in each)
-            for j in range(1, min(result.k for result in each) + 1)
+            str(j): _mean(result.pass_at_j[str(j)] for result in by_benchmark)
+            for j in range(1, min(result.k for result in by_benchmark) + 1)
         },
         **_intervals(tables),
-        mean_score=_mean_of_all([result.mean_score for result in each]),
+        mean_score=_mean_of_all([result.mean_score for result in by_benchmark]),
         benchmarks=tuple(results),
     )
 
 
 def _intervals(tables: Sequence[ProblemTable]) -> dict[str, Any]:
-    """Those of the mean over benchmarks."""
-    tokens = difference_interval([each.tokens_N for each in tables], bound=math.inf)
+    """The intervals of the mean over benchmarks."""
+    tokens = difference_interval([table.tokens_N for table in tables], bound=math.inf)
     return {
-        "avg_at_k_interval": accuracy_interval([each.accuracy_N for each in tables]),
-        "pass_at_k_interval": accuracy_interval([each.passed_N for each in tables]),
+        "avg_at_k_interval": accuracy_interval([table.accuracy_N for table in tables]),
+        "pass_at_k_interval": accuracy_interval([table.passed_N for table in tables]),
         "mean_tokens_interval": tokens and (max(0.0, tokens[0]), tokens[1]),
     }
 
