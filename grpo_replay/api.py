@@ -35,10 +35,11 @@ logging.getLogger("grpo_replay").addHandler(logging.NullHandler())
 
 
 def load_recipe(recipe: AnyRecipe, overrides: Overrides = ()) -> Recipe:
-    """The recipe of a file or a shipped name, or a recipe, with overrides. Raises RecipeError."""
+    """Load a recipe from a file or by its shipped name, or take one; apply overrides. Raises
+    RecipeError."""
     if isinstance(recipe, Recipe):
         changes = parse_overrides(_words(overrides))
-        return _changed(recipe, changes) if changes else recipe
+        return _with_changes(recipe, changes) if changes else recipe
     return load_recipe_file(str(recipe), _words(overrides))
 
 
@@ -53,21 +54,22 @@ def train(
     on_step: Callable[[Mapping[str, Any]], object] | None = None,
     on_evaluation: Callable[[int, "EvaluationReport"], object] | None = None,
 ) -> "RunResult":
-    """Train in this process, on one rank. The result names the run directory and holds the summary.
+    """Train in this process, on one rank. The result has the run directory and the summary.
 
-    `prompts` are rows (a list of dicts, a `datasets.Dataset`), which are written to
+    `prompts` are rows (a list of dicts, a `datasets.Dataset`). They are written to
     `<output_dir>.prompts.jsonl`, so that the run can be resumed. `reward` is a function that can be
-    imported, in any form of docs/rewards.md. `on_step` gets the metrics of each step,
-    `on_evaluation` the step and its report. `resume` continues the run in `output_dir` with its own
-    recipe; `recipe` may be None, and else must be that one (UsageError). Only `overrides` and
-    `reward` change it.
+    imported, in any form of docs/rewards.md. `on_step` is called with the metrics of each step,
+    `on_evaluation` with a step and its report. `resume` continues the run in `output_dir` with its
+    own recipe, which only `overrides` and `reward` change; `recipe` is then None or that recipe.
 
     Ctrl-C ends the run after the current step, with a checkpoint. Raises UsageError for a recipe
     of several ranks, and for a function that cannot be imported.
     """
     path = Path(output_dir)
     if resume and prompts is not None:
-        raise UsageError("prompts with resume=True: a run goes on with the prompts that it has")
+        raise UsageError(
+            "prompts with resume=True: a resumed run keeps its prompts; leave them out"
+        )
     resolved = _recipe_of_run(recipe, path, resume, overrides, reward is not None)
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.storage.run_directory import RunDirectory
@@ -77,15 +79,15 @@ def train(
         RunDirectory(path).refuse_occupied()
     changes: dict[str, Any] = {}
     if reward is not None:
-        changes["reward"] = {"function": _place_of(reward)}
+        changes["reward"] = {"function": _import_path_of(reward)}
     if prompts is not None:
-        changes["prompts"] = _written(prompts, path, resolved.prompts.id_field)
+        changes["prompts"] = _write_prompts(prompts, path, resolved.prompts.id_field)
     prepare_rank(rank_environment())
     with quiet_libraries():
         from grpo_replay.training.run import run_training
 
-        hearing = _observer(on_step, on_evaluation)
-        return run_training(_changed(resolved, changes), path, resume, hearing)
+        observer = _observer(on_step, on_evaluation)
+        return run_training(_with_changes(resolved, changes), path, resume, observer)
 
 
 def evaluate(
@@ -104,24 +106,25 @@ def evaluate(
     from grpo_replay.evaluation.session import evaluate_model, find_model, resolve_evaluation
 
     source, file = find_model(str(model)), Path(output)
-    chosen = {
+    eval_keys = {
         "benchmarks": list(benchmarks) or None,
         "samples": samples,
-        "reward": None if reward is None else _place_of(reward),
+        "reward": None if reward is None else _import_path_of(reward),
     }
-    choices = {"eval": {name: value for name, value in chosen.items() if value is not None}}
-    given = recipe if recipe is None or isinstance(recipe, Recipe) else str(recipe)
-    resolved = resolve_evaluation(source, given, _words(overrides), choices)
+    choices = {"eval": {name: value for name, value in eval_keys.items() if value is not None}}
+    recipe_or_name = recipe if recipe is None or isinstance(recipe, Recipe) else str(recipe)
+    resolved = resolve_evaluation(source, recipe_or_name, _words(overrides), choices)
     check_output(file)
     prepare_rank(rank_environment())
-    found = evaluate_model(resolved, source, generations_parent(file), world_size=1)
-    assert found is not None  # this is rank 0
-    found.write(file)
-    return found
+    report = evaluate_model(resolved, source, generations_parent(file), world_size=1)
+    assert report is not None  # this is rank 0
+    report.write(file)
+    return report
 
 
 def inspect(path: str | Path, step: int | None = None) -> "Inspection":
-    """What the buffer of a run, a checkpoint or a snapshot holds and did (docs/buffer.md)."""
+    """Summarise the content and history of the buffer of a run, a checkpoint or a snapshot
+    (docs/buffer.md)."""
     from grpo_replay.lab.inspection.compute import summarise
     from grpo_replay.lab.inspection.source import open_source
 
@@ -133,31 +136,31 @@ def report(
     baseline: str | None = None,
     output: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Compare runs and sweeps: the document of `grpo-replay report --json`
+    """Compare runs and sweeps; returns the document of `grpo-replay report --json`
     (docs/report.md). With `output`, also write pages, tables and figures to that folder."""
     from grpo_replay.lab.report.collect import collect
     from grpo_replay.lab.report.measure import measure
     from grpo_replay.lab.report.report_files import as_json, refuse_other_files, write_report
 
-    given = [paths] if isinstance(paths, str | Path) else paths
+    several = [paths] if isinstance(paths, str | Path) else paths
     if output is not None:
         refuse_other_files(Path(output))
-    experiment = collect([str(path) for path in given], baseline)
-    found = measure(experiment)
+    experiment = collect([str(path) for path in several], baseline)
+    document = measure(experiment)
     if output is not None:
-        write_report(experiment, found, Path(output))
-    return as_json(found)
+        write_report(experiment, document, Path(output))
+    return as_json(document)
 
 
 def _words(overrides: Overrides) -> list[str]:
-    """The words of `--set`. Raises UsageError for a value that a recipe cannot hold."""
+    """Overrides as words of `--set`. Raises UsageError for a value that a recipe cannot hold."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={_written_value(key, value)}" for key, value in overrides.items()]
+        return [f"{key}={_json_value(key, value)}" for key, value in overrides.items()]
     return list(overrides)
 
 
-def _written_value(key: str, value: Any) -> str:
-    """The value as JSON; a path is text, a numpy scalar its number."""
+def _json_value(key: str, value: Any) -> str:
+    """The value as JSON, with a path as text and a numpy scalar as a number."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError):
@@ -167,7 +170,7 @@ def _written_value(key: str, value: Any) -> str:
         ) from None
 
 
-def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def _with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     if not changes:
         return recipe
     return resolve_recipe([recipe.model_dump(mode="json"), dict(changes)], (recipe.name, "changes"))
@@ -176,67 +179,68 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 def _recipe_of_run(
     recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides, has_reward: bool
 ) -> Recipe:
-    """Raises UsageError for a recipe of several ranks, without any for a new run, and with another
-    than the run's for a resume."""
+    """The recipe to train with. Raises UsageError for a recipe of several ranks, for none in a new
+    run, and in a resume for another than the run's."""
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
     from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_another
 
-    given = None if recipe is None else load_recipe(recipe, overrides)
-    if resume and not (given and RunDirectory(path).only_opened):
+    loaded = None if recipe is None else load_recipe(recipe, overrides)
+    if resume and not (loaded and RunDirectory(path).only_opened):
         refuse_missing(path)
-        found = recipe_to_resume(path, None, _words(overrides))
-        if given is not None:
-            unlike = {"reward.function"} if has_reward else set()
-            if found.prompts.source == str(_prompts_file(path)):
-                unlike |= {"prompts.source", "prompts.id_field"}
+        resolved = recipe_to_resume(path, None, _words(overrides))
+        if loaded is not None:
+            may_differ = {"reward.function"} if has_reward else set()
+            if resolved.prompts.source == str(_prompts_file(path)):
+                may_differ |= {"prompts.source", "prompts.id_field"}
             name = recipe if isinstance(recipe, str) else "the recipe given"
-            refuse_another(given, found, name, path, unlike)
-    elif given is not None:
-        found = given
+            refuse_another(loaded, resolved, name, path, may_differ)
+    elif loaded is not None:
+        resolved = loaded
     else:
         raise UsageError("train() needs a recipe; only resume=True continues a run with its own")
-    if found.engine.num_processes > 1:
+    if resolved.engine.num_processes > 1:
         raise UsageError(
-            f"engine.num_processes {found.engine.num_processes}: train() is one process; use "
+            f"engine.num_processes {resolved.engine.num_processes}: train() is one process; use "
             "grpo-replay train, or launch this program with torchrun"
         )
-    return found
+    return resolved
 
 
-def _place_of(function: str | Callable[..., Any]) -> str:
-    """The name by which verifier processes import a function. Raises UsageError if they cannot."""
+def _import_path_of(function: str | Callable[..., Any]) -> str:
+    """The import path of a function, for verifier processes. Raises UsageError if they cannot
+    import it."""
     if isinstance(function, str):
         return function
     module, name = str(function.__module__), getattr(function, "__qualname__", "")
     loaded = sys.modules.get(module)
     source = Path(getattr(loaded, "__file__", None) or "")
     if "." not in module and source.is_file() and not hasattr(loaded, "__path__"):
-        # A program can be imported if it trains only as a program.
+        # A program can be imported if it trains only below a check of __name__.
         text = source.read_text(encoding="utf-8")
-        guarded = re.search(r"^if\s+__name__\s*==", text, re.MULTILINE) is not None
-        module = str(source.resolve()) if guarded or module != "__main__" else module
-    place = f"{module}:{name}"
-    if module == "__main__" or not is_import_path(place):
+        is_guarded = re.search(r"^if\s+__name__\s*==", text, re.MULTILINE) is not None
+        module = str(source.resolve()) if is_guarded or module != "__main__" else module
+    import_path = f"{module}:{name}"
+    if module == "__main__" or not is_import_path(import_path):
         raise UsageError(
             f"reward {name or function!r}: verifier processes import it by its name, so it must "
             "stand at the top of a module or a .py file (not in a notebook, a lambda or another "
             'function; in a program, train below `if __name__ == "__main__":`); or name it: '
             'reward="file.py:function"'
         )
-    return place
+    return import_path
 
 
-def _written(
+def _write_prompts(
     rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None
 ) -> dict[str, Any]:
-    """Write rows beside a run directory; returns the settings of `prompts` that name them."""
+    """Write rows next to a run directory; returns the `prompts` settings that name their file."""
     from grpo_replay.prompts.sources import as_meant
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
     features = getattr(rows, "features", None)  # of a `datasets.Dataset`
     try:
-        listed = [as_meant(dict(row), features) for row in rows]
-        lines = [json.dumps(row, default=_plain) for row in listed]
+        converted = [as_meant(dict(row), features) for row in rows]
+        lines = [json.dumps(row, default=_plain) for row in converted]
     except (TypeError, ValueError) as error:
         raise UsageError(
             "prompts: expected rows that map names to texts, numbers and lists of them, such as "
@@ -246,8 +250,8 @@ def _written(
     with named_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_whole(path, "".join(f"{line}\n" for line in lines))
-    known = id_field if listed and id_field in listed[0] else None
-    return {"source": str(path), "id_field": known}
+    has_ids = bool(converted) and id_field in converted[0]
+    return {"source": str(path), "id_field": id_field if has_ids else None}
 
 
 def _plain(value: Any) -> Any:

@@ -323,7 +323,8 @@ KNOWN = (
     ),
     Known(
         "the interval of all problems solved has no width", "grpo_replay/evaluation/statistics.py",
-        "widened = [with_both_answers(each) for each in values_N]", "widened = list(values_N)",
+        "widened = [with_both_answers(benchmark_N) for benchmark_N in values_N]",
+        "widened = list(values_N)",
         "tests/evaluation/test_statistics.py::"
         "test_none_of_thirty_problems_solved_leaves_a_tenth_possible",
     ),
@@ -362,7 +363,7 @@ KNOWN = (
     ),
     Known(
         "sign flips weight benchmarks by their problems", "grpo_replay/evaluation/statistics.py",
-        "np.concatenate([each / len(each) for each in differences])",
+        "np.concatenate([values_N / len(values_N) for values_N in differences])",
         "np.concatenate(differences)",
         "tests/evaluation/test_statistics.py::"
         "test_sign_flips_of_the_mean_weight_benchmarks_equally",

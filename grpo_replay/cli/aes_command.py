@@ -73,8 +73,8 @@ def print_scores(
     ]
     if any(map(any, intervals)):
         rows = [
-            (name, *(interval(bounds, "{:+.3f}".format) for bounds in each))
-            for name, each in zip(names[1:], intervals, strict=True)
+            (name, *(interval(bounds, "{:+.3f}".format) for bounds in three))
+            for name, three in zip(names[1:], intervals, strict=True)
         ]
         TextTable(("model", *header[3:]), rows, "95 % intervals over problems").print(console)
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
@@ -83,7 +83,7 @@ def print_scores(
 def _from_files(
     reference: str, files: Sequence[str], gain: float, loss: float
 ) -> tuple[Point, list[AesScore]]:
-    """The reference and the scores."""
+    """Read evaluation files; returns the reference and the scores."""
     report = read_report(Path(reference))
     candidates = [(file, read_report(Path(file))) for file in files]
     scores = score_reports((reference, report), candidates, gain, loss)
@@ -97,11 +97,11 @@ def _candidate(word: str) -> Point:
     return Point(name, *_numbers(numbers, f"--candidate {name}"))
 
 
-def _numbers(text: str, place: str) -> tuple[float, float]:
+def _numbers(text: str, option: str) -> tuple[float, float]:
     try:
         accuracy, length = map(float, text.split(","))
     except ValueError as error:
-        raise UsageError(f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576") from error
+        raise UsageError(f"{option} {text!r}: expected ACC,TOKENS, such as 26.71,7576") from error
     if not (0 <= accuracy <= 100 and 0 <= length < math.inf):
-        raise UsageError(f"{place} {text!r}: expected an accuracy of 0 to 100 %, and tokens")
+        raise UsageError(f"{option} {text!r}: expected an accuracy of 0 to 100 %, and tokens")
     return accuracy, length

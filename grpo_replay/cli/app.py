@@ -1,7 +1,7 @@
 """The command line. Each command is a class of options in `cli.options` and a module here with
 `run(options)`, which is imported when the command runs.
 
-Errors become messages and exit codes in `cli.error_boundary`, which is loaded with the first.
+`cli.error_boundary`, imported at the first error, turns errors into messages and exit codes.
 """
 
 import os
@@ -22,8 +22,8 @@ class CommandGroup(TyperGroup):
     """A Typer group that reports every error of its commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The options of the group. A flag that is not given is False, not None: Typer loads
-        pydantic to convert anything but a bool, which would cost the help of every command."""
+        """The options of the group. A missing flag is False, not None: to convert anything but a
+        bool Typer imports pydantic, which would slow down the help of every command."""
         params = super().get_params(ctx)
         for parameter in params:
             if getattr(parameter, "is_flag", False) and parameter.default is None:
@@ -71,8 +71,8 @@ COMMANDS = {
 
 
 def _runner(name: str) -> Callable[[Any], int]:
-    def run(given: Any) -> int:
-        return import_module(f"grpo_replay.cli.{name.partition('-')[0]}_command").run(given)
+    def run(options: Any) -> int:
+        return import_module(f"grpo_replay.cli.{name.partition('-')[0]}_command").run(options)
 
     return run
 
@@ -81,8 +81,8 @@ for _name, _options in COMMANDS.items():
     app.command(_name)(options.as_command(_name, _options, _runner(_name)))
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         print(f"grpo-replay {__version__}")
         raise typer.Exit()
 
@@ -100,20 +100,20 @@ def _main_options(
 
 
 def main() -> None:
-    """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
-    for safety, 130 interrupted."""
+    """Run the console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4
+    stopped for safety, 130 interrupted."""
     from grpo_replay.terminal.console import prepare_streams
 
     prepare_streams()
     from grpo_replay.distributed.failures import exit_as_rank
 
-    # A notebook's kernel names its own, which may not be installed here. Figures go to files.
+    # A notebook's kernel sets its own backend, which may not be installed here.
     os.environ.pop("MPLBACKEND", None)
     exit_as_rank(_run_app)
 
 
 def _run_app() -> None:
-    """The commands, and the help and version, whose output may not fit on a disk either."""
+    """Run the command line; reports a failed write also of help and version, as on a full disk."""
     try:
         try:
             app()
@@ -121,10 +121,10 @@ def _run_app() -> None:
             sys.stdout.flush()
     except OSError as error:
         from grpo_replay.cli.error_boundary import exit_code_of
-        from grpo_replay.terminal.console import lead_nowhere
+        from grpo_replay.terminal.console import redirect_to_devnull
 
         code = exit_code_of(error)
-        lead_nowhere(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         sys.exit(code)
 
 

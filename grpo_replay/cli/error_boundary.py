@@ -1,5 +1,4 @@
-"""The one place where the errors of a command become messages and exit codes. Loaded when one
-occurs."""
+"""Turns the errors of a command into messages and exit codes. Imported at the first error."""
 
 import errno
 import logging
@@ -22,14 +21,14 @@ _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errn
 
 
 def exit_code_of(error: Exception) -> int:
-    """Report what a command raised; returns the exit code."""
-    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+    """Report the error of a command; returns the exit code."""
+    if isinstance(error, BrokenPipeError) and _reader_is_closed():
         return _end_quietly(error)
     return report_error(error)
 
 
-def _reader_is_gone() -> bool:
-    """True if stdout is a pipe that nobody reads any more: `… | head`."""
+def _reader_is_closed() -> bool:
+    """Whether stdout is a pipe whose reader has closed it: `… | head`."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -39,10 +38,10 @@ def _reader_is_gone() -> bool:
 
 
 def _end_quietly(error: BrokenPipeError) -> int:
-    """Let Python's last flush go nowhere; returns the exit code that the command had, else 0."""
-    from grpo_replay.terminal.console import lead_nowhere
+    """Redirect Python's last flush to /dev/null; returns the exit code of the command, else 0."""
+    from grpo_replay.terminal.console import redirect_to_devnull
 
-    lead_nowhere(sys.stdout)
+    redirect_to_devnull(sys.stdout)
     return int(getattr(error.__context__, "exit_code", 0))
 
 
@@ -61,9 +60,9 @@ def report_error(error: Exception) -> int:
 
     _log(error)
     error = (
-        _of_a_removed_directory(error)
-        or _of_a_bad_path(error)
-        or _of_a_missing_extra(error)
+        _removed_directory_error(error)
+        or _bad_path_error(error)
+        or _missing_extra_error(error)
         or error
     )
     if is_lost_peer(error):
@@ -80,26 +79,30 @@ def report_error(error: Exception) -> int:
         print_error(printable(without_secrets(f"error: {error}{notes}")))
         return code
     lines = "".join(traceback.format_exception(error))
-    if place := _foreign_place(error):
-        whose = f"error: {type(error).__name__} in {place}, which is no part of grpo-replay"
+    if location := _user_code_location(error):
+        origin = f"error: {type(error).__name__} in {location}, which is not part of grpo-replay"
     else:
-        whose = "This is a bug in grpo-replay: please report it with the lines above."
-    print_error(printable(without_secrets(lines) + whose))
+        origin = "This is a bug in grpo-replay: please report it with the lines above."
+    print_error(printable(without_secrets(lines) + origin))
     return code
 
 
-def _foreign_place(error: Exception) -> str | None:
-    """The innermost line of a traceback that is neither of this package nor of an installed one:
-    code that the recipe names. None without one. (Compiled code names files that are not there.)"""
-    own = (str(Path(__file__).parent.parent), *sysconfig.get_paths().values(), sys.base_prefix)
-    frames = [each for each in traceback.extract_tb(error.__traceback__)
-              if not each.filename.startswith((*own, "<"))
-              and Path(each.filename).exists()]  # fmt: skip
+def _user_code_location(error: Exception) -> str | None:
+    """The innermost line of a traceback outside this package and installed ones, which is code that
+    the recipe names; None without one. (Compiled code names source files that do not exist.)"""
+    installed = (
+        str(Path(__file__).parent.parent),
+        *sysconfig.get_paths().values(),
+        sys.base_prefix,
+    )
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith((*installed, "<"))
+              and Path(frame.filename).exists()]  # fmt: skip
     return f"{frames[-1].filename} line {frames[-1].lineno}, {frames[-1].name}" if frames else None
 
 
-def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:
-    """The error to show for a path that the system refuses whatever we do with it; else None."""
+def _bad_path_error(error: Exception) -> GrpoReplayError | None:
+    """The error to show for a path that the operating system refuses; else None."""
     if not isinstance(error, OSError) or error.errno not in _BAD_PATH or error.filename is None:
         return None
     name = str(error.filename)
@@ -107,8 +110,8 @@ def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:
     return DataError(f"{short}: {error.strerror}; check the path and its permissions")
 
 
-def _of_a_removed_directory(error: Exception) -> GrpoReplayError | None:
-    """The error to show if there is no working directory any more, where relative paths begin."""
+def _removed_directory_error(error: Exception) -> GrpoReplayError | None:
+    """The error to show if the working directory was removed; else None."""
     if not isinstance(error, FileNotFoundError):
         return None
     try:
@@ -121,20 +124,21 @@ def _of_a_removed_directory(error: Exception) -> GrpoReplayError | None:
     return None
 
 
-def _of_a_missing_extra(error: Exception) -> GrpoReplayError | None:
-    """The error to show if an extra of this package that the command needs is not installed."""
+def _missing_extra_error(error: Exception) -> GrpoReplayError | None:
+    """The error to show if the command needs an extra of this package that is not installed; else
+    None."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     from importlib.metadata import PackageNotFoundError, requires
 
     module = error.name.partition(".")[0]
-    wanted = {"zmq": "pyzmq"}.get(module, module).replace("_", "-")
+    package = {"zmq": "pyzmq"}.get(module, module).replace("_", "-")
     try:
         lines = requires("grpo-replay") or []
     except PackageNotFoundError:  # a source tree on the path
         return None
-    needs = re.compile(rf"{re.escape(wanted)}\b.*extra == ['\"](\w+)['\"]", re.IGNORECASE)
-    extras = [found[1] for line in lines if (found := needs.match(line))]
+    pattern = re.compile(rf"{re.escape(package)}\b.*extra == ['\"](\w+)['\"]", re.IGNORECASE)
+    extras = [match[1] for line in lines if (match := pattern.match(line))]
     if not extras:
         return None
     extra = "train" if "train" in extras else extras[0]
@@ -144,13 +148,13 @@ def _of_a_missing_extra(error: Exception) -> GrpoReplayError | None:
 
 
 def _failed_write(error: Exception) -> str | None:
-    """A message for an OSError of a disk that is full or a folder that may not be changed."""
+    """The message for an OSError of a full disk or a folder without write permission; else None."""
     from grpo_replay.storage.atomic import describe_write_failure
 
     if not isinstance(error, OSError) or not (reason := describe_write_failure(error)):
         return None
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{reason}"
+    file = f"{error.filename}: " if error.filename else ""
+    return f"{file}{reason}"
 
 
 def _log(error: Exception) -> None:

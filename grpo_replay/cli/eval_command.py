@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from grpo_replay.cli.foreign_code import code_of, consider_code
+from grpo_replay.cli.foreign_code import announce_or_refuse_code, code_of
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment, refuse_other_count
 from grpo_replay.errors import OutputDirectoryError, UsageError
@@ -47,7 +47,7 @@ from grpo_replay.terminal.quiet import warnings_on_stderr
 
 DEFAULT_FOLDER = Path("evaluations")
 PLAIN_LINES = 10
-"""Progress lines of an evaluation when stderr is no terminal."""
+"""Number of progress lines of an evaluation when stderr is not a terminal."""
 
 
 def run(options: EvalOptions) -> int:
@@ -56,8 +56,8 @@ def run(options: EvalOptions) -> int:
     Raises UsageError for options that would have no effect.
     """
     if options.compare is not None:
-        alone = EvalOptions(compare=options.compare, as_json=options.as_json)
-        if options != alone:
+        allowed = EvalOptions(compare=options.compare, as_json=options.as_json)
+        if options != allowed:
             raise UsageError("--compare reads two reports: leave out all other options but --json")
         return _compare(*options.compare, options.as_json)
     if options.ckpt is None:
@@ -67,13 +67,13 @@ def run(options: EvalOptions) -> int:
 
 def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
     """The recipe of an evaluation of `source` with these options."""
-    chosen = {
+    eval_keys = {
         "benchmarks": list(options.benchmarks) or None,
         "samples": options.k,
         "data_folder": options.data_folder,
         "greedy": options.greedy,
     }
-    choices = {"eval": {key: value for key, value in chosen.items() if value is not None}}
+    choices = {"eval": {key: value for key, value in eval_keys.items() if value is not None}}
     if options.backend is not None:
         choices["sampling"] = {"backend": options.backend}
     return resolve_evaluation(source, options.recipe, options.overrides, choices)
@@ -82,7 +82,7 @@ def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
 def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     """Evaluate, write the report and its per-sample rows, and print the tables."""
     recipe = resolved(options, source)
-    _consider_code(recipe, options, source)
+    _announce_or_refuse_code(recipe, options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
     if options.output is None and output.exists():
         raise OutputDirectoryError(
@@ -101,8 +101,8 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
         for notice in _notices(options, source, recipe):
             print(notice, file=sys.stderr)
     ranks = environment.world_size
-    what = "evaluating" if ranks == 1 else f"evaluating (rank 0 of {ranks})"
-    with StopToken().on_signals(), _progress(what) as on_progress, warnings_on_stderr():
+    label = "evaluating" if ranks == 1 else f"evaluating (rank 0 of {ranks})"
+    with StopToken().on_signals(), _progress(label) as on_progress, warnings_on_stderr():
         report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
     if report is not None:
         report.write(output)
@@ -110,19 +110,20 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     return 0
 
 
-def _consider_code(recipe: Recipe, options: EvalOptions, source: ModelSource) -> None:
-    """Name the code that a run's own recipe brings, or with --no-code refuse any."""
-    given = [*options.overrides]
+def _announce_or_refuse_code(recipe: Recipe, options: EvalOptions, source: ModelSource) -> None:
+    """Announce the code that a run's own recipe names; with --no-code refuse that of any recipe."""
+    overrides = [*options.overrides]
     if options.backend is not None:
-        given.append(f"sampling.backend={options.backend}")
-    code = code_of(recipe, ("model", "sampling", "reward", "eval"), given)
-    own = options.recipe is None
-    whose = f"the recipe of {source.path}" if own else f"recipe {options.recipe}"
-    consider_code(code, whose, options.no_code, own and rank_environment().rank == 0)
+        overrides.append(f"sampling.backend={options.backend}")
+    code = code_of(recipe, ("model", "sampling", "reward", "eval"), overrides)
+    is_own = options.recipe is None
+    origin = f"the recipe of {source.path}" if is_own else f"recipe {options.recipe}"
+    announces = is_own and rank_environment().rank == 0
+    announce_or_refuse_code(code, origin, options.no_code, announces)
 
 
 def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:
-    """Sentences on the defaults chosen for the user."""
+    """Sentences about defaults that were chosen for the user."""
     notices = [source.notice] if source.notice else []
     if recipe_path(source, options.recipe) is None:
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
@@ -136,12 +137,12 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
 
 
 @contextmanager
-def _progress(doing: str) -> Iterator[OnProgress]:
-    """Shows the progress of rank 0: a bar on a terminal, a few plain lines elsewhere."""
+def _progress(label: str) -> Iterator[OnProgress]:
+    """Show the progress of rank 0: a bar on a terminal, else a few plain lines."""
     console, shown = open_console(stderr=True), 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(
-        TextColumn(doing), *columns, TextColumn("{task.description}"),
+        TextColumn(label), *columns, TextColumn("{task.description}"),
         console=console, disable=not console.is_terminal,
     )  # fmt: skip
     task = bar.add_task("", total=None)
@@ -152,7 +153,7 @@ def _progress(doing: str) -> Iterator[OnProgress]:
         bar.update(task, total=total, completed=done, description=accuracy)
         if bar.disable and done * PLAIN_LINES >= (shown + 1) * total:
             shown = done * PLAIN_LINES // total
-            console.print(f"{doing} {done}/{total} {accuracy}")
+            console.print(f"{label} {done}/{total} {accuracy}")
 
     with bar:
         yield show
@@ -169,8 +170,8 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
         table.print(console)
     for name, result in report.sampled.benchmarks.items():
         if result.unparsable_answers:
-            bad = ", ".join(result.unparsable_answers)
-            console.print(f"{name}: the reference answers of {bad} cannot be parsed")
+            ids = ", ".join(result.unparsable_answers)
+            console.print(f"{name}: the reference answers of {ids} cannot be parsed")
     if missing := report.missing_verdicts():
         console.print(missing, soft_wrap=True)
     console.print(f"written: {output}, {samples_path(output).name}", soft_wrap=True)

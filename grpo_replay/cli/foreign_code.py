@@ -1,5 +1,5 @@
-"""The code that a recipe brings (functions of the user's by their place, classes that vLLM imports,
-and `trust_remote_code`), and what every command does with it: name it before it runs, or refuse it.
+"""The code that a recipe names (import paths of functions, classes that vLLM imports, and
+`trust_remote_code`). Every command announces it before it runs, or refuses it.
 """
 
 import sys
@@ -14,47 +14,47 @@ from grpo_replay.storage.stored_recipe import texts_in
 from grpo_replay.terminal.console import printable
 
 
-def consider_code(code: Sequence[str], whose: str, refuse: bool, announce: bool) -> None:
-    """Print the `code` of a recipe on stderr, with `announce`. Raises UsageError to `refuse` it."""
+def announce_or_refuse_code(code: Sequence[str], origin: str, refuse: bool, announce: bool) -> None:
+    """Print the `code` of a recipe on stderr if `announce`. Raises UsageError if `refuse`."""
     if not code:
         return
-    named = "; ".join(code)
+    listed = "; ".join(code)
     if refuse:
         raise UsageError(
-            f"--no-code: {whose} brings code that would run: {named}. Read it, then leave "
+            f"--no-code: {origin} brings code that would run: {listed}. Read it, then leave "
             "--no-code out, or choose something else with --set"
         )
     if announce:
-        text = f"{whose} brings code that will run: {named} (--no-code refuses it)"
+        text = f"{origin} brings code that will run: {listed} (--no-code refuses it)"
         print(printable(text), file=sys.stderr, flush=True)
 
 
 def code_of(
     recipe: Recipe, sections: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> list[str]:
-    """`key value` of all that would run as code when `recipe` is used, in the order of its
-    sections, or of these `sections` alone. What the `--set` words `overrides` say is the user's."""
+    """List `key value` of everything in `recipe`, or in these `sections` of it, that runs as code.
+    Keys that the user gave by --set (`overrides`) are left out."""
     given = parse_overrides(overrides)
     return [
         f"{key} {value}"
-        for key, value in _places(recipe)
+        for key, value in _code_values(recipe)
         if (not sections or key.partition(".")[0] in sections) and not _is_given(key, given)
     ]
 
 
-def _places(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+def _code_values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", f"true ({recipe.model.path})"
     backend, verifier = recipe.sampling.backend, recipe.eval.reward
-    named = [("sampling.backend", SAMPLERS, backend)]
-    named += [("reward.function", VERIFIERS, each.function) for each in recipe.reward.functions]
-    named += [
+    entries = [("sampling.backend", SAMPLERS, backend)]
+    entries += [("reward.function", VERIFIERS, term.function) for term in recipe.reward.functions]
+    entries += [
         ("advantage.estimator", ADVANTAGES, recipe.advantage.estimator),
         ("replay.priority", PRIORITIES, recipe.replay.priority),
         ("loss.kind", LOSSES, recipe.loss.kind),
         ("eval.reward", VERIFIERS, verifier),
     ]
-    yield from ((key, value) for key, known, value in named if value not in known.names)
+    yield from ((key, value) for key, shipped, value in entries if value not in shipped.names)
     for key, value in texts_in(recipe.sampling.vllm.others):
         if "." in value or ":" in value:  # the form of a module's class or of a file
             yield f"sampling.vllm.{key}", value

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_replay.cli.foreign_code import code_of, consider_code
+from grpo_replay.cli.foreign_code import announce_or_refuse_code, code_of
 from grpo_replay.cli.options import InspectOptions
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection import views
@@ -29,27 +29,27 @@ def run(options: InspectOptions) -> int:
     """
     _check_options(options)
     source = open_source(options.path, options.step)
-    _consider_code(source, options)
+    _announce_or_refuse_code(source, options)
     console, as_json = open_console(markup=True), options.as_json
     if options.verify:
         return _verify(source, console, as_json, options.with_model)
     if options.what_if:
-        _answer(what_if(source, options.what_if), views.print_what_if, console, as_json)
+        _print(what_if(source, options.what_if), views.print_what_if, console, as_json)
     elif options.show is not None:
-        _answer(read_life(source, options.show), views.print_life, console, as_json)
+        _print(read_life(source, options.show), views.print_life, console, as_json)
     else:
         _screen(source, options, console)
     return 0
 
 
 def _check_options(options: InspectOptions) -> None:
-    asked = {
+    views_given = {
         "--show": options.show is not None,
         "--verify": options.verify,
         "--what-if": bool(options.what_if),
         "--plot": options.plot is not None,
     }
-    used = [name for name, given in asked.items() if given]
+    used = [name for name, is_given in views_given.items() if is_given]
     if len(used) > 1:
         raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
     if options.plot is not None:
@@ -59,16 +59,16 @@ def _check_options(options: InspectOptions) -> None:
     if options.verify and options.step is not None:
         raise UsageError("--verify reads the whole run; leave out --step")
     if options.with_model and not options.verify:
-        raise UsageError("--with-model recomputes what --verify can check with weights: add it")
+        raise UsageError("--with-model extends --verify by checks that need weights: add --verify")
 
 
-def _consider_code(source: Source, options: InspectOptions) -> None:
-    """Name the code of the run that an inspection runs, or with --no-code refuse any."""
+def _announce_or_refuse_code(source: Source, options: InspectOptions) -> None:
+    """Announce the run's code that an inspection calls, or refuse it with --no-code."""
     if source.recipe is None:
         return
     sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
     code = code_of(source.recipe, sections)
-    consider_code(code, f"the run in {source.path}", options.no_code, announce=True)
+    announce_or_refuse_code(code, f"the run in {source.path}", options.no_code, announce=True)
 
 
 def _print_json(document: Any) -> None:
@@ -111,14 +111,14 @@ def _plot(
     open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
-def _answer(
-    found: Any, show: Callable[[Any, Console], None], console: Console, as_json: bool
+def _print(
+    result: Any, show: Callable[[Any, Console], None], console: Console, as_json: bool
 ) -> None:
-    """Print a dataclass as JSON, or as `show` does."""
+    """Print a dataclass as JSON, or by `show`."""
     if as_json:
-        _print_json(asdict(found))
+        _print_json(asdict(result))
     else:
-        show(found, console)
+        show(result, console)
 
 
 def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:
@@ -137,14 +137,14 @@ def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -
 
 
 def _policies(source: Source) -> Callable[[int], Any]:
-    """Opens the policy after a step of the run; of step 0 the model that it began with."""
+    """A function that opens the policy after a step of the run; after step 0, the initial model."""
     from grpo_replay.terminal.quiet import quiet_libraries
 
     with quiet_libraries():
         from grpo_replay.engine.saved_policies import PlainPolicy
 
     def open_policy(step: int) -> PlainPolicy:
-        assert source.recipe, "the verification has read it"
+        assert source.recipe, "the verification needs it"
         checkpoint = source.path / "checkpoints" / checkpoint_name(step) if step else None
         return PlainPolicy(source.recipe, checkpoint)
 

@@ -1,6 +1,6 @@
-"""The options of every command: a class for each, whose docstring is the help of the command and
-whose fields are its arguments and options. Imports nothing heavy, so that `--help` and completion
-answer at once.
+"""The options of every command: one class per command, whose docstring is its help and whose fields
+are its arguments and options. Imports nothing heavy, so that `--help` and completion answer at
+once.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def flag(help: str, name: str) -> Any:
 
 
 def many(help: str, *names: str, **kind: Any) -> Any:
-    """A field of any number of values, each after the name of the option."""
+    """A field for an option that may be repeated."""
     return option(help, *names, default=(), **kind)
 
 
@@ -48,29 +48,29 @@ def json_wanted() -> Any:
 
 
 def as_command(name: str, options: type, run: Callable[[Any], int]) -> Callable[..., None]:
-    """A function with these options as parameters, of which Typer makes a command. It calls `run`
-    with an object of the class, and ends with the exit code that `run` returns."""
+    """Make a function for Typer with these options as parameters. It calls `run` with an object of
+    the class `options`, and exits with the code that `run` returns."""
 
     def command(**values: Any) -> None:
-        given = {
+        chosen = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in values.items()
             if value is not None
         }
-        raise typer.Exit(run(options(**given)))
+        raise typer.Exit(run(options(**chosen)))
 
     hints = get_type_hints(options)
     parameters = [
         inspect.Parameter(
-            each.name,
+            option.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=_typer_default(each.default),
-            annotation=Annotated[_typer_type(hints[each.name]), each.metadata["typer"]],
+            default=_typer_default(option.default),
+            annotation=Annotated[_typer_type(hints[option.name]), option.metadata["typer"]],
         )
-        for each in fields(options)
+        for option in fields(options)
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = name, options.__doc__
     return command
 
@@ -82,14 +82,14 @@ def _typer_default(default: Any) -> Any:
 
 
 def _typer_type(kind: Any) -> Any:
-    """Typer calls an option that may be repeated a list."""
+    """The type of an option for Typer, which calls one that may be repeated a list."""
     if get_origin(kind) is tuple and get_args(kind)[-1] is ...:
         return list[get_args(kind)[0]] | None  # type: ignore[misc]
     return kind
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    """Shipped recipes that begin so. If there are none, the shell completes files."""
+    """Shipped recipes with this prefix. If there are none, the shell completes files."""
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 

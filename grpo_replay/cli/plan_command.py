@@ -66,18 +66,18 @@ def run(options: PlanOptions) -> int:
     if (options.overrides and not options.recipe) or (options.recipe and options.from_run):
         raise UsageError("plan takes a RECIPE, which --set changes, or the one of --from-run DIR")
     recipe = load_recipe(options.recipe, options.overrides) if options.recipe else None
-    seen = RunEstimates()
+    estimates = RunEstimates()
     if options.from_run is not None:
         source = open_source(options.from_run)
-        recipe, seen = source.recipe, estimate_from_run(source)
-    inputs = plan_inputs(recipe, seen, options)
+        recipe, estimates = source.recipe, estimate_from_run(source)
+    inputs = plan_inputs(recipe, estimates, options)
     designs = {"best FIFO": best_fifo(inputs)}
     if recipe is not None and recipe.replay.replays:
         designs["this recipe"] = design_of(inputs, recipe.replay)
     best = designs["best FIFO"]
     settings = {"replay": replay_settings(inputs, best.x, best.y)}
     if recipe is not None:
-        settings |= settings_beside(recipe, inputs.updates_per_step)
+        settings |= other_settings(recipe, inputs.updates_per_step)
     if options.as_json:
         print_json(plan_document(inputs, designs, settings))
     else:
@@ -86,9 +86,9 @@ def run(options: PlanOptions) -> int:
     return 0
 
 
-def settings_beside(recipe: Recipe, updates: int) -> Settings:
-    """By section, what a recipe with a FIFO buffer and so many updates a step has that this recipe
-    has not."""
+def other_settings(recipe: Recipe, updates: int) -> Settings:
+    """The settings, by section, to change in `recipe` for a FIFO buffer with so many updates per
+    step."""
     batch: dict[str, Any] = {}
     if recipe.batch.mini_batch_rollouts is not None:
         batch["mini_batch_rollouts"] = None
@@ -98,7 +98,7 @@ def settings_beside(recipe: Recipe, updates: int) -> Settings:
     return {"batch": batch, "sampling": refills}
 
 
-def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions) -> PlanInputs:
+def plan_inputs(recipe: Recipe | None, estimates: RunEstimates, options: PlanOptions) -> PlanInputs:
     """The assumptions, each with its origin: a given value precedes a measured one, which precedes
     an assumed one."""
     assumed: dict[str, tuple[Any, str]] = {
@@ -113,25 +113,25 @@ def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions)
         assumed |= {key: (getattr(expected, key), expected.sources[key])
                     for key in ("mu", "survival")}  # fmt: skip
         assumed["rollouts_per_step"] = recipe.rollouts_per_step, "of the recipe"
-    found = {key: (value, f"assumed: {why}") for key, (value, why) in assumed.items()}
+    inputs = {key: (value, f"assumed: {why}") for key, (value, why) in assumed.items()}
     for key in ("mu", "survival", "rollouts_per_step"):
-        if (value := getattr(seen, key)) is not None:
-            found[key] = value, "measured in the run"
-    points = seen.growth_points if options.growth is None else ()
+        if (value := getattr(estimates, key)) is not None:
+            inputs[key] = value, "measured in the run"
+    points = estimates.growth_points if options.growth is None else ()
     if points:
-        few = "" if seen.growth_known else ": too few"
-        drawn = f"{seen.growth_draws:,} draws of ages {points[0][0]} to {points[-1][0]}{few}"
+        few = "" if estimates.growth_known else ": too few"
+        drawn = f"{estimates.growth_draws:,} draws of ages {points[0][0]} to {points[-1][0]}{few}"
         # A run that replayed and saw no growth measured a constant variance.
         growth = fit_growth(points) or RatioGrowth(0.0, 1.0)
-        found["growth"] = growth, f"measured in the run on {drawn}"
+        inputs["growth"] = growth, f"measured in the run on {drawn}"
     for key in ("mu", "rho", "growth", "survival"):
         if (value := getattr(options, key)) is not None:
-            found[key] = PowerGrowth(value) if key == "growth" else value, "given"
+            inputs[key] = PowerGrowth(value) if key == "growth" else value, "given"
     return PlanInputs(
-        **{name: value for name, (value, _) in found.items()},
-        sources={name: source for name, (_, source) in found.items()},
+        **{name: value for name, (value, _) in inputs.items()},
+        sources={name: source for name, (_, source) in inputs.items()},
         growth_others=other_growths(points) if points else (),
-        growth_known=options.growth is not None or seen.growth_known,
+        growth_known=options.growth is not None or estimates.growth_known,
         updates_per_step=recipe.draws_per_step if recipe else 1,
     )
 
@@ -139,14 +139,14 @@ def plan_inputs(recipe: Recipe | None, seen: RunEstimates, options: PlanOptions)
 def plan_document(
     inputs: PlanInputs, designs: dict[str, Design], settings: Settings
 ) -> dict[str, Any]:
-    """The plan as JSON values, null for what is not finite."""
+    """The plan as JSON values; null for a number that is not finite."""
     assumptions = asdict(inputs)
     assumptions["growth"] = inputs.growth.describe()
     assumptions["growth_parameters"] = asdict(inputs.growth)
     return json_values(
         {
             "verdict": verdict(inputs, designs),
-            "designs": {name.replace(" ", "_"): asdict(each) for name, each in designs.items()},
+            "designs": {name.replace(" ", "_"): asdict(design) for name, design in designs.items()},
             "settings": settings,
             "assumptions": assumptions,
         }
@@ -164,52 +164,56 @@ def print_plan(
     console.print(verdict(inputs, designs), style="bold", soft_wrap=True)
     console.print(f"Measured on our tasks: {MEASURED} Here μ is {inputs.mu:.3g}.")
     rows = [
-        (name, *(cell.format(each).replace("inf", "∞") for each in designs.values()))
+        (name, *(cell.format(design).replace("inf", "∞") for design in designs.values()))
         for name, cell in ROWS.items()
     ]
-    rows.append(("pays above μ, predicted", *(_pays(each.pays_above) for each in designs.values())))
+    thresholds = [_pays(design.pays_above) for design in designs.values()]
+    rows.append(("pays above μ, predicted", *thresholds))
     TextTable(("", *designs), rows).print(console)
     for name, source in inputs.sources.items():
         value = getattr(inputs, name)
         shown = inputs.growth.describe() if name == "growth" else f"{value:,.4g}"
         console.print(f"{'μ' if name == 'mu' else name} {shown}: {source}", style="dim")
     if in_trl:
-        given = {key: round(value, 2) if isinstance(value, float) else value
-                 for key, value in settings["replay"].items() if key != "preset"}  # fmt: skip
-        arguments = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        words = f'ReplayConfig.of("{settings["replay"]["preset"]}", {arguments})'
+        rounded = {key: round(value, 2) if isinstance(value, float) else value
+                   for key, value in settings["replay"].items() if key != "preset"}  # fmt: skip
+        arguments = ", ".join(f"{key}={value!r}" for key, value in rounded.items())
+        text = f'ReplayConfig.of("{settings["replay"]["preset"]}", {arguments})'
     else:
-        words = " ".join(
+        text = " ".join(
             f"--set {section}.{key}={_setting(value)}"
             for section, values in settings.items()
             for key, value in values.items()
         )
-    console.print(f"best FIFO, computed and not run: {words}", soft_wrap=True)
+    console.print(f"best FIFO, computed and not run: {text}", soft_wrap=True)
     console.print(MEANS, style="dim")
 
 
 def verdict(inputs: PlanInputs, designs: dict[str, Design]) -> str:
-    """What the theory says of the recipe, or without one that replays of the best FIFO buffer."""
-    whose = "this recipe" if "this recipe" in designs else "the best FIFO buffer"
+    """What the theory predicts for the recipe, or for the best FIFO buffer if there is no recipe
+    that replays."""
+    name = "this recipe" if "this recipe" in designs else "the best FIFO buffer"
     design = designs.get("this recipe", designs["best FIFO"])
     why = "" if inputs.growth_known else ", because the growth of variance with age is not known"
-    words = {
+    answers = {
         "cheaper": "replay is predicted to pay",
         "dearer": "replay is predicted not to pay",
         "undecided": f"the prediction is undecided{why}",
     }
     ratio, low, high = (
-        f"{each:.2f}".replace("inf", "∞")
-        for each in (design.verdict.ratio, design.verdict.low, design.verdict.high)
+        f"{value:.2f}".replace("inf", "∞")
+        for value in (design.verdict.ratio, design.verdict.low, design.verdict.high)
     )
-    said = f"{words[design.verdict.answer]}: {whose} needs {ratio} times the compute of no replay "
-    said += f"at μ = {inputs.mu:.3g}"
+    answer = answers[design.verdict.answer]
+    sentence = (
+        f"{answer}: {name} needs {ratio} times the compute of no replay at μ = {inputs.mu:.3g}"
+    )
     if design.verdict.answer == "undecided":
-        return said + f", {low} to {high} if one assumption changes"
+        return sentence + f", {low} to {high} if one assumption changes"
     if design.pays_above is None:
-        return said
+        return sentence
     pays = _pays(design.pays_above)
-    return said + (", and pays at no μ" if pays == "never" else f", and pays above μ {pays}")
+    return sentence + (", and pays at no μ" if pays == "never" else f", and pays above μ {pays}")
 
 
 def _pays(mu: float | None) -> str:

@@ -29,26 +29,26 @@ def run(options: ReportOptions) -> int:
     if output is not None:
         refuse_other_files(output)
     experiment = collect(options.paths, options.baseline)
-    targets = [each / 100 for each in options.reach]
+    targets = [percent / 100 for percent in options.reach]
     outcome = default_outcome(experiment, options.metric.replace("@", "_at_"))
     if options.benchmark:
         outcome = replace(outcome, benchmark=options.benchmark)
-    found = measure(experiment, targets, options.mu, outcome)
+    document = measure(experiment, targets, options.mu, outcome)
     if output is not None:
-        write_report(experiment, found, output)
+        write_report(experiment, document, output)
         open_console(stderr=True, soft_wrap=True).print(f"wrote {output}/report.html")
     if options.as_json:
-        print_json(as_json(found))
+        print_json(as_json(document))
     else:
-        print_report(found, open_console())
+        print_report(document, open_console())
     return 0
 
 
-def print_report(found: Document, console: Console) -> None:
-    """Print the verdict, what is compared, warnings, and the table with its legend."""
-    console.print(verdict(found), style="bold", soft_wrap=True)
-    console.print(" · ".join([found["name"], *facts_of(found)]), style="dim")
-    for warning in warnings_of(found):
+def print_report(document: Document, console: Console) -> None:
+    """Print the verdict, the facts of the comparison, warnings, and the table with its legend."""
+    console.print(verdict(document), style="bold", soft_wrap=True)
+    console.print(" · ".join([document["name"], *facts_of(document)]), style="dim")
+    for warning in warnings_of(document):
         console.print(f"! {warning}", style="yellow")
     console.print()
-    report_table(found).print(console)
+    report_table(document).print(console)

@@ -34,7 +34,7 @@ PLAIN_LINES = 20
 """Number of progress lines of a run when stderr is not a terminal."""
 
 REWARD_STEPS = 20
-"""Steps of the mean reward that is shown: the reward of one step says little."""
+"""Number of steps in the displayed mean reward: a single step's reward is noisy."""
 
 
 class RunDisplay(Observer):
@@ -64,7 +64,7 @@ class RunDisplay(Observer):
         return self
 
     def _screen(self) -> Group:
-        """The bar, and below it the last step: side by side they need more than 80 columns."""
+        """The bar above the last step: next to each other they need more than 80 columns."""
         return Group(self._progress, Text(self._line))
 
     def __exit__(self, *_: object) -> None:
@@ -113,8 +113,8 @@ class RunDisplay(Observer):
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
-        before = self._tokens_per_second
-        self._tokens_per_second = speed if before is None else 0.9 * before + 0.1 * speed
+        average = self._tokens_per_second
+        self._tokens_per_second = speed if average is None else 0.9 * average + 0.1 * speed
         self._line = line = self._describe_step(metrics)
         self._progress.update(self._task, completed=metrics["step"])
         step = metrics["step"]
@@ -134,9 +134,10 @@ class RunDisplay(Observer):
         if self._held_out:
             parts.append(self._held_out)
         fresh, replayed = metrics["fresh/rollouts"], metrics["replay/rollouts"]
-        why = "" if reward is None or fresh or replayed else " (no group with signal)"
-        drawn = "would replay" if "shadow/rare_success_fraction" in metrics else "replayed"
-        parts.append(f"fresh {fresh} {drawn} {replayed}{why}")
+        has_rows = reward is None or fresh or replayed
+        reason = "" if has_rows else " (no group with signal)"
+        verb = "would replay" if "shadow/rare_success_fraction" in metrics else "replayed"
+        parts.append(f"fresh {fresh} {verb} {replayed}{reason}")
         if metrics["replay/age_mean"] is not None:
             parts.append(f"age {metrics['replay/age_mean']:.1f}")
         if "async/trainer_idle" in metrics:
@@ -152,7 +153,7 @@ class RunDisplay(Observer):
         print_result(
             result.run_dir,
             result.summary,
-            # The run is finished and on disk, whether its summary can be printed or not.
+            # A failed print of the summary is no failure of the run, which is finished and on disk.
             open_console(file=cast(TextIO, GuardedStream(sys.stdout, may_fail=True))),
         )
 
@@ -165,7 +166,7 @@ def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> Non
 
 
 def describe_stop(result: "RunResult") -> str:
-    """What an interrupted run leaves, and the command that continues it."""
+    """The state that an interrupted run saved, and the command that continues it."""
     saved = f"after step {result.step}, with a checkpoint"
     if result.step == 0:
         saved = "before the end of step 1: there is nothing to save yet"
@@ -192,15 +193,15 @@ SHOWN_CHARACTERS = 300
 
 
 def shortened(text: str) -> str:
-    """The text on one line, without control characters; its middle left out beyond
-    `SHOWN_CHARACTERS`."""
+    """The text on one line, without control characters; beyond `SHOWN_CHARACTERS` without its
+    middle."""
     line = "".join(c if c.isprintable() else " " for c in text)
     half = SHOWN_CHARACTERS // 2
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} … {line[-half:]}"
 
 
 def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
-    """Who waits for whom, and how old is what was trained on."""
+    """Idle shares of trainer and sampler, and the mean age of the trained rollouts."""
     idle, age = metrics["async/sampler_idle"], metrics["async/age_mean"]
     return [
         f"trainer idle {100 * metrics['async/trainer_idle']:.0f} %",
@@ -210,7 +211,7 @@ def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
-    """Two lines on the run that is about to start."""
+    """Two lines that describe the run that is about to start."""
     replay = recipe.replay
     described = "no replay"
     if recipe.replays:
@@ -231,8 +232,8 @@ def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
 def result_table(summary: Mapping[str, Any]) -> TextTable:
     """Accuracy of the base and of the trained model by benchmark, with standard errors."""
     same = summary["comparable"] is not False
-    otherwise = "" if same else " (evaluated under other settings before and after)"
-    title = f"held-out accuracy, % ± standard error{otherwise}"
+    caveat = "" if same else " (evaluated under other settings before and after)"
+    title = f"held-out accuracy, % ± standard error{caveat}"
     base, final = summary["base"] or {}, summary["final"] or {}
     rows = []
     for name in final or base:
@@ -246,8 +247,8 @@ def result_table(summary: Mapping[str, Any]) -> TextTable:
 
 
 def _with_error(value: float | None, error: float | None) -> str:
-    """In %. A standard error of 0 is left out: the problems were all right or all wrong, say, which
-    does not make the accuracy exact."""
+    """An accuracy in %, with its standard error. An error of 0 is left out: an accuracy is not
+    exact because, for example, all problems were solved."""
     if value is None:
         return ""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")
@@ -263,10 +264,10 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
         f"{summary['replayed_rollouts']:,} rollouts replayed"
-        + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
-        + ("" if summary["trained_tokens"] else "\nnothing was trained: the weights are as before")
+        + (f"; the reward of {100 * missing:.1f} % of the rollouts is missing" if missing else "")
+        + ("" if summary["trained_tokens"] else "\nnothing was trained: the weights are unchanged")
         + "".join(f"\n{line}" for line in describe_replay(summary["replay"]))
-        + (f"\n{_stale(clipped)}" if clipped > HIGH_CLIP_FRACTION else "")
+        + (f"\n{_clipping_advice(clipped)}" if clipped > HIGH_CLIP_FRACTION else "")
         + "\n\n"
         "next:\n"
         f"  grpo-replay inspect-buffer {run}\n"
@@ -276,8 +277,9 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
     ).rstrip()
 
 
-def _stale(clipped: float) -> str:
-    """What an S·η rule (arXiv 2607.01083: bias O(S·η) at staleness S and rate η) says of a run."""
+def _clipping_advice(clipped: float) -> str:
+    """Advice for a run whose replayed tokens are often clipped: the bias of replay is O(S·η) at
+    staleness S and learning rate η (arXiv 2607.01083)."""
     return (
         f"{100 * clipped:.1f} % of the replayed tokens were clipped: the bias of replay grows with "
         "staleness times rate; lower optimizer.learning_rate or replay.max_age_steps "
@@ -287,7 +289,7 @@ def _stale(clipped: float) -> str:
 
 @contextmanager
 def open_display(is_main: bool, stop: StopToken) -> Iterator[Observer]:
-    """The display of this rank. A run whose display nobody reads any more is asked to stop."""
+    """Open the display of this rank. If the reader of its output closes it, a stop is requested."""
     if not is_main:
         yield Observer()
         return

@@ -1,4 +1,4 @@
-"""`grpo-replay sweep`: run a grid of arms and seeds, or say what it would run."""
+"""`grpo-replay sweep`: run a grid of arms and seeds, or print its commands."""
 
 import shlex
 import signal
@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: SweepOptions) -> int:
-    """Run the sweep, or print what it would run; returns the exit code."""
+    """Run the sweep, or print the commands of its cells; returns the exit code."""
     path = find_sweep(options.sweep)
     sweep = read_sweep_file(path)
     folder = Path(options.output_dir) if options.output_dir else Path("runs") / sweep.name
@@ -38,7 +38,7 @@ def run(options: SweepOptions) -> int:
         return 0
     if done := sum(entry.status is Status.DONE for entry in attempt.entries):
         _say(f"{done} of {len(attempt.entries)} cells are done already")
-    with _counted(attempt):
+    with _count_signals(attempt):
         code = attempt.run()
     _conclude(attempt.entries, folder, code)
     return code
@@ -50,23 +50,23 @@ def _say(text: str) -> None:
 
 
 def _on_change(entry: Entry) -> None:
-    """A line for each cell that starts or ends."""
-    words = [entry.message] if entry.message else []
+    """Print a line for a cell that starts or ends."""
+    parts = [entry.message] if entry.message else []
     if entry.status is Status.DONE and (accuracy := entry.cell.accuracy) is not None:
-        words.append(f"{100 * accuracy:.1f} %")
+        parts.append(f"{100 * accuracy:.1f} %")
     if entry.status is Status.FAILED and entry.process is not None:
-        words[-1] += f" (see {entry.cell.log})"
-    _say(": ".join([f"{entry.status.value}: {entry.cell.name}", *words]))
+        parts[-1] += f" (see {entry.cell.log})"
+    _say(": ".join([f"{entry.status.value}: {entry.cell.name}", *parts]))
 
 
 @contextmanager
-def _counted(run: SweepRun) -> Iterator[None]:
-    """Count SIGINT, SIGTERM and SIGHUP instead of dying of them."""
+def _count_signals(run: SweepRun) -> Iterator[None]:
+    """Count SIGINT, SIGTERM and SIGHUP in `run.stops` instead of ending the process."""
 
-    def note(number: int, frame: object) -> None:
+    def count(number: int, frame: object) -> None:
         run.stops += 1
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, count) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def _conclude(entries: Sequence[Entry], folder: Path, code: int) -> None:
 
 
 def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
-    """What starts each unfinished cell, and a comment if some wait for tuning."""
+    """The shell command of each unfinished cell, and a comment if some wait for tuning."""
     for entry in entries:
         if entry.status is Status.WAITING and not entry.cell.awaits_choice:
             yield shell_command(entry.cell, entry.state)

@@ -4,7 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
-from grpo_replay.cli.foreign_code import code_of, consider_code
+from grpo_replay.cli.foreign_code import announce_or_refuse_code, code_of
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.cli.run_display import RunDisplay, open_display
 from grpo_replay.distributed.environment import prepare_rank, rank_environment, refuse_other_count
@@ -23,9 +23,9 @@ def run(options: TrainOptions) -> int:
     """
     recipe = _read_recipe(options)
     environment, ranks = rank_environment(), recipe.engine.num_processes
-    asked = ranks if ranks > 1 else options.num_processes
-    refuse_other_count(environment, asked, "engine.num_processes")
-    _consider_code(recipe, options)
+    requested = ranks if ranks > 1 else options.num_processes
+    refuse_other_count(environment, requested, "engine.num_processes")
+    _announce_or_refuse_code(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
     _check_options(options)
@@ -87,17 +87,19 @@ def _read_recipe(options: TrainOptions) -> Recipe:
     return load_recipe(name, overrides)
 
 
-def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
-    """Name the code that a resumed run brings by itself, or with --no-code refuse any."""
-    own = options.resume and options.recipe is None
-    whose = f"the run in {options.output_dir}" if own else f"recipe {options.recipe}"
+def _announce_or_refuse_code(recipe: Recipe, options: TrainOptions) -> None:
+    """Announce the code that a resumed run's own recipe names; with --no-code refuse that of any
+    recipe."""
+    is_own = options.resume and options.recipe is None
+    origin = f"the run in {options.output_dir}" if is_own else f"recipe {options.recipe}"
     code = code_of(recipe, overrides=options.overrides)
     runs_here = options.dry_run or not _launches_ranks(recipe, options)
-    consider_code(code, whose, options.no_code, own and runs_here and rank_environment().rank == 0)
+    announces = is_own and runs_here and rank_environment().rank == 0
+    announce_or_refuse_code(code, origin, options.no_code, announces)
 
 
 def _launches_ranks(recipe: Recipe, options: TrainOptions) -> bool:
-    """Whether this process is to start the ranks instead of being one."""
+    """Whether this process starts the ranks instead of being one of them."""
     return recipe.engine.num_processes > 1 and not rank_environment().is_launched
 
 

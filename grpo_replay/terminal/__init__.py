@@ -1,4 +1,4 @@
-"""What all commands show: consoles, tables, progress, figures, pages; large libraries kept quiet.
+"""Output of all commands: consoles, tables, progress, figures, pages; and quiet libraries.
 
 Imports only `errors`.
 """

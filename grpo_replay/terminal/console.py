@@ -1,5 +1,5 @@
-"""What commands print: consoles that show text of a run as text, bars and progress; and their
-streams: a reader may go away, and they may be not UTF-8."""
+"""Output of commands: consoles that show a run's text without interpreting it, bars and progress;
+and streams whose reader may close them, or that are not UTF-8."""
 
 import codecs
 import contextlib
@@ -23,8 +23,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def printable(text: str) -> str:
-    """The text with control characters as Unicode pictures (ESC is ␛); others that cannot be
-    printed are �. Line breaks and tabs stay."""
+    """The text with control characters as Unicode pictures (ESC is ␛), and other unprintable ones
+    as �. Line breaks and tabs stay."""
     return _CONTROL.sub(lambda match: _picture(ord(match[0])), text)
 
 
@@ -65,8 +65,8 @@ def open_console(
 
 
 def print_json(document: Any) -> None:
-    """Print the one JSON document of `--json`, without NaN, to stdout. What a stdout that is not
-    UTF-8 may lack is escaped."""
+    """Print the one JSON document of `--json` to stdout. Raises ValueError for NaN. If stdout is
+    not UTF-8, characters outside ASCII are escaped."""
     is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
     print(json.dumps(document, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
 
@@ -85,8 +85,8 @@ def bar(value: float, largest: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A sparkline of at most `width` cells. Each cell is a mean of consecutive values;
-    without any change all are the lowest."""
+    """A sparkline of at most `width` cells, each a mean of consecutive values; if all are equal,
+    the lowest level."""
     if not values:
         return ""
     cells = min(width, len(values))
@@ -102,20 +102,20 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
-    """The items in order, with a bar while that lasts if stderr is a terminal."""
+    """Iterate over the items, with a progress bar if stderr is a terminal."""
     from rich.progress import track
 
     console, disable = Console(stderr=True), not sys.stderr.isatty()
     return track(items, escape(description), console=console, transient=True, disable=disable)
 
 
-_READER_GONE = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung up
+_READER_CLOSED = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung up
 
 
 class GuardedStream:
-    """A text stream that drops what is written once its reader is gone: then it calls `on_lost`,
-    and its descriptor leads to /dev/null, so that nothing fails when Python ends. With `may_fail`
-    any failed write, on a full disk for example, leads it there."""
+    """A text stream that survives its reader: once the reader has closed it, it calls `on_lost` and
+    redirects its descriptor to /dev/null, so that nothing fails when Python exits. With `may_fail`
+    it does so after any failed write, for example on a full disk."""
 
     def __init__(self, stream: TextIO, may_fail: bool = False) -> None:
         self._stream = stream
@@ -123,42 +123,42 @@ class GuardedStream:
         self.on_lost: Callable[[], None] = lambda: None
 
     def write(self, text: str) -> int:
-        with self._reader_may_go():
+        with self._tolerate_closed_reader():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._reader_may_go():
+        with self._tolerate_closed_reader():
             self._stream.flush()
 
     @contextmanager
-    def _reader_may_go(self) -> Iterator[None]:
+    def _tolerate_closed_reader(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            is_gone = error.errno in _READER_GONE
-            if not (is_gone or self._may_fail):
+            is_closed = error.errno in _READER_CLOSED
+            if not (is_closed or self._may_fail):
                 raise
-            lead_nowhere(self._stream)
-            if is_gone:
+            redirect_to_devnull(self._stream)
+            if is_closed:
                 self.on_lost()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def lead_nowhere(stream: Any) -> None:
-    """Lead the descriptor of a stream to the null device, so that what it still holds is dropped
-    instead of failing when Python ends."""
+def redirect_to_devnull(stream: Any) -> None:
+    """Redirect the descriptor of a stream to /dev/null, so that its buffered text is dropped
+    instead of causing an error when Python exits."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
 
 
-def _open_nowhere(number: int, name: str) -> None:
-    """Open the null device as a standard stream. A file that is opened later would else get its
-    number, and with it what is written to the stream."""
+def _open_devnull(number: int, name: str) -> None:
+    """Open /dev/null as a standard stream. Otherwise the next file to be opened would get the
+    descriptor of the stream, and with it the text written to the stream."""
     opened = os.open(os.devnull, os.O_RDWR)
     if opened != number:
         os.dup2(opened, number)
@@ -169,7 +169,7 @@ def _open_nowhere(number: int, name: str) -> None:
 
 @contextmanager
 def guarded_stderr() -> Iterator[GuardedStream]:
-    """A context in which sys.stderr is guarded; yields it."""
+    """Replace sys.stderr by a `GuardedStream` inside this context; yields it."""
     before = sys.stderr
     stream = before if isinstance(before, GuardedStream) else GuardedStream(before)
     sys.stderr = cast(TextIO, stream)
@@ -180,12 +180,12 @@ def guarded_stderr() -> Iterator[GuardedStream]:
 
 
 def prepare_streams() -> None:
-    """Prepare stdout and stderr for a whole command, its first act: those that are closed, as some
-    services start programs, become the null device; characters that stdout lacks become `?`, and no
-    failed write to stderr fails more than that message."""
+    """Prepare the standard streams of a command, before anything else. Closed ones, as under some
+    service managers, become /dev/null; characters that stdout cannot encode become `?`; a failed
+    write to stderr loses only that message."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            _open_nowhere(number, name)
+            _open_devnull(number, name)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     sys.stderr = cast(TextIO, GuardedStream(sys.stderr, may_fail=True))

@@ -1,11 +1,11 @@
-"""HTML pages from templates that lie beside the module that fills them."""
+"""HTML pages from templates in the folders of the modules that fill them."""
 
 from typing import Any
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The text of a page. `template` is a file of the package; every text is escaped unless the
-    template says otherwise, and a name that `values` lacks is an error."""
+    """Render a page. `template` is a file of the package; text is escaped unless the template marks
+    it safe. Raises jinja2's UndefinedError for a name that is missing in `values`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

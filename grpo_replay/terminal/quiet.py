@@ -1,5 +1,5 @@
-"""Large libraries: their loading, and their warnings, which go to the run's log; and `***` in the
-place of secrets, in logs, on the screen and in recorded commands."""
+"""Loading of large libraries, and their warnings, which go to the run's log; and removal of secrets
+from logs, the screen and recorded commands."""
 
 import atexit
 import gc
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SHORTEST_SECRET = 8
-"""Characters: shorter values of variables may be words that occur anywhere."""
+"""In characters. A shorter value of a variable may be a word that occurs anywhere."""
 
 _SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEY|ACCESS_KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.I)
 _USERINFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
@@ -22,22 +22,23 @@ _TOKEN = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """The text with `***` for user names and passwords in URLs, for words that look like tokens of
-    well-known services, and for the values of environment variables that are named as secrets."""
+    """Replace by `***` user names and passwords in URLs, words that look like tokens of well-known
+    services, and the values of environment variables whose names denote secrets."""
     for value in _secrets_of_environment():
         text = text.replace(value, "***")
     return _TOKEN.sub("***", _USERINFO.sub("***", text))
 
 
 def _secrets_of_environment() -> list[str]:
-    """Longest first, as one may contain another. A path is no secret."""
-    named = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
-    found = [each for each in named if len(each) >= SHORTEST_SECRET and not each.startswith("/")]
-    return sorted(found, key=len, reverse=True)
+    """Values of secret variables, longest first, as one may contain another. A path is no
+    secret."""
+    values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    secrets = [v for v in values if len(v) >= SHORTEST_SECRET and not v.startswith("/")]
+    return sorted(secrets, key=len, reverse=True)
 
 
 class RedactingFormatter(logging.Formatter):
-    """Log lines, tracebacks included, without secrets."""
+    """Formats log lines, tracebacks included, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))
@@ -67,8 +68,8 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _hide_progress_bars() -> None:
-    """Unless the user wants the bars of huggingface_hub, datasets and transformers. The variable
-    is read when they are imported, which may be over."""
+    """Hide the bars of huggingface_hub, datasets and transformers, unless the user wants them. They
+    read the variable at import, which may be over."""
     if os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1") != "1":
         return
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -97,7 +98,7 @@ def warnings_on_stderr() -> Iterator[None]:
 def send_to_log() -> None:
     """Remove the libraries' own handlers, so that their records reach the run's log.
 
-    Call it again after importing a library: its loggers exist only then.
+    Call it again after importing a library, which creates loggers.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in _LIBRARIES:
@@ -108,12 +109,11 @@ def send_to_log() -> None:
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Import without garbage collection: looking through the objects of torch and transformers,
-    none of which is garbage, takes a fifth of the time. Later collections skip these objects.
+    """Import without garbage collection: scanning the objects of torch and transformers, none of
+    which is garbage, takes a fifth of the time. Later collections skip these objects.
 
-    Garbage that waits to be collected would be kept too, so use it before there is any of size.
-    Only the collection at exit includes them again, because some libraries report objects that are
-    still alive then.
+    Uncollected garbage would be kept too, so use it before there is much. Only the collection at
+    exit includes these objects again, because some libraries report what is still alive then.
     """
     was_enabled = gc.isenabled()
     gc.disable()

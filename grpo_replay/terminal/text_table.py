@@ -1,4 +1,4 @@
-"""The tables of all commands: text, for the terminal, Markdown and pages (`text_table.html`)."""
+"""Text tables of all commands, for the terminal, Markdown and pages (`text_table.html`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ Row = Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Names in the first column, left-aligned; numbers in the others, right-aligned.
+    """A table with left-aligned names in the first column and right-aligned numbers in the others.
 
-    A cell may have several lines, separated by `\\n`. `header` may be empty. `totals` are last
-    rows that sum up the others, after an empty line. `legend` explains the columns.
+    A cell may have several lines, separated by `\\n`. `header` may be empty. `totals` are rows at
+    the end, after an empty line, that sum up the others. `legend` explains the columns.
     """
 
     header: Row
@@ -33,7 +33,7 @@ class TextTable:
     totals: Sequence[Row] = ()
 
     def drawn(self, *, in_panel: bool = False) -> Table:
-        """The table without its legend, for a rich console; in a panel, which has its title,
+        """The table for a rich console, without its legend; in a panel, which shows the title, also
         without title and edges."""
         table = Table(
             title=Text(self.title) if self.title and not in_panel else None,
@@ -60,8 +60,8 @@ class TextTable:
         return table
 
     def print(self, console: Console) -> None:
-        """Print the table and its legend; on a narrow terminal lines may be too long, but no
-        number is truncated."""
+        """Print the table and its legend. On a narrow terminal lines may be too long; numbers are
+        never truncated."""
         drawn = self.drawn()
         width, wide = console.width, console.options.update_width(WIDEST)
         console.width = max(width, Measurement.get(console, wide, drawn).minimum)

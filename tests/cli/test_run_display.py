@@ -48,7 +48,7 @@ def test_the_end_says_when_staleness_times_rate_was_too_large():
 
 
 def test_the_end_of_a_run_that_trained_on_nothing_says_so():
-    text = "nothing was trained: the weights are as before"
+    text = "nothing was trained: the weights are unchanged"
     assert text in describe_end(Path("runs/one"), summary(None) | {"trained_tokens": 0})
     assert text not in describe_end(Path("runs/one"), summary(None))
 

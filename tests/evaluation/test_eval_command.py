@@ -86,7 +86,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, run_folder):
     with pytest.raises(CheckpointError, match=r"did you mean .*of_trl/checkpoint-4\?"):
         find_model(str(tmp_path / "of_trl"))
     (tmp_path / "of_trl/checkpoint-4/adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="adapters alone"):
+    with pytest.raises(CheckpointError, match="only adapters"):
         find_model(str(tmp_path / "of_trl/checkpoint-4"))
     (run_folder / "checkpoints" / "step_000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="expected a checkpoint"):

@@ -40,7 +40,8 @@ def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
     pq.write_table(pa.table({"problem": ["1+1"], "answer": ["2"]}), problems)
     before = problems.read_bytes()
     with pytest.raises(
-        OutputDirectoryError, match=r"mine\.parquet would be replaced, but there is no mine\.json"
+        OutputDirectoryError,
+        match=r"mine\.parquet would be replaced, but its report mine\.json is missing",
     ):
         run(tiny(tmp_path / "mine.json", benchmarks=[str(problems)]))
     assert problems.read_bytes() == before
