@@ -1,8 +1,8 @@
-"""Checks of metrics.jsonl: what follows from rollouts/ and draws/, recomputed step by step; and
-the ledger of an asynchronous run.
+"""Checks of metrics.jsonl, recomputed step by step from rollouts/ and draws/, and of the ledger of
+an asynchronous run.
 
-Not recomputed: times and what is computed from them, the log-prob gap, and what needs the policy
-(loss, gradient norm, KL to the reference).
+Times, metrics computed from times, the log-prob gap and metrics that need the policy (loss,
+gradient norm, KL to the reference) are not recomputed.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.lab.verification.rollout_checks import is_too_old
-from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, chosen
+from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, select_rows
 from grpo_replay.storage.starts import Start
 
 _OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl", "ratio_ess")
@@ -24,39 +24,40 @@ Values = dict[str, float | int | None]
 def check_metrics(
     check: Check, line: Mapping[str, Any], expected: Values, first_line: Mapping[str, Any]
 ) -> None:
-    """Compare a line with recomputed values. One that it lacks is a failure if the first line of
-    the run has it. What is counted by verdict or age is 0 or null where nothing is expected."""
+    """Compare a line with recomputed values. A missing metric is a failure if the first line of the
+    run has it. Metrics by verdict or age that are not expected must be 0 or null."""
     verdicts = {name: 0 for name in line if name.startswith("verdict/")}
     ages = {name: None for name in line if name.startswith("replay/age_")}
     for name, value in {**verdicts, **ages, **expected}.items():
         if name in line or name in first_line:
-            found = line.get(name, "missing")
-            holds = name in line and _same(found, value)
-            check.expect(holds, f"step {line['step']}: {name} {found}, recomputed {value}")
+            logged = line.get(name, "missing")
+            holds = name in line and _same(logged, value)
+            check.expect(holds, f"step {line['step']}: {name} {logged}, recomputed {value}")
 
 
-def _same(found: float | None, expected: float | None) -> bool:
-    """Float64 sums in different orders differ by 1e-13. A loss of another trainer may leave its
-    statistics unknown: NaN, logged as null."""
-    if found is None or expected is None or math.isnan(expected):
-        return found is None and (expected is None or math.isnan(expected))
-    return math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-9)
+def _same(logged: float | None, expected: float | None) -> bool:
+    """Whether two values agree; float64 sums in another order differ by 1e-13. NaN is logged as
+    null, as with a loss of another trainer whose statistics are unknown."""
+    is_unknown = expected is None or math.isnan(expected)
+    if logged is None or expected is None or is_unknown:
+        return logged is None and is_unknown
+    return math.isclose(logged, expected, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def check_rate(check: Check, line: Mapping[str, Any], start: Start | None) -> None:
-    """The learning rate of a step that made an update, by the schedule that held in it."""
-    found, step = line.get("learning_rate"), int(line["step"])
-    if found is not None and start is not None:
+    """Check the learning rate of a step that made an update against its schedule."""
+    logged, step = line.get("learning_rate"), int(line["step"])
+    if logged is not None and start is not None:
         expected = start.rate_of(step)
-        holds = math.isclose(found, expected, rel_tol=1e-9)
-        check.expect(holds, f"step {step}: learning_rate {found}, scheduled {expected}")
+        holds = math.isclose(logged, expected, rel_tol=1e-9)
+        check.expect(holds, f"step {step}: learning_rate {logged}, scheduled {expected}")
 
 
 def generated_metrics(run: RunFiles, step: int) -> Values:
-    """Of everything generated in the step."""
+    """The metrics of all rollouts generated in the step."""
     columns = run.rollouts_of(step)
     if not len(columns["reward"]):
-        return {}  # an error of the groups
+        return {}  # `check_groups` fails
     _, first, group_N = np.unique(columns["group_id"], return_index=True, return_inverse=True)
     has_reward_N = ~np.isnan(columns["reward"])
     rewarded = np.bincount(group_N, weights=has_reward_N)
@@ -75,7 +76,7 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
         "completions/clipped_ratio": mean_of(columns["finish_reason"] == "length"),
         "cost/generated_tokens": int(lengths.sum()),
         "cost/generated_rollouts": len(lengths),
-        **{f"verdict/{each}": n for each, n in Counter(columns["verdict"].tolist()).items()},
+        **{f"verdict/{name}": n for name, n in Counter(columns["verdict"].tolist()).items()},
     }
 
 
@@ -84,32 +85,35 @@ def mean_of(values: np.ndarray) -> float | None:
 
 
 def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
-    """Of what the step trained on, as fresh and as replayed. From a pool, draws of fresh rollouts
-    are not replayed. With `replay.shadow` the draws are those that nothing trained on."""
+    """The metrics of the step's update, for fresh and for replayed rollouts. In a pool, draws of
+    fresh rollouts are not replayed. With `replay.shadow` the draws were not trained on."""
     recipe, draws, born = run.recipe, run.draws_of(step), run.rollouts_of(step)
-    old = (draws["age_steps"] > 0) | recipe.replay.stores_first
-    drawn_fresh = len(old) and not recipe.replay.trains_on_all_fresh(step)
-    fresh = chosen(draws, ~old) if drawn_fresh else chosen(born, born["tokens"] >= 0)
-    replayed = chosen(draws, old)
-    measured = chosen(draws, old & (draws["tokens"] >= 0))
+    is_replayed = (draws["age_steps"] > 0) | recipe.replay.stores_first
+    draws_fresh = len(is_replayed) and not recipe.replay.trains_on_all_fresh(step)
+    fresh = select_rows(born, born["tokens"] >= 0)
+    if draws_fresh:
+        fresh = select_rows(draws, ~is_replayed)
+    replayed = select_rows(draws, is_replayed)
+    measured = select_rows(draws, is_replayed & (draws["tokens"] >= 0))
     trained_on = [fresh, replayed] if recipe.replay.trains_on_draws else [fresh]
     both = {
-        name: np.concatenate([each[name] for each in trained_on]) for name in ("tokens", "entropy")
+        name: np.concatenate([columns[name] for columns in trained_on])
+        for name in ("tokens", "entropy")
     }
     trained, count = len(both["tokens"]), len(replayed["step"])
     passes = recipe.batch.epochs
     updates = passes * min(recipe.batch.updates_of(trained), trained)
     ages = replayed.get("age_updates", replayed["age_steps"])
-    own_updates = "update" in draws and recipe.replay.trains_on_draws
+    draws_per_update = "update" in draws and recipe.replay.trains_on_draws
     advantages = run.rollouts["advantage"][run.rows_of(replayed["rollout_id"])]
     return {
-        "updates": len(np.unique(draws["update"])) if own_updates else updates,
+        "updates": len(np.unique(draws["update"])) if draws_per_update else updates,
         "entropy": _token_mean(both, "entropy"),
         "fresh/rollouts": survivors,
-        **_side("fresh", fresh),
+        **_outcomes_of("fresh", fresh),
         "replay/rollouts": count,
         "replay/ratio": count / survivors if survivors else None,
-        **_side("replay", measured),
+        **_outcomes_of("replay", measured),
         "replay/age_mean": mean_of(ages),
         "replay/age_max": int(ages.max()) if count else None,
         "replay/positive_fraction": mean_of(advantages > 0),
@@ -120,28 +124,28 @@ def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
 
 
 def _by_age(replayed: Columns, ages: np.ndarray) -> Values:
-    """Outcomes of the ages 1, 2, 3-4, 5-8, 9-16, …"""
+    """The outcomes of replayed rollouts of age 1, 2, 3-4, 5-8, 9-16, …"""
     high_N = [1 << max(age - 1, 0).bit_length() for age in ages.tolist()]
     bin_N = np.array(
         [str(age) if age <= 2 else f"{h // 2 + 1}-{h}" for age, h in zip(ages, high_N, strict=True)]
     )
     return {
-        f"replay/age_{each}/{name}": _of_tokens(chosen(replayed, bin_N == each), name)
-        for each in np.unique(bin_N)
+        f"replay/age_{age_bin}/{name}": _outcome(select_rows(replayed, bin_N == age_bin), name)
+        for age_bin in np.unique(bin_N)
         for name in _OUTCOMES
     }
 
 
-def _side(side: str, columns: Columns) -> Values:
+def _outcomes_of(side: str, columns: Columns) -> Values:
     highest = np.where(columns["tokens"] > 0, columns["ratio_max"], 0.0)
     return {
-        **{f"{side}/{name}": _of_tokens(columns, name) for name in _OUTCOMES},
+        **{f"{side}/{name}": _outcome(columns, name) for name in _OUTCOMES},
         f"{side}/ratio_max": float(highest.max()) if len(highest) else None,
     }
 
 
-def _of_tokens(columns: Columns, name: str) -> float | None:
-    """A mean, or `ratio_ess`, (Σρ)² / (N·Σρ²)."""
+def _outcome(columns: Columns, name: str) -> float | None:
+    """The mean of an outcome over tokens; `ratio_ess` is (Σρ)² / (N·Σρ²)."""
     if name != "ratio_ess":
         return _token_mean(columns, name)
     mean, squared = _token_mean(columns, "ratio_mean"), _token_mean(columns, "ratio_squared_mean")
@@ -159,19 +163,19 @@ _ENDS = ("inserted", "zero_variance", "no_reward", "stale", "cancelled", "lost")
 
 
 def check_ledger(run: RunFiles) -> Check:
-    """generated = inserted + zero_variance + no_reward + stale + cancelled + lost + in flight, in
-    rollouts and tokens at every step; the first four as recomputed from rollouts/."""
+    """Check generated = inserted + zero_variance + no_reward + stale + cancelled + lost + in
+    flight, in rollouts and tokens at every step, with the first four recomputed from rollouts/."""
     check = Check("ledger", "balances at every step, and agrees with rollouts/")
-    found: Counter[str] = Counter()
+    recomputed: Counter[str] = Counter()
     for line in run.metrics:
         step = int(line["step"])
         if step in run.rows_of_step:
-            found.update(_ends_of(run, step))
+            recomputed.update(_ledger_entries(run, step))
         for name in (f"{end}_{unit}" for end in _ENDS[:4] for unit in ("rollouts", "tokens")):
             logged = line.get(f"ledger/{name}")
             check.expect(
-                logged == found[name],
-                f"step {step}: ledger/{name} {logged}, recomputed {found[name]}",
+                logged == recomputed[name],
+                f"step {step}: ledger/{name} {logged}, recomputed {recomputed[name]}",
             )
         for unit in ("rollouts", "tokens"):
             parts = sum(line.get(f"ledger/{name}_{unit}", 0) for name in (*_ENDS, "in_flight"))
@@ -183,14 +187,14 @@ def check_ledger(run: RunFiles) -> Check:
     return check
 
 
-def _ends_of(run: RunFiles, step: int) -> dict[str, int]:
-    """The rollouts and tokens of a step by the entry of the ledger that they belong to."""
+def _ledger_entries(run: RunFiles, step: int) -> dict[str, int]:
+    """The numbers of rollouts and tokens of a step by ledger entry."""
     recipe, columns = run.recipe, run.rollouts_of(step)
     std, tokens = columns["group_reward_std"], columns["completion_token_ids"]
-    equal = np.isnan(std) | ((std == 0) & recipe.replay.drop_zero_variance)
-    late = is_too_old(recipe.replay, step, columns["birth_step"])
+    has_no_signal = np.isnan(std) | ((std == 0) & recipe.replay.drop_zero_variance)
+    is_stale = is_too_old(recipe.replay, step, columns["birth_step"])
     end_N = np.select(
-        [columns["kept"], late, np.isnan(columns["reward"]), equal],
+        [columns["kept"], is_stale, np.isnan(columns["reward"]), has_no_signal],
         ["inserted", "stale", "no_reward", "zero_variance"],
         "stale",
     )

@@ -1,5 +1,5 @@
-"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipe; and the checks of
-what must be there."""
+"""The files of a run as arrays (rollouts/, draws/, metrics.jsonl, recipe), and the checks that they
+are complete."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,34 +26,37 @@ from grpo_replay.storage.run_directory import is_of_another_trainer
 from grpo_replay.storage.starts import STARTS_FILE, Start, read_starts, start_of
 from grpo_replay.types import first_score
 
-_LISTS = ("reward_scores", "completion_mask")  # read for what they say, not for their lengths
+_LISTS = ("reward_scores", "completion_mask")  # list columns whose values are read, not lengths
 _COLUMNS = (*(n for n in ROLLOUT_FILE_SCHEMA.names if n != "completion_text"), "completion_mask")
 _NAMED_FAILURES = 5
 
 Columns = Mapping[str, np.ndarray]
 
 
-def chosen(columns: Columns, rows: Any) -> dict[str, np.ndarray]:
+def select_rows(columns: Columns, rows: Any) -> dict[str, np.ndarray]:
+    """The columns at `rows`: an index array, a mask or a slice."""
     return {name: values[rows] for name, values in columns.items()}
 
 
-def naming(where: str, columns: Columns, *names: str) -> Callable[[int], str]:
-    """Says which rollout is wrong, and what its columns hold; of lists, their lengths."""
+def describe_row(context: str, columns: Columns, *names: str) -> Callable[[int], str]:
+    """A function that describes row i for a failure message: its rollout id, and its values in the
+    columns `names` (of lists, their lengths)."""
 
-    def name(i: int) -> str:
+    def describe(i: int) -> str:
         values = ", ".join(f"{name} {columns[name][i]}" for name in names)
-        return f"{where}: rollout {columns['rollout_id'][i]} has {values}"
+        return f"{context}: rollout {columns['rollout_id'][i]} has {values}"
 
-    return name
+    return describe
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFiles:
-    """One run. `rollouts` has the columns of all steps, in file order, and `rows_of_step[t]` is the
-    slice of step t. A list column contains the lengths of the lists; null lengths and counts are
-    -1, other null numbers NaN. `first_score` is that of the first reward function that gave one,
-    `trainable` the number of tokens that are not masked.
-    What was written after the last line of metrics.jsonl is left out."""
+    """The files of one run, up to the last line of metrics.jsonl.
+
+    `rollouts` has the columns of all steps, in file order; `rows_of_step[t]` is the slice of step
+    t. A list column contains the lengths of the lists. Null lengths and counts are -1, other null
+    numbers NaN. Column `first_score` is the score of the first reward function that gave one,
+    `trainable` the number of tokens that are not masked."""
 
     folder: Path
     recipe: Recipe
@@ -68,10 +71,10 @@ class RunFiles:
         return [int(line["step"]) for line in self.metrics]
 
     def rollouts_of(self, step: int) -> dict[str, np.ndarray]:
-        return chosen(self.rollouts, self.rows_of_step[step])
+        return select_rows(self.rollouts, self.rows_of_step[step])
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """The rows of rollouts; -1 for unknown ids."""
+        """The row of each rollout id; -1 for unknown ids."""
         return find_rows(self.rollouts["rollout_id"], ids)
 
     def draws_of(self, step: int) -> Columns:
@@ -79,19 +82,20 @@ class RunFiles:
         return self.draws_of_step.get(step) or _arrays(DRAW_SCHEMA.empty_table())
 
     def start_of(self, step: int) -> Start | None:
-        """What a resume may have changed, as it was in `step`; None in a run of another trainer."""
+        """The settings of `step` that a resume may change; None in a run of another trainer."""
         return start_of(self.starts, step)
 
     def checkpoints(self) -> dict[int, Path]:
-        """Those up to the last step, by step."""
-        found = {step_of(path) or 0: path for path in list_checkpoints(self.folder / "checkpoints")}
-        return {step: path for step, path in found.items() if step <= self.steps[-1]}
+        """The checkpoints up to the last step, by step."""
+        paths = list_checkpoints(self.folder / "checkpoints")
+        by_step = {step_of(path) or 0: path for path in paths}
+        return {step: path for step, path in by_step.items() if step <= self.steps[-1]}
 
 
 @dataclass
 class Check:
-    """One line of the report: how many comparisons were made, how many failed, and the first
-    failures in words. Without a comparison it has passed."""
+    """One line of the report: the number of comparisons, of failures, and the first failures as
+    messages. A check without comparisons passes."""
 
     name: str
     statement: str
@@ -105,10 +109,10 @@ class Check:
 
     def expect_all(self, holds_N: np.ndarray, failure: Callable[[int], str]) -> None:
         """Count N comparisons. `failure(i)` is the message for the i-th."""
-        wrong = np.flatnonzero(~holds_N)
+        failing = np.flatnonzero(~holds_N)
         self.checked += len(holds_N)
-        self.failed += len(wrong)
-        self.failures += [failure(int(i)) for i in wrong[: _NAMED_FAILURES - len(self.failures)]]
+        self.failed += len(failing)
+        self.failures += [failure(int(i)) for i in failing[: _NAMED_FAILURES - len(self.failures)]]
 
     @property
     def passed(self) -> bool:
@@ -116,9 +120,9 @@ class Check:
 
     @property
     def detail(self) -> str:
-        more = self.failed - len(self.failures)
-        last = [f"and {more} more"] if more else []
-        return "; ".join([*self.failures, *last]) or self.statement
+        others = self.failed - len(self.failures)
+        ending = [f"and {others} more"] if others else []
+        return "; ".join([*self.failures, *ending]) or self.statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +162,18 @@ def read_run_files(folder: Path) -> RunFiles:
         start, end = end, end + len(columns["rollout_id"])
         rows_of_step[step] = slice(start, end)
     first, *_ = rollouts.values()
-    whole = {name: np.concatenate([each[name] for each in rollouts.values()]) for name in first}
+    joined = {name: np.concatenate([step[name] for step in rollouts.values()]) for name in first}
     starts = read_starts(folder)
-    return RunFiles(folder, source.recipe, starts, source.metrics, whole, rows_of_step, draws)
+    return RunFiles(folder, source.recipe, starts, source.metrics, joined, rows_of_step, draws)
 
 
 def _rollout_columns(table: pa.Table) -> dict[str, np.ndarray]:
     scores, masks = (table[name].to_pylist() for name in _LISTS)
     columns = _arrays(table.drop_columns(list(_LISTS)))
     rewards, lengths = columns["reward"], columns["completion_token_ids"]
-    first = list(map(first_score, scores, rewards))
+    first_scores = list(map(first_score, scores, rewards))
     trainable = [n if mask is None else sum(mask) for n, mask in zip(lengths, masks, strict=True)]
-    columns["first_score"] = np.array(first, np.float32)
+    columns["first_score"] = np.array(first_scores, np.float32)
     columns["trainable"] = np.array(trainable, np.int64)
     return columns
 
@@ -188,8 +192,8 @@ def _arrays(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def check_files(run: RunFiles) -> Check:
-    """metrics.jsonl lists steps 1, 2, 3, …, to the last of a finished run, and every step has its
-    file in rollouts/, and in draws/ if it replays."""
+    """Check that metrics.jsonl has steps 1, 2, 3, …, to the last of a finished run, and that every
+    step has its file in rollouts/, and in draws/ if it replays."""
     check = Check("files", "steps without gaps or duplicates, each with its rollouts and draws")
     is_known = is_of_another_trainer(run.folder) or run.start_of(1) is not None
     check.expect(is_known, f"{STARTS_FILE} has no start of the first step")
@@ -203,13 +207,13 @@ def check_files(run: RunFiles) -> Check:
     summary = run.folder / "summary.json"
     if summary.exists():
         steps = json.loads(summary.read_text(encoding="utf-8"))["steps"]
-        check.expect(steps == len(run.steps), f"metrics.jsonl has not the {steps} steps of the run")
+        check.expect(steps == len(run.steps), f"metrics.jsonl lacks some of the {steps} steps")
     return check
 
 
 def check_checkpoints(run: RunFiles) -> list[Check]:
-    """Each checkpoint against its manifest. No check of a run in another trainer, whose checkpoints
-    are that trainer's."""
+    """Check every checkpoint against its manifest. Empty for a run in another trainer, which has
+    its own checkpoints."""
     if not (run.folder / "checkpoints").is_dir():
         return []
     check = Check("checkpoints", "every file as its manifest says")

@@ -1,5 +1,5 @@
-"""`verify_run`: check that a finished run is whole and followed the algorithm of its recipe, from
-its files, without the code that wrote them."""
+"""Verification of a run from its files, without the code that wrote them: is it complete, and did
+it follow the algorithm of its recipe?"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,22 +37,22 @@ from grpo_replay.replay.entry_store import NEVER_USED
 
 
 def verify_run(run_dir: Path, open_policy: Callable[[int], Any] | None = None) -> VerifyReport:
-    """All checks of a run, in the order of the algorithm. With `open_policy`, the policy after a
-    step (0: the one that the run began with), also those that need weights. Raises SnapshotError
-    if the files cannot be read."""
+    """Run all checks, in the order of the algorithm. With `open_policy`, which opens the policy
+    after a step (0: the initial one), also those that need weights. Raises SnapshotError if the
+    files cannot be read."""
     run = read_run_files(Path(run_dir))
     checks = [check_files(run), check_groups(run), *check_advantages(run), check_trained(run)]
     if run.recipe.run.is_async:
         checks.append(check_ledger(run))
-    checks += _Replay(run).checks()
+    checks += _BufferReplay(run).checks()
     checks += check_checkpoints(run)
     if open_policy is not None:
         checks.append(check_with_models(run, open_policy))
     return VerifyReport(len(run.steps), tuple(checks))
 
 
-class _Replay:
-    """Replays the run step by step with a buffer of its own."""
+class _BufferReplay:
+    """Repeats the run step by step with a second implementation of the buffer."""
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
@@ -70,8 +70,8 @@ class _Replay:
             if step in self.run.rows_of_step:
                 self._step(step, line)
         draws = self.draws
-        of_draws = [draws.stored, draws.counts, draws.units, draws.ages, draws.probabilities]
-        return [*of_draws, self.metrics]
+        draw_checks = [draws.stored, draws.counts, draws.units, draws.ages, draws.probabilities]
+        return [*draw_checks, self.metrics]
 
     def _step(self, step: int, line: Mapping[str, Any]) -> None:
         columns, rows = self.run.rollouts, self.run.rows_of_step[step]
@@ -80,20 +80,20 @@ class _Replay:
         before = self.stored
         if start is not None and start.empty_buffer and start.after_step == step - 1:
             before = before[:0]
-        old = _young(before, step, columns, settings)
+        old = _young_enough(before, step, columns, settings)
         candidates = np.append(old, fresh) if settings.pools_fresh else old
         if settings.replays and settings.stores_first:
             candidates = _within_capacity(np.append(old, fresh), columns, settings)
         drawn = self.draws.check(step, candidates, len(fresh), self.uses, self.last_use)
         np.add.at(self.uses, drawn, 1)
         self.last_use[drawn] = step
-        self.stored = _after(before, fresh, step, columns, settings)
+        self.stored = _stored_after(before, fresh, step, columns, settings)
         entered = len(fresh) if settings.replays else 0
         self._check_metrics(step, line, len(fresh), len(before) + entered - len(self.stored))
 
     def _check_metrics(self, step: int, line: Mapping[str, Any], fresh: int, evicted: int) -> None:
         run, stored = self.run, self.stored
-        # Ages are at the last draw of the step, one for each of so many updates.
+        # Ages are those at the last draw of the step, of which there is one per update.
         updates = run.recipe.draws_per_step
         age_N = updates * (step - run.rollouts["birth_step"][stored]) + updates - 1
         expected = {
@@ -112,32 +112,34 @@ class _Replay:
         check_rate(self.metrics, line, run.start_of(step))
 
 
-def _after(
+def _stored_after(
     stored: np.ndarray, fresh: np.ndarray, step: int, columns: Columns, settings: ReplaySection
 ) -> np.ndarray:
-    """What a buffer of the rows `stored` holds after a step with the survivors `fresh`."""
-    stored = _young(stored, step, columns, settings)
+    """The rows that a buffer of the rows `stored` holds after a step with the survivors `fresh`."""
+    stored = _young_enough(stored, step, columns, settings)
     if not settings.replays:
         return stored
     stored = _within_capacity(np.append(stored, fresh), columns, settings)
-    return _young(stored, step + 1, columns, settings)
+    return _young_enough(stored, step + 1, columns, settings)
 
 
-def _young(rows: np.ndarray, step: int, columns: Columns, settings: ReplaySection) -> np.ndarray:
+def _young_enough(
+    rows: np.ndarray, step: int, columns: Columns, settings: ReplaySection
+) -> np.ndarray:
     return rows[~is_too_old(settings, step, columns["birth_step"][rows])]
 
 
 def _within_capacity(rows: np.ndarray, columns: Columns, settings: ReplaySection) -> np.ndarray:
-    """The newest rows of a full buffer: whole queries if these are the unit; with positive bias
-    also correct ones among the older."""
+    """The rows that the capacity leaves: the newest, in whole queries if these are the unit; with
+    positive bias also correct older ones."""
     capacity = settings.capacity_rollouts
     if settings.positive_fraction > 0:
         reserved = round(settings.positive_fraction * capacity)
         start = max(len(rows) - (capacity - reserved), 0)
         older = rows[:start]
-        equal = columns["group_reward_std"][older] == 0  # all correct, or none
-        right = np.where(equal, columns["group_correct"][older], columns["advantage"][older]) > 0
-        correct = older[right]
+        are_equal = columns["group_reward_std"][older] == 0  # all correct, or none
+        signal = np.where(are_equal, columns["group_correct"][older], columns["advantage"][older])
+        correct = older[signal > 0]
         return np.append(correct[max(len(correct) - reserved, 0) :], rows[start:])
     if settings.unit == "query":
         ids = columns["group_id"][rows]
