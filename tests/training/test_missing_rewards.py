@@ -135,7 +135,7 @@ def test_metrics_and_summary_show_the_share_and_a_notice_the_first_error(failing
 
 def test_inspect_buffer_shows_such_a_rollout(failing):
     missing = [i for i, row in failing.all_rollouts.items() if row["reward"] is None]
-    assert "no reward" in read_life(open_source(failing.path), missing[0]).fate
+    assert "reward is missing" in read_life(open_source(failing.path), missing[0]).fate
 
 
 def test_an_evaluation_counts_such_completions_as_not_correct_and_says_so(failing):

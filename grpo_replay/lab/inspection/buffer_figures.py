@@ -1,4 +1,4 @@
-"""Figures of an inspection: panels in two columns, or one panel as wide as a paper's column."""
+"""Figures of an inspection: all panels in two columns, or one panel as wide as a paper's column."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -29,9 +29,9 @@ _ROW_INCHES, _ONE_PANEL_INCHES, _PAGE_INCHES, _GAP_INCHES = 1.5, 1.8, 1.9, 0.2
 
 
 def panels_of(inspection: Inspection) -> dict[str, Drawing]:
-    """The panels that have data, by the name that `--panel` takes, in reading order."""
+    """The panels that have data, by their names for `--panel`, in reading order."""
     has_old = any(age > 0 for age in inspection.by_age)
-    known: dict[str, tuple[object, Drawing]] = {
+    panels: dict[str, tuple[object, Drawing]] = {
         "staleness": (inspection.staleness, _staleness),
         "uses": (inspection.uses_over_run, _uses),
         "last-use": (inspection.last_use, _last_use),
@@ -39,7 +39,7 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
         "kl": (has_old, _policy_shift),
         "stored": (inspection.replays and "buffer/rollouts" in inspection.trends, _stored),
     }
-    return {name: draw for name, (data, draw) in known.items() if data}
+    return {name: draw for name, (data, draw) in panels.items() if data}
 
 
 CAPTIONS = {
@@ -52,9 +52,24 @@ CAPTIONS = {
 }
 """One sentence on each panel."""
 
+SHADOW_CAPTIONS = {
+    "staleness": "Ages of the rollouts stored now, and ages at all shadow draws of the run.",
+    "uses": "How often each kept rollout was trained on as fresh or drawn in shadow, evicted ones "
+    "included. Nothing drawn was trained on.",
+    "last-use": "Time between a draw in shadow and the use or draw before it; 0 is a second draw "
+    "in one batch.",
+}
+"""Captions with `replay.shadow`, where they differ."""
 
-def drawn_panels(inspection: Inspection) -> "Iterator[tuple[str, Figure]]":
-    """Each panel with data as a figure of its own, by name, within `figure_style`."""
+
+def caption_of(name: str, inspection: Inspection) -> str:
+    """The caption of a panel."""
+    in_shadow = inspection.settings["shadow"]
+    return SHADOW_CAPTIONS.get(name, CAPTIONS[name]) if in_shadow else CAPTIONS[name]
+
+
+def panel_figures(inspection: Inspection) -> "Iterator[tuple[str, Figure]]":
+    """Yield each panel with data as a figure, by name, inside `figure_style`."""
     with figure_style() as figure_class:
         for name, draw in panels_of(inspection).items():
             figure = figure_class(figsize=(COLUMN_INCHES, _PAGE_INCHES), layout="constrained")
@@ -63,11 +78,11 @@ def drawn_panels(inspection: Inspection) -> "Iterator[tuple[str, Figure]]":
 
 
 def plot_inspection(inspection: Inspection, path: Path, panel: str | None = None) -> None:
-    """One PNG, SVG or PDF figure of what was stored and replayed, at which age and to what effect;
-    or of one panel. Raises UsageError for another extension, and for a panel without data."""
+    """Write all panels, or one, as a PNG, SVG or PDF figure. Raises UsageError for another
+    extension, and for a panel without data."""
     drawings = panels_of(inspection)
     if panel not in (None, *drawings) or not drawings:
-        raise UsageError(f"--panel {panel}: choose of {', '.join(drawings) or 'none'}")
+        raise UsageError(f"--panel {panel}: choose one of {', '.join(drawings) or 'none'}")
     if panel is not None:
         drawings = {panel: drawings[panel]}
     columns = 2 if len(drawings) > 1 else 1
@@ -85,16 +100,16 @@ def plot_inspection(inspection: Inspection, path: Path, panel: str | None = None
 
 
 def _staleness(axes: Any, inspection: Inspection) -> None:
-    """Shares of what is stored next to shares of the replayed rollouts."""
+    """Draw the age shares of stored rollouts next to those of replayed ones."""
     ages = np.array([row.age for row in inspection.staleness])
-    for name, label, colour, side in (
+    for name, label, colour, offset in (
         ("stored", "stored now", STORED, -0.21),
         ("replayed", "all replays", REPLAYED, 0.21),
     ):
         counts = np.array([getattr(row, name) for row in inspection.staleness])
         if counts.sum():
             share = 100 * counts / counts.sum()
-            axes.bar(ages + side, share, 0.42, color=colour, label=label)
+            axes.bar(ages + offset, share, 0.42, color=colour, label=label)
     unit = inspection.age_unit
     axes.set(title="Staleness", xlabel=f"age (training {unit})", ylabel="rollouts (%)")
     whole_numbers(axes.xaxis)
@@ -102,7 +117,7 @@ def _staleness(axes: Any, inspection: Inspection) -> None:
 
 
 def _shares(axes: Any, counts: Mapping[str, int], colour: str) -> None:
-    """Bars of shares of all counts."""
+    """Draw each count as a share of their sum."""
     total = max(1, sum(counts.values()))
     axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
 
@@ -111,10 +126,10 @@ def _uses(axes: Any, inspection: Inspection) -> None:
     counts = inspection.uses_over_run
     mean = sum(uses * count for uses, count in counts.items()) / sum(counts.values())
     _shares(axes, capped(counts), STORED)
-    title = f"Reuse: mean {mean:.2f}"
-    axes.set(
-        title=title, xlabel="uses of a kept rollout so far, fresh included", ylabel="rollouts (%)"
-    )
+    label = "uses of a kept rollout so far, fresh included"
+    if inspection.settings["shadow"]:
+        label = "fresh uses and shadow draws of a kept rollout"
+    axes.set(title=f"Reuse: mean {mean:.2f}", xlabel=label, ylabel="rollouts (%)")
 
 
 def _last_use(axes: Any, inspection: Inspection) -> None:
@@ -127,7 +142,7 @@ def _last_use(axes: Any, inspection: Inspection) -> None:
 
 
 def capped(counts: Mapping[int, int], limit: int = 10) -> dict[str, int]:
-    """Counts by label, at most `limit`. The last one sums all larger values."""
+    """Counts by label, at most `limit` of them; the last label covers all larger values."""
     values = sorted(counts)
     if len(values) <= limit:
         return {str(value): counts[value] for value in values}
@@ -140,9 +155,9 @@ def capped(counts: Mapping[int, int], limit: int = 10) -> dict[str, int]:
 def _by_age(
     axes: Any, inspection: Inspection, title: str, label: str, value: Callable[[Any], float]
 ) -> None:
-    old = [age for age in sorted(inspection.by_age) if age > 0]
-    values = [value(inspection.by_age[age]) for age in old]
-    axes.plot(old, values, "o-", color=REPLAYED, label="replayed")
+    ages = [age for age in sorted(inspection.by_age) if age > 0]
+    values = [value(inspection.by_age[age]) for age in ages]
+    axes.plot(ages, values, "o-", color=REPLAYED, label="replayed")
     if 0 in inspection.by_age:
         fresh = value(inspection.by_age[0])
         axes.plot([0], [fresh], "D", color=FRESH, markersize=3.5, label="fresh", clip_on=False)
@@ -162,7 +177,7 @@ _policy_shift = partial(
 
 
 def _stored(axes: Any, inspection: Inspection) -> None:
-    """Rollouts stored after each step."""
+    """Draw the number of rollouts stored after each step."""
     axes.plot(*zip(*inspection.trends["buffer/rollouts"], strict=True), color=STORED)
     axes.set_ylim(bottom=0)
     axes.set(title="Occupancy", xlabel="training step", ylabel="rollouts stored")

@@ -1,4 +1,5 @@
-"""The page of inspect-buffer: one HTML file of figures, tables and rollouts; it loads nothing."""
+"""The page of inspect-buffer: one HTML file with figures, tables and rollouts, which loads
+nothing."""
 
 import base64
 import hashlib
@@ -10,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.lab.inspection.buffer_figures import CAPTIONS, drawn_panels
+from grpo_replay.lab.inspection.buffer_figures import caption_of, panel_figures
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.buffer_tables import (
     Trend,
@@ -49,12 +50,12 @@ _COLUMNS = (
     ("KL", 4.8, "", "nats per token from the policy at birth: the most of any use"),
     ("completion", None, "left", "as the reward saw it"),
 )
-"""Heading, width in rem, side and meaning of the columns that the script fills."""
+"""Heading, width in rem, alignment and meaning of the columns that the script fills."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFigure:
-    """An SVG element, and one sentence that says what it shows."""
+    """An SVG element and its caption, one sentence."""
 
     svg: str
     caption: str
@@ -62,7 +63,7 @@ class PageFigure:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that a page shows, apart from how it looks."""
+    """The content of a page, without its layout."""
 
     title: str
     settings: str
@@ -75,13 +76,13 @@ class Page:
     age_unit: str
     in_shadow: bool  # draws were not trained on
     path: str
-    can_show: bool  # `inspect-buffer PATH --show ID` has what the page cuts
+    can_show: bool  # `inspect-buffer PATH --show ID` prints what the page cuts
     rollouts: ShownRollouts
 
 
 def make_page(source: Source, records: Records, inspection: Inspection) -> Page:
-    """The page of a source, of what was read and computed. Raises SnapshotError for an unreadable
-    file."""
+    """Make the page of a source from its records and inspection. Raises SnapshotError for an
+    unreadable file."""
     return Page(
         title=printable(title_of(inspection)),
         settings=describe_settings(inspection),
@@ -101,24 +102,24 @@ def make_page(source: Source, records: Records, inspection: Inspection) -> Page:
 
 def _figures(inspection: Inspection) -> list[PageFigure]:
     return [
-        PageFigure(svg_element(svg_text(figure, name), name), CAPTIONS[name])
-        for name, figure in drawn_panels(inspection)
+        PageFigure(svg_element(svg_text(figure, name), name), caption_of(name, inspection))
+        for name, figure in panel_figures(inspection)
     ]
 
 
 def _tables(inspection: Inspection) -> list[TextTable]:
-    found = []
+    tables = []
     if inspection.replays:
-        found.append(TextTable((), [*occupancy_facts(inspection)], "occupancy"))
+        tables.append(TextTable((), [*occupancy_facts(inspection)], "occupancy"))
     if inspection.populations:
-        found.append(populations_table(inspection))
+        tables.append(populations_table(inspection))
     if any(age > 0 for age in inspection.by_age):
-        found.append(outcomes_table(inspection))
-    return found
+        tables.append(outcomes_table(inspection))
+    return tables
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write a page as one file. Every text of the run is escaped or set as text by the script."""
+    """Write a page as one file. Text of the run is escaped, or inserted as text by the script."""
     script = (files("grpo_replay") / _FOLDER / "buffer_page.js").read_text(encoding="utf-8")
     text = render_page(
         f"{_FOLDER}/buffer_page.html",
@@ -134,9 +135,9 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def _data(page: Page) -> dict[str, Any]:
-    """What the script reads: the rollouts, and how to speak of them."""
-    shown = _fields(page.rollouts)
-    return shown | {"age_unit": page.age_unit, "path": page.path if page.can_show else None}
+    """The data of the script: the rollouts, the unit of ages, and the path for `--show`."""
+    rollouts = _fields(page.rollouts)
+    return rollouts | {"age_unit": page.age_unit, "path": page.path if page.can_show else None}
 
 
 def _fields(record: Any) -> dict[str, Any]:
@@ -144,19 +145,19 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def script_data(document: Any) -> str:
-    """JSON that no text can break out of a script element with: without `<`, and in ASCII."""
+    """JSON for a script element, which no text in it can close: without `<`, and in ASCII."""
     text = json.dumps(document, default=_fields, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 def _curve(values: Sequence[float]) -> str:
-    """The points of a polyline through means of consecutive values, the largest at the top."""
+    """The points of a polyline through means of consecutive values; larger values are higher."""
     cells = min(_CURVE_POINTS, len(values))
     bounds = [len(values) * cell // cells for cell in range(cells + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
     low, span = min(means), (max(means) - min(means)) or 1.0
     across, down = _CURVE_WIDTH / max(1, cells - 1), _CURVE_HEIGHT - 4
     return " ".join(
-        f"{place * across:.1f},{2 + down * (1 - (mean - low) / span):.1f}"
-        for place, mean in enumerate(means)
+        f"{cell * across:.1f},{2 + down * (1 - (mean - low) / span):.1f}"
+        for cell, mean in enumerate(means)
     )

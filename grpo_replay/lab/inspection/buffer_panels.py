@@ -1,4 +1,4 @@
-"""The screen of inspect-buffer: a heading with warnings, the staleness, and panels."""
+"""The terminal output of inspect-buffer: a heading with warnings, and panels."""
 
 from collections.abc import Sequence
 
@@ -27,29 +27,29 @@ from grpo_replay.terminal.console import bar, sparkline
 from grpo_replay.terminal.text_table import TextTable
 
 NARROWEST, WIDEST = 80, 120
-"""Columns of the screen: those of the terminal, within these bounds."""
+"""Bounds of the output's width, in columns; between them it is that of the terminal."""
 
 TWO_PANELS = 116
-"""Columns from which two panels stand side by side."""
+"""Minimum width, in columns, for two panels next to each other."""
 
 _COLOURS = {"stored": "blue", "replayed": "dark_orange"}
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
-    """The screen, as wide as the console, from 80 to 120 columns."""
+    """Print an inspection as wide as the console, within `NARROWEST` and `WIDEST`."""
     whole = min(WIDEST, max(NARROWEST, console.width))
     width = (whole - 1) // 2 if whole >= TWO_PANELS else whole
     console.print(_heading(inspection))
     if inspection.staleness:
         console.print(_staleness(inspection, whole))
-    found = [_occupancy(inspection, width)] if inspection.replays else []
+    panels = [_occupancy(inspection, width)] if inspection.replays else []
     if inspection.populations:
-        found.append(_table_panel(populations_table(inspection), width))
+        panels.append(_table_panel(populations_table(inspection), width))
     if any(age > 0 for age in inspection.by_age):
-        found.append(_table_panel(outcomes_table(inspection), width))
+        panels.append(_table_panel(outcomes_table(inspection), width))
     per_row = 1 if width == whole else 2
-    for start in range(0, len(found), per_row):
-        console.print(Columns(found[start : start + per_row], padding=(0, 1)))
+    for start in range(0, len(panels), per_row):
+        console.print(Columns(panels[start : start + per_row], padding=(0, 1)))
     if inspection.trends:
         console.print(_trends(inspection, whole))
 
@@ -72,29 +72,29 @@ def _panel(title: str, body: RenderableType, width: int) -> Panel:
 
 
 def _staleness(inspection: Inspection, width: int) -> Panel:
-    """Bars of what is stored and of all replays by age, as shares of each."""
+    """Bars of stored and of replayed rollouts by age, with each age's share of its column."""
     bins = age_bins(inspection.staleness)
-    shown = {
-        "stored now": ("stored", [each.stored for each in bins]),
-        "replayed": ("replayed", [each.replayed for each in bins]),
+    series = {
+        "stored now": ("stored", [age_bin.stored for age_bin in bins]),
+        "replayed": ("replayed", [age_bin.replayed for age_bin in bins]),
     }
-    shown = {heading: each for heading, each in shown.items() if sum(each[1])}
-    counts = {name: max(len(f"{max(values):,}"), 5) for name, values in shown.values()}
-    ages = max(3, *(len(each.label) for each in bins))
+    series = {heading: column for heading, column in series.items() if sum(column[1])}
+    counts = {name: max(len(f"{max(values):,}"), 5) for name, values in series.values()}
+    ages = max(3, *(len(age_bin.label) for age_bin in bins))
     # Two spaces of the border on each side, one between columns.
-    cells = (width - 4 - ages - sum(1 + digits + 8 for digits in counts.values())) // len(shown)
+    cells = (width - 4 - ages - sum(1 + digits + 8 for digits in counts.values())) // len(series)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("age", justify="right", no_wrap=True)
-    for heading in shown:
+    for heading in series:
         table.add_column(heading, no_wrap=True, width=cells)
-        table.add_column("", justify="right", no_wrap=True, width=counts[shown[heading][0]])
+        table.add_column("", justify="right", no_wrap=True, width=counts[series[heading][0]])
         table.add_column("", justify="right", no_wrap=True, width=5)
-    for place, each in enumerate(bins):
-        row: list[str | Text] = [each.label]
-        for name, values in shown.values():
-            share = values[place] / sum(values)
-            drawn = bar(values[place], max(values), cells)
-            row += [Text(drawn, style=_COLOURS[name]), f"{values[place]:,}"]
+    for index, age_bin in enumerate(bins):
+        row: list[str | Text] = [age_bin.label]
+        for name, values in series.values():
+            share = values[index] / sum(values)
+            drawn = bar(values[index], max(values), cells)
+            row += [Text(drawn, style=_COLOURS[name]), f"{values[index]:,}"]
             row.append(f"{share:.0%}" if share else "")
         table.add_row(*row)
     return _with_legend(staleness_title(inspection), table, [*staleness_legend(inspection)], width)
@@ -106,7 +106,7 @@ def _with_legend(title: str, table: Table, legend: Sequence[str], width: int) ->
 
 
 def _occupancy(inspection: Inspection, width: int) -> Panel:
-    """Shares with bars, then facts."""
+    """The facts of the occupancy; shares also as bars."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -125,10 +125,12 @@ def _table_panel(table: TextTable, width: int) -> Panel:
 
 def _trends(inspection: Inspection, width: int) -> Panel:
     """One line per metric, with a sparkline between its first and last means."""
+    trends = trends_of(inspection)
+    numbers = max(8, *(len(trend.last) for trend in trends))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in trends_header(inspection):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for trend in trends_of(inspection):
-        course = Text(sparkline(trend.values, max(12, width - 52)), style="cyan")
+    for trend in trends:
+        course = Text(sparkline(trend.values, max(12, width - 44 - numbers)), style="cyan")
         table.add_row(trend.label, trend.first, course, trend.last)
     return _panel(trends_title(inspection), table, width)

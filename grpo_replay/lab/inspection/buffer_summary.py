@@ -1,9 +1,9 @@
-"""An inspection: its data types, which `compute` fills and panels, figures, page and JSON show; and
-warnings about an unhealthy buffer.
+"""The data types of an inspection, which `compute` fills and panels, figures, page and JSON show;
+and warnings about an unhealthy buffer.
 
 "Replayed" counts rows of the draw log up to the inspected step; with the pool composition, draws at
-age 0 count as fresh. Ages and gaps are in training steps, or, if a step makes a draw for each of
-its updates, in updates. The thresholds of warnings are rules of thumb (docs/buffer.md, "Healthy
+age 0 count as fresh. Ages and gaps are in training steps; in updates if a step makes a draw for
+each of its updates. The thresholds of warnings are rules of thumb (docs/buffer.md, "Healthy
 ranges").
 """
 
@@ -19,7 +19,7 @@ from grpo_replay.types import HIGH_CLIP_FRACTION
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The size of the buffer, with its limits."""
+    """The content of the buffer, and the number of rollouts to expect in it."""
 
     stored_rollouts: int
     stored_groups: int
@@ -39,8 +39,8 @@ class StalenessRow:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Draws by the time since the previous use of the rollout (paper B); 0 if drawn twice in one
-    batch. `new` counts first uses. Training on a rollout at birth is a use."""
+    """Numbers of draws by the time since the previous use of the rollout (paper B): 0 for a second
+    draw in one batch. `new` counts first uses. Training on a rollout at birth is a use."""
 
     new: int
     gaps: Mapping[int, int]
@@ -48,13 +48,13 @@ class LastUse:
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """One set of rollouts: generated, kept, stored, or replayed (counted once per use)."""
+    """Statistics of one set of rollouts: generated, kept, stored, or replayed (counted per use)."""
 
     name: str
     rollouts: int
     prompts: int
     largest_prompt_share: float
-    positive_share: float | None  # with advantage above 0; None where groups were dropped
+    positive_share: float | None  # with advantage above 0; None if it has dropped rollouts
     abs_advantage_mean: float | None
     tokens_mean: float
     truncated_share: float
@@ -91,7 +91,7 @@ class Inspection:
     rebuilt: bool  # the buffer was rebuilt from the rollout log
     occupancy: Occupancy
     staleness: tuple[StalenessRow, ...]  # every age from 0 to the largest
-    uses_over_run: Mapping[int, int]  # survivors, gone ones included, by their number of uses
+    uses_over_run: Mapping[int, int]  # number of uses -> kept rollouts, evicted ones included
     last_use: LastUse | None
     populations: tuple[Population, ...]
     by_age: Mapping[int, AgeOutcome]
@@ -107,8 +107,8 @@ class Inspection:
 def staleness_rows(
     births: np.ndarray, replayed_ages: np.ndarray, step: int, updates: int = 1
 ) -> tuple[StalenessRow, ...]:
-    """The ages after `step` of the rollouts born in `births`, next to `replayed_ages`. Ages are in
-    steps, or, if a step counts several `updates`, in these."""
+    """Count by age the rollouts stored after `step`, which were born in `births`, and the replayed
+    ones. Ages are in steps, or in updates if a step has several `updates`."""
     stored_ages = updates * (step - births) + updates - 1
     rows = 1 + max([-1, *stored_ages.tolist(), *replayed_ages.tolist()])
     stored = np.bincount(stored_ages, minlength=rows)
@@ -128,7 +128,7 @@ TREND_LABELS = {
     "replay/ratio": "replayed per fresh",
     "buffer/rollouts": "rollouts stored",
 }
-"""The metrics of a run that an inspection shows over training, with their names on the screen."""
+"""The metrics that an inspection shows over training, with their labels."""
 
 
 STARVED_SHARE = 0.9
@@ -136,7 +136,7 @@ FEW_SURVIVORS_SHARE = 0.1
 
 
 def find_warnings(inspection: Inspection) -> Iterator[str]:
-    """One warning per finding; nothing for a healthy buffer."""
+    """Yield one warning per problem; none for a healthy buffer."""
     settings, warmup = inspection.settings, inspection.settings["warmup_steps"]
     counts = {rows.name: rows.rollouts for rows in inspection.populations}
     share = counts.get("kept", 0) / max(counts.get("generated", 0), 1)
@@ -150,8 +150,9 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
         return
     stored, groups = inspection.occupancy.stored_rollouts, inspection.occupancy.stored_groups
     capacity, limit = settings["capacity_rollouts"], settings["max_age_steps"]
-    unit = stored / max(groups, 1) if settings["unit"] == "query" else 1  # evicted as a whole
-    if limit is not None and stored + unit > capacity:
+    # Eviction removes whole units.
+    unit_size = stored / max(groups, 1) if settings["unit"] == "query" else 1
+    if limit is not None and stored + unit_size > capacity:
         yield (
             f"The buffer is full, at its capacity of {capacity:,} rollouts: they leave it before "
             f"max_age_steps {limit}. Raise replay.capacity_rollouts."
@@ -159,20 +160,21 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
     points = inspection.trends.get("replay/ratio", ())
     ratios = [value for step, value in points if step > warmup]
     recent = ratios[-max(1, len(ratios) // 4) :]
-    actual, asked = sum(recent) / max(len(recent), 1), settings["ratio"]
+    actual, requested = sum(recent) / max(len(recent), 1), settings["ratio"]
     anchored = settings["composition"] == "fresh_anchored"
-    starved = (anchored and actual < STARVED_SHARE * asked) or not inspection.replayed_rollouts
-    if inspection.step > warmup + 1 and starved and counts.get("kept"):
+    is_below_ratio = anchored and actual < STARVED_SHARE * requested
+    is_starved = is_below_ratio or not inspection.replayed_rollouts
+    if inspection.step > warmup + 1 and is_starved and counts.get("kept"):
         yield (
             f"Only {actual:.2f} rollouts were replayed per fresh rollout; replay.ratio requests "
-            f"{asked:.2f}. The buffer has too few: raise replay.max_age_steps or lower "
+            f"{requested:.2f}. The buffer has too few: raise replay.max_age_steps or lower "
             "replay.ratio."
         )
     clipped = {age: row.clip_fraction for age, row in inspection.by_age.items() if age > 0}
     if any(map(math.isnan, clipped.values())):
         yield (
-            "Which tokens were clipped is not known (TRL's use_bias_correction_kl gives each a "
-            "gradient): see ratio and KL by age, and clip_ratio/region_mean in TRL's log."
+            "It is unknown which tokens were clipped (TRL's use_bias_correction_kl gives every "
+            "token a gradient): see ratio and KL by age, and clip_ratio/region_mean in TRL's log."
         )
     worst = max(clipped, key=lambda age: clipped[age], default=0)
     if clipped and clipped[worst] > HIGH_CLIP_FRACTION:

@@ -1,5 +1,5 @@
-"""The tables of an inspection as text, for the screen and for the page. A legend explains only the
-columns that its table has."""
+"""Text tables of an inspection, for the terminal and the page. A legend explains only the columns
+that its table has."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,15 @@ from grpo_replay.lab.inspection.buffer_summary import TREND_LABELS, Inspection, 
 from grpo_replay.terminal.text_table import TextTable
 
 MOST_ROWS = 12
-"""Rows of ages shown at most."""
+"""Maximum number of rows by age."""
 
 MISSING = "–"
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A metric over training: its means over the first and last eighth of the steps, and values."""
+    """A metric over training: its values, and its means over the first and last eighth of the
+    steps. If the last eighth has none, `last` is the last value measured, with its step."""
 
     label: str
     first: str
@@ -36,20 +37,20 @@ def describe_settings(inspection: Inspection) -> str:
     settings = inspection.settings
     if not inspection.replays:
         return f"preset {settings['preset']}: this recipe does not replay"
-    law, age = settings["priority"], settings["max_age_steps"]
-    if law != "uniform":
-        law = f"{law}^{settings['priority_exponent']:g}"
+    priority, age = settings["priority"], settings["max_age_steps"]
+    if priority != "uniform":
+        priority = f"{priority}^{settings['priority_exponent']:g}"
     shadow = "in shadow, nothing drawn was trained on · " if settings["shadow"] else ""
     return (
-        f"{shadow}{settings['preset']}: {settings['composition']}, {settings['unit']} by {law} · "
-        f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · "
+        f"{shadow}{settings['preset']}: {settings['composition']}, {settings['unit']} by "
+        f"{priority} · ratio {settings['ratio']:g} · max age {'none' if age is None else age} · "
         f"warm-up {settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AgeBin:
-    """Rollouts of one age, or of several: `4–7`."""
+    """Numbers of rollouts of one age, or of a range of ages (`4–7`)."""
 
     label: str
     stored: int
@@ -57,7 +58,7 @@ class AgeBin:
 
 
 def age_bins(staleness: Sequence[StalenessRow]) -> tuple[AgeBin, ...]:
-    """Counts by age; with more than `MOST_ROWS` ages, of several ages at a time."""
+    """Counts by age, or by ranges of ages if there are more than `MOST_ROWS` of them."""
     width = max(1, -(-len(staleness) // MOST_ROWS))
     bins = []
     for start in range(0, len(staleness), width):
@@ -87,7 +88,7 @@ def staleness_legend(inspection: Inspection) -> Iterator[str]:
 
 
 def occupancy_facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """Names and values that say how full the buffer is."""
+    """Yield the names and values of facts on how full the buffer is, and how often it was used."""
     occupancy, limit = inspection.occupancy, inspection.settings["max_age_steps"]
     stored, capacity = occupancy.stored_rollouts, inspection.settings["capacity_rollouts"]
     yield "rollouts stored", f"{stored:,}"
@@ -103,8 +104,9 @@ def occupancy_facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
     if survivors := sum(inspection.uses_over_run.values()):
         uses = sum(number * count for number, count in inspection.uses_over_run.items())
         never = inspection.uses_over_run.get(0, 0) / survivors
-        yield "uses of a kept rollout, with fresh", f"{uses / survivors:.2f}"
-        yield "kept rollouts never used", f"{never:.1%}"
+        drawn = "shadow draws" if inspection.settings["shadow"] else "draws"
+        yield f"uses as fresh and {drawn}, mean", f"{uses / survivors:.2f}"
+        yield "kept, neither fresh nor drawn", f"{never:.1%}"
 
 
 _POPULATION = (
@@ -119,31 +121,34 @@ _POPULATION = (
 
 
 def populations_table(inspection: Inspection) -> TextTable:
-    found = inspection.populations
+    populations = inspection.populations
     rows = []
     for label, name, spec in _POPULATION:
-        values = [getattr(each, name) for each in found]
-        rows.append((label, *(MISSING if each is None else f"{each:{spec}}" for each in values)))
-    return TextTable(("", *(each.name for each in found)), rows, "populations")
+        values = [getattr(population, name) for population in populations]
+        cells = (MISSING if value is None else f"{value:{spec}}" for value in values)
+        rows.append((label, *cells))
+    header = ("", *(population.name for population in populations))
+    return TextTable(header, rows, "populations")
 
 
 def outcomes_table(inspection: Inspection) -> TextTable:
-    """What training on rollouts of an age did; of more than `MOST_ROWS` ages some."""
+    """Outcomes by age at use, of at most `MOST_ROWS` ages spread evenly."""
     by_age = inspection.by_age
     ages = sorted(by_age)
-    places = np.linspace(0, len(ages) - 1, min(len(ages), MOST_ROWS)).round().astype(int)
+    shown = np.linspace(0, len(ages) - 1, min(len(ages), MOST_ROWS)).round().astype(int)
     rows = []
-    for age in (ages[place] for place in places):
-        each = by_age[age]
-        clipped = MISSING if math.isnan(each.clip_fraction) else f"{each.clip_fraction:.2%}"
-        numbers = (f"{each.ratio:.4f}", f"{each.ratio_ess:.3f}", f"{each.approx_kl:.4f}")
-        rows.append((str(age), f"{each.uses:,}", clipped, *numbers))
+    for age in (ages[index] for index in shown):
+        outcome = by_age[age]
+        clip_fraction = outcome.clip_fraction
+        clipped = MISSING if math.isnan(clip_fraction) else f"{clip_fraction:.2%}"
+        numbers = (f"{outcome.ratio:.4f}", f"{outcome.ratio_ess:.3f}", f"{outcome.approx_kl:.4f}")
+        rows.append((str(age), f"{outcome.uses:,}", clipped, *numbers))
     legend = ["clipped: tokens without a gradient; KL in nats per token"]
     legend.append("ESS: effective share of tokens weighed by ratio")
     if 0 in by_age:
         legend.append("age 0: fresh rollouts")
-    if len(places) < len(ages):
-        legend.append(f"{len(places)} of {len(ages)} ages; --json has all")
+    if len(shown) < len(ages):
+        legend.append(f"{len(shown)} of {len(ages)} ages; --json has all")
     header = ("age", "uses", "clipped", "ratio", "ESS", "KL")
     title = f"outcomes by age at use, in {inspection.age_unit}"
     return TextTable(header, rows, title, " · ".join(legend))
@@ -160,7 +165,9 @@ def trends_of(inspection: Inspection) -> tuple[Trend, ...]:
         first = [value for step, value in points if step <= eighth]
         last = [value for step, value in points if step > inspection.step - eighth]
         values = tuple(value for _, value in points)
-        trends.append(Trend(TREND_LABELS[metric], _mean(first), values, _mean(last)))
+        last_step, last_value = points[-1]
+        ending = _mean(last) if last else f"{_mean([last_value])} (step {last_step})"
+        trends.append(Trend(TREND_LABELS[metric], _mean(first), values, ending))
     return tuple(trends)
 
 

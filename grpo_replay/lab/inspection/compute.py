@@ -1,4 +1,4 @@
-"""Computes an `Inspection` from a source: every number on the screen."""
+"""Computes an `Inspection` from a source."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from grpo_replay.lab.inspection.rollout_columns import (
     OUTCOMES,
     Draws,
     Rollouts,
-    of_stored,
+    draws_of_stored,
     read_log_and_draws,
 )
 from grpo_replay.lab.inspection.source import Source
@@ -36,12 +36,12 @@ class Records:
 
     settings: ReplaySection
     stored: Rollouts  # after the inspected step, oldest first
-    log: Rollouts  # every rollout up to it; empty for a snapshot alone
+    log: Rollouts  # every rollout up to it; empty for a lone snapshot
     draws: Draws
 
 
 def read_records(source: Source) -> Records:
-    """The records of a source. Raises SnapshotError if a file cannot be read."""
+    """Read the records of a source. Raises SnapshotError if a file cannot be read."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if source.recipe is not None:
         settings, group_size = source.recipe.replay, source.recipe.sampling.group_size
@@ -53,11 +53,11 @@ def read_records(source: Source) -> Records:
 
 
 def summarise(source: Source, records: Records | None = None) -> Inspection:
-    """The inspection of a source, or of its `records` if they have been read. Raises SnapshotError
-    if a file cannot be read."""
+    """Compute the inspection of a source, from its `records` if they have been read already. Raises
+    SnapshotError if a file cannot be read."""
     records = records or read_records(source)
     settings, stored, log, draws = records.settings, records.stored, records.log, records.draws
-    step, replayed = source.step, of_stored(draws, settings)
+    step, replayed = source.step, draws_of_stored(draws, settings)
     updates = source.recipe.draws_per_step if source.recipe else 1
     inspection = Inspection(
         path=str(source.path),
@@ -112,42 +112,42 @@ def _occupancy(stored: Rollouts, log: Rollouts, settings: ReplaySection, step: i
 
 def population(name: str, rows: Rollouts) -> Population:
     """Statistics of a non-empty set of rollouts."""
-    uses = Counter(rows.prompt_id.tolist())
-    signal = bool(rows.kept.all())
+    rollouts_of_prompt = Counter(rows.prompt_id.tolist())
+    have_advantages = bool(rows.kept.all())
     return Population(
         name=name,
         rollouts=len(rows),
-        prompts=len(uses),
-        largest_prompt_share=max(uses.values()) / len(rows),
-        positive_share=float((rows.advantage > 0).mean()) if signal else None,
-        abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
+        prompts=len(rollouts_of_prompt),
+        largest_prompt_share=max(rollouts_of_prompt.values()) / len(rows),
+        positive_share=float((rows.advantage > 0).mean()) if have_advantages else None,
+        abs_advantage_mean=float(np.abs(rows.advantage).mean()) if have_advantages else None,
         tokens_mean=float(rows.length.mean()),
         truncated_share=float(rows.truncated.mean()),
     )
 
 
 def count_values(values: np.ndarray) -> dict[int, int]:
-    """How often each distinct value occurs, in ascending order of the value."""
+    """The number of occurrences of each distinct value, in ascending order of the value."""
     return dict(sorted(Counter(values.tolist()).items()))
 
 
 def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> dict[int, int]:
-    """Survivors in the log by their number of uses.
+    """The number of survivors in the log by their number of uses.
 
-    Each draw is a use. Training as fresh in the birth step is also a use; with the pool and FIFO
-    this happens only during warm-up.
+    Each draw is a use, also in shadow. Training as fresh in the birth step is a use, too; with the
+    pool and FIFO that happens only during warm-up.
     """
     as_fresh = settings.trains_on_all_fresh(log.logged_step)
     return count_values((np.bincount(draws.row, minlength=len(log)) + as_fresh)[log.kept])
 
 
 def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -> LastUse:
-    """Updates between consecutive uses of a rollout, over all draws (paper B); training steps, if a
+    """Updates between consecutive uses of a rollout, over all draws (paper B); training steps if a
     step makes one draw.
 
     If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
-    draw is counted from the step that took the rollout: that of its birth, in asynchronous runs a
-    later one. Otherwise a first draw is new.
+    draw starts at the step that took the rollout: the step of its birth, in asynchronous runs a
+    later one. Otherwise a first draw counts as new.
     """
     draws = draws[np.lexsort((draws.update, draws.row))].view(np.recarray)
     first = np.append(True, draws.row[1:] != draws.row[:-1])
@@ -160,13 +160,13 @@ def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -
 
 
 def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
-    """Outcomes by age in steps, or updates. Empty if the run logged nothing."""
+    """Outcomes by age, in steps or updates; empty if the run logged nothing."""
     return _outcomes(*read_log_and_draws(source))
 
 
 def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
-    """Age 0 is fresh rollouts: draws at age 0, and those of rollouts/ that were trained on without
-    a draw. Ages at which no token was trained on are left out."""
+    """Outcomes by age. Age 0 has the fresh rollouts: draws at age 0, and rollouts that were trained
+    on without a draw. Ages without a trained token are left out."""
     fresh = np.isfinite(log.tokens)
     # With pool and FIFO, rollouts drawn in the step that took them are in both logs.
     fresh[draws.row[draws.step == log.logged_step[draws.row]]] = False
@@ -189,7 +189,7 @@ def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
         age: AgeOutcome(
             int(uses[age]),
             int(totals[age]),
-            *(float(each[age]) for each in (clip, log_ratio, square, kl, ess)),
+            *(float(column[age]) for column in (clip, log_ratio, square, kl, ess)),
         )
         for age in np.flatnonzero(uses).tolist()
     }

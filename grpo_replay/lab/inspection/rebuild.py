@@ -1,8 +1,8 @@
-"""Replays the rollout log of a run through the buffer: to rebuild it after any step, and with other
-replay settings (`--what-if`).
+"""Runs the rollout log of a run through a buffer: to rebuild the buffer after any step, and to
+simulate other replay settings (`--what-if`).
 
-The buffer and the composer are those of the trainer. Generation is held fixed: with other draws a
-real run would have trained another policy, which would have sampled other rollouts.
+Buffer and composer are those of the trainer. Generation is held fixed: with other draws a real run
+would have trained another policy, which would have sampled other rollouts.
 """
 
 import math
@@ -16,8 +16,8 @@ from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.rollout_columns import (
     ROLLOUT,
     Rollouts,
+    draws_of_stored,
     find_rows,
-    of_stored,
     read_log,
     read_log_and_draws,
     read_stored,
@@ -35,21 +35,21 @@ _READ = (
 )
 
 
-def entries_of_log(rows: Rollouts) -> list[Entry]:
-    """Entries with all that the buffer and priorities read, and no payload."""
+def log_entries(rows: Rollouts) -> list[Entry]:
+    """Make buffer entries of rollouts, without payload, with what priorities and eviction need."""
     columns = {name: rows[name].tolist() for name in _READ}
     columns["completion_tokens"] = rows.length.tolist()
-    given = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    fields = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     ids = (rows.rollout_id.tolist(), rows.group_id.tolist(), rows.birth_step.tolist())
-    return [Entry(*each, payload=None) for each in zip(*ids, given, strict=True)]
+    return [Entry(*values, payload=None) for values in zip(*ids, fields, strict=True)]
 
 
 def stored_after(
     source: Source, settings: ReplaySection, group_size: int, log: Rollouts | None = None
 ) -> Rollouts:
-    """The rollouts stored after `source.step`, oldest first, as the snapshot has them; without one
-    the log (given, or read) is sent through a buffer. Raises SnapshotError if the run logged no
-    rollouts."""
+    """The rollouts stored after `source.step`, oldest first: those of the snapshot, or, without
+    one, of a buffer that is rebuilt from the log (`log`, or read here). Raises SnapshotError if the
+    run logged no rollouts."""
     if source.snapshot is not None:
         return read_stored(source.snapshot)
     if not settings.replays:
@@ -64,7 +64,7 @@ def stored_after(
     for step, _ in source.rollout_files:
         first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
         buffer.evict(step)
-        buffer.insert(entries_of_log(survivors[first:last]), step)
+        buffer.insert(log_entries(survivors[first:last]), step)
         buffer.evict_ahead(step)
     return log[find_rows(log.rollout_id, buffer.column("rollout_id"))]
 
@@ -73,12 +73,13 @@ REPEATS = 5
 """Number of simulations with different random draws, which give the standard deviation."""
 
 Statistics = dict[str, float]
-"""Of the rollouts trained on, over a whole run: see `statistics`. NaN if undefined."""
+"""Statistics of a whole run by name (see `statistics`); NaN if undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The run as logged, its own settings simulated, and the changed settings simulated.
+    """Statistics of the run as logged, of its own settings simulated, and of changed settings
+    simulated.
 
     Simulated statistics are means over `REPEATS` simulations. `*_error` are the standard
     deviations, 0 for deterministic statistics."""
@@ -92,11 +93,11 @@ class WhatIf:
 
 
 def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
-    """The comparison for `key=value` changes to the replay section.
+    """Compare a run with `key=value` changes to its replay section.
 
-    The run's own settings are those of its last step. Raises UsageError for a longer age limit with
-    which an asynchronous run would have kept rollouts that it dropped, RecipeError for a bad key or
-    value, and SnapshotError if the run has no recipe or logged no rollouts.
+    Raises UsageError for a longer age limit that would have kept rollouts which an asynchronous run
+    dropped, RecipeError for a bad key or value, and SnapshotError if the run has no recipe or
+    logged no rollouts.
     """
     recipe = source.recipe
     if recipe is None or not source.rollout_files:
@@ -106,13 +107,13 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
         )
     changed = changed_recipe(recipe, changes)
     log, draws = read_log_and_draws(source)
-    refuse_what_was_not_kept(log, recipe.replay.max_age_steps, changed.replay.max_age_steps)
-    plan = [(each, seed) for each in (recipe, changed) for seed in range(REPEATS)]
-    results = [simulate(log, *each) for each in tracked(plan, "replaying the log")]
-    before, after = (each.replay.model_dump(mode="json") for each in (recipe, changed))
-    # As logged: what was trained on as fresh, and every draw that is in the log.
+    refuse_longer_age_limit(log, recipe.replay.max_age_steps, changed.replay.max_age_steps)
+    plan = [(simulated, seed) for simulated in (recipe, changed) for seed in range(REPEATS)]
+    results = [simulate(log, *pair) for pair in tracked(plan, "replaying the log")]
+    before, after = (settings.replay.model_dump(mode="json") for settings in (recipe, changed))
+    # As logged: the rollouts trained on as fresh, and every draw in the log.
     fresh = np.flatnonzero(log.kept & recipe.replay.trains_on_all_fresh(log.logged_step))
-    replayed = of_stored(draws, recipe.replay)
+    replayed = draws_of_stored(draws, recipe.replay)
     logged = statistics(
         log,
         np.append(draws.row, fresh),
@@ -130,8 +131,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
 
 
 def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
-    """A recipe with `key=value` changes in its replay section, as a resume with them has it;
-    `replay.key` is accepted too."""
+    """The recipe with `key=value` changes in its replay section; `replay.key=value` works too."""
     if wrong := [word for word in changes if "=" not in word]:
         raise UsageError(f"--what-if {wrong[0]}: expected key=value, such as max_age_steps=5")
     words = [f"replay.{word.strip().removeprefix('replay.')}" for word in changes]
@@ -140,30 +140,30 @@ def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return recipe.model_copy(update={"replay": replay})
 
 
-def refuse_what_was_not_kept(log: Rollouts, limit: int | None, other: int | None) -> None:
-    """Raises UsageError if an age limit `other` would have kept rollouts that the run, with
-    `limit`, dropped as stale."""
+def refuse_longer_age_limit(log: Rollouts, limit: int | None, other: int | None) -> None:
+    """Raises UsageError if the age limit `other` would have kept rollouts that the run, with
+    `limit`, dropped as too old."""
     if limit is None or (other is not None and other <= limit):
         return
     stale = ~log.kept & (log.group_reward_std > 0) & (log.logged_step - log.birth_step > limit)
     if stale.any():
         raise UsageError(
-            f"--what-if max_age_steps: {stale.sum()} rollouts that came more than {limit} steps "
+            f"--what-if max_age_steps: {stale.sum()} rollouts that arrived more than {limit} steps "
             "late were dropped, and their advantages are not in the log: give at most "
             f"{limit}, or make a new run"
         )
 
 
 def simulate(log: Rollouts, recipe: Recipe, seed: int) -> Statistics:
-    """Statistics of one simulation: the log through buffer and composer with these settings, out of
-    the shadow."""
+    """Run the log through buffer and composer with the settings of `recipe`, but never in shadow;
+    returns statistics."""
     settings = recipe.replay.model_copy(update={"shadow": False})
     buffer = ReplayBuffer(settings, recipe.sampling.group_size)
     rng = np.random.default_rng(seed)
     draws_per_step = recipe.draws_per_step
-    log = kept_under(log, recipe.replay)
+    log = kept_with_settings(log, recipe.replay)
     survivors = log[log.kept]
-    entries = entries_of_log(survivors)
+    entries = log_entries(survivors)
     batches, stored = [], []
     for step, generated in _steps_of(log, recipe):
         first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
@@ -179,20 +179,20 @@ def simulate(log: Rollouts, recipe: Recipe, seed: int) -> Statistics:
 
 
 def _steps_of(log: Rollouts, recipe: Recipe) -> list[tuple[int, int]]:
-    """Each step of the log, and the rollouts that a step of the run generates. Into a step of an
-    asynchronous run any number may have come, none too; its batches are sized by the recipe."""
+    """The steps of the log, each with the number of rollouts that it generates. In an asynchronous
+    run, where any number may arrive in a step, also none, that number is the recipe's."""
     steps, counts = np.unique(log.logged_step, return_counts=True)
     if recipe.run.is_async:
         return [(step, recipe.rollouts_per_step) for step in range(steps[0], steps[-1] + 1)]
     return list(zip(steps.tolist(), counts.tolist(), strict=True))
 
 
-def kept_under(log: Rollouts, settings: ReplaySection) -> Rollouts:
-    """The log as a run with these settings keeps it: without the groups whose rewards are all
-    equal, or with them, at advantage 0. What an asynchronous run dropped as stale or partial
-    stays out, and so does what arrived later than these settings allow."""
+def kept_with_settings(log: Rollouts, settings: ReplaySection) -> Rollouts:
+    """The log with the `kept` flags and advantages of a run with these settings. Groups of equal
+    rewards are dropped, or kept with advantage 0. Rollouts that an asynchronous run dropped as too
+    old or partial stay dropped, and those that are too old for these settings are dropped."""
     equal = (log.group_reward_std == 0) & np.isfinite(log.reward)
-    kept_equal = bool((log.kept & equal).any())  # what it left out nonetheless is masked
+    kept_equal = bool((log.kept & equal).any())  # then those it dropped nonetheless are masked
     kept = log.kept | (equal & (not kept_equal))
     if settings.max_age_steps is not None:
         kept &= log.logged_step - log.birth_step <= settings.max_age_steps
@@ -212,8 +212,8 @@ def statistics(
     ess: Sequence[float],
     stored: Sequence[float],
 ) -> Statistics:
-    """Statistics of a run: `trained` are the rows of the log that it trained on, once per use,
-    `replayed` those that were replayed, at `ages` in steps; `ess` and `stored` are of its steps."""
+    """Compute the statistics of a run. `trained` has the log rows that it trained on, once per use;
+    `replayed` those that were replayed, at `ages` in steps; `ess` and `stored` a value per step."""
     magnitude = np.abs(np.nan_to_num(log.advantage))[replayed]
     uses = np.bincount(replayed, minlength=len(log))[log.kept]
     return {

@@ -1,4 +1,4 @@
-"""Scalar columns of many rollouts and draws, as numpy records, from which all else is computed."""
+"""Scalar columns of rollouts and draws as numpy records, the input of every inspection."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
 from grpo_replay.terminal.console import tracked
 
 BATCH_ROWS = 8_192
-"""Rows of a snapshot read at a time. At 1,000 tokens per rollout, they take 32 MiB."""
+"""Number of snapshot rows read at a time; they take 32 MiB at 1,000 tokens per rollout."""
 
 NO_ROW = -1
 """Returned by `find_rows` for an unknown id."""
@@ -24,15 +24,15 @@ OUTCOMES = (
     *("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl"),
     *("ratio_mean", "ratio_squared_mean"),
 )
-"""Of a use, in rollouts/ and in draws/; null, in records NaN, where it was not trained on."""
+"""Columns of a use in rollouts/ and draws/; null in the files, NaN here, if not trained on."""
 
 ROLLOUT = np.dtype(
     [
         ("rollout_id", np.int64),
         ("group_id", np.int64),
         ("birth_step", np.int64),
-        ("logged_step", np.int64),  # took it from the sampler; after its birth if asynchronous
-        ("reward", np.float64),  # NaN if it did not come
+        ("logged_step", np.int64),  # the step that took it; in asynchronous runs after its birth
+        ("reward", np.float64),  # NaN if it is missing
         ("advantage", np.float64),  # NaN if the rollout was dropped
         ("group_reward_std", np.float64),  # 0 if all are equal, NaN if fewer than two have a reward
         ("group_correct", np.int32),  # correct rollouts of the group
@@ -82,7 +82,8 @@ def read_stored(path: Path) -> Rollouts:
     """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=list(_READ))
-        return _joined(ROLLOUT, (_rollouts(pa.Table.from_batches([each])) for each in batches))
+        tables = (pa.Table.from_batches([batch]) for batch in batches)
+        return _joined(ROLLOUT, map(_rollouts, tables))
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
@@ -120,15 +121,15 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
 
 
 def read_log_and_draws(source: Source) -> tuple[Rollouts, Draws]:
-    """The rollout log, and the draws of rollouts that it has. Raises SnapshotError."""
+    """The rollout log, and the draws whose rollouts are in it. Raises SnapshotError."""
     log, draws = read_log(source.rollout_files), read_draws(source.draw_files)
     rows = find_rows(log.rollout_id, draws.rollout_id)
     draws.row = rows
     return log, draws.compress(rows >= 0).view(np.recarray)
 
 
-def of_stored(draws: Draws, settings: ReplaySection) -> Draws:
-    """The draws of stored rollouts: of a pool of fresh and stored ones, those of age 0 are not."""
+def draws_of_stored(draws: Draws, settings: ReplaySection) -> Draws:
+    """The draws of stored rollouts: all, but in a pool those of age 0 are draws of fresh ones."""
     return draws[draws.age > 0] if settings.pools_fresh else draws
 
 
@@ -138,6 +139,6 @@ def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.nda
     if len(ids_N) == 0:
         return np.full(wanted.shape, NO_ROW, dtype=np.int64)
     order = np.argsort(ids_N, kind="stable")
-    places = np.minimum(np.searchsorted(ids_N, wanted, sorter=order), len(ids_N) - 1)
-    rows = order[places]
+    positions = np.minimum(np.searchsorted(ids_N, wanted, sorter=order), len(ids_N) - 1)
+    rows = order[positions]
     return np.where(ids_N[rows] == wanted, rows, NO_ROW)

@@ -1,4 +1,5 @@
-"""Chooses the rollouts of a page: all of a small run, else its extremes and whole groups."""
+"""Chooses the rollouts of a page: all of a small run; of a large one the extremes and whole
+groups."""
 
 from dataclasses import dataclass
 
@@ -10,16 +11,16 @@ from grpo_replay.lab.inspection.rollout_columns import Rollouts, find_rows
 MOST_ROLLOUTS = 2_000
 MOST_TOKENS = 1_000_000
 FEWEST_ROLLOUTS = 100
-"""A page shows at most `MOST_ROLLOUTS`, fewer if their completions have more than `MOST_TOKENS`
-tokens together, but at least `FEWEST_ROLLOUTS`."""
+"""A page shows at most `MOST_ROLLOUTS`; fewer if their completions have more than `MOST_TOKENS` in
+total, but at least `FEWEST_ROLLOUTS`."""
 
 _SHARE_OF_EXTREMES = 20
-"""Of each kind of extreme, one rollout in this many of the sample."""
+"""The sample has one rollout in this many for each kind of extreme."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """What a run did with each of its N rollouts."""
+    """Draws, outcomes and storage of each of the N rollouts of a run."""
 
     rows: Rollouts
     draws_N: np.ndarray  # number of draws
@@ -30,8 +31,8 @@ class RolloutFacts:
 
 
 def rollout_facts(records: Records, times_used: np.ndarray | None = None) -> RolloutFacts:
-    """The facts of every rollout of a log, or of a lone snapshot, where `times_used` has their
-    draws."""
+    """The facts of every rollout of a log, or of a lone snapshot, whose numbers of draws are
+    `times_used`."""
     log, draws = records.log, records.draws
     if not len(log):
         count = len(records.stored)
@@ -41,30 +42,31 @@ def rollout_facts(records: Records, times_used: np.ndarray | None = None) -> Rol
         return RolloutFacts(
             records.stored, drawn, unknown, unknown, oldest, np.ones(count, np.bool_)
         )
-    clipped, shift = log.clip_fraction.copy(), log.approx_kl.copy()
-    np.fmax.at(clipped, draws.row, draws.clip_fraction)
-    np.fmax.at(shift, draws.row, draws.approx_kl)
+    clip_fraction, approx_kl = log.clip_fraction.copy(), log.approx_kl.copy()
+    np.fmax.at(clip_fraction, draws.row, draws.clip_fraction)
+    np.fmax.at(approx_kl, draws.row, draws.approx_kl)
     oldest = np.full(len(log), -1)
     np.maximum.at(oldest, draws.row, draws.age)
     stored = np.zeros(len(log), np.bool_)
-    places = find_rows(log.rollout_id, records.stored.rollout_id)
-    stored[places[places >= 0]] = True
+    rows = find_rows(log.rollout_id, records.stored.rollout_id)
+    stored[rows[rows >= 0]] = True
     drawn = np.bincount(draws.row, minlength=len(log))
-    return RolloutFacts(log, drawn, clipped, shift, oldest, stored)
+    return RolloutFacts(log, drawn, clip_fraction, approx_kl, oldest, stored)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The rows of `RolloutFacts.rows` that are shown, ascending, why, and what to say of them."""
+    """The rows of `RolloutFacts.rows` to show, ascending, with the reasons and a note for the
+    page."""
 
     rows: np.ndarray
-    reasons: dict[int, str]  # of an extreme, by row
+    reasons: dict[int, str]  # by row, for extremes
     note: str
 
 
 def choose_rollouts(facts: RolloutFacts) -> Sample:
-    """All rollouts if they fit into a page; else the extremes, and whole groups at equal distances
-    over the run."""
+    """Choose all rollouts if they fit into a page; else the extremes, and whole groups at equal
+    distances over the run."""
     rows = facts.rows
     mean_tokens = float(rows.length.mean()) if len(rows) else 0.0
     fitting = int(MOST_TOKENS / max(mean_tokens, 1.0))
@@ -86,7 +88,7 @@ def choose_rollouts(facts: RolloutFacts) -> Sample:
 
 
 def _extremes(facts: RolloutFacts) -> dict[str, np.ndarray]:
-    """The quantities whose largest values are shown; only what is above 0 is an extreme."""
+    """The quantities whose largest values are extremes, if above 0."""
     return {
         "most replayed": facts.draws_N,
         "largest |advantage|": np.abs(facts.rows.advantage),
@@ -107,8 +109,8 @@ def _whole_groups(rows: Rollouts, chosen: np.ndarray, room: int) -> np.ndarray:
     _, first, group_of, sizes = np.unique(
         rows.group_id, return_index=True, return_inverse=True, return_counts=True
     )
-    in_time = np.argsort(first)
-    count = max(1, min(len(in_time), int(room / sizes.mean())))
-    spread = in_time[np.linspace(0, len(in_time) - 1, count).round().astype(int)]
-    new = np.setdiff1d(np.flatnonzero(np.isin(group_of, spread)), chosen)
+    by_time = np.argsort(first)
+    count = max(1, min(len(by_time), int(room / sizes.mean())))
+    groups = by_time[np.linspace(0, len(by_time) - 1, count).round().astype(int)]
+    new = np.setdiff1d(np.flatnonzero(np.isin(group_of, groups)), chosen)
     return new[:room]

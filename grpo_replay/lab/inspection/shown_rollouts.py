@@ -1,4 +1,4 @@
-"""The rollouts of a page as a document: numbers, text, tokens, groups and every use."""
+"""The rollouts of a page as a document, with numbers, text, tokens, groups and every use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ from grpo_replay.storage.rollout_log import LOG_ONLY, MASK, read_rollout_table
 
 PAGE_CHARACTERS, PAGE_TOKENS = 20_000_000, 2_000_000
 FEWEST_CHARACTERS, MOST_TOKENS_SHOWN = 2_000, 20_000
-"""The texts of a page share `PAGE_CHARACTERS` equally, the lists of tokens `PAGE_TOKENS`. A longer
-one is cut, and the page says so."""
+"""Limits of a page: its texts share `PAGE_CHARACTERS` equally, its lists of tokens `PAGE_TOKENS`.
+The page says which ones are cut."""
 
 _READ = (
     *("rollout_id", "group_id", "prompt_token_ids", "completion_token_ids", "completion_text"),
@@ -36,7 +36,7 @@ _READ = (
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One training on a rollout, or in shadow a draw; outcomes that are not defined are None."""
+    """One use of a rollout in an update, or in shadow a draw; undefined outcomes are None."""
 
     step: int
     age: int
@@ -64,7 +64,7 @@ class ShownRollout:
     group: int
     step: int  # of its birth
     prompt_id: str
-    prompt: int  # its place in `ShownRollouts.prompts`
+    prompt: int  # index in `ShownRollouts.prompts`
     text: str | None  # as the reward saw it, or decoded; None if neither is known
     text_cut: int  # characters that were left out
     token_ids: list[int]
@@ -88,32 +88,34 @@ class ShownRollout:
 
 @dataclass(frozen=True, slots=True)
 class ShownRollouts:
-    """The rollouts of a page, in the order of their ids, and what they share."""
+    """The rollouts of a page in the order of their ids, and the groups, prompts and tokens that
+    they share."""
 
     rollouts: list[ShownRollout]
     groups: dict[int, list[Member]]  # by group id, all members
     prompts: list[str]
     pieces: dict[int, str]  # the text that each token adds
     special: list[int]  # ids of special tokens
-    note: str  # which rollouts these are
-    reason: str  # why tokens are shown as ids; empty if they are not
+    note: str  # how these rollouts were chosen
+    reason: str  # why tokens are shown as ids; empty if they are shown as text
     has_uses: bool  # false for a lone snapshot, which counts draws and does not list them
 
 
 def shown_rollouts(source: Source, records: Records) -> ShownRollouts:
-    """The rollouts of a source, or a sample. Raises SnapshotError for an unreadable file."""
+    """Read the rollouts of a source, or a sample of them, for a page. Raises SnapshotError for an
+    unreadable file."""
     facts = rollout_facts(records, _times_used(source) if not source.rollout_files else None)
     sample = choose_rollouts(facts)
     decoder = open_decoder(source.path)
     reader = _Reader(source, records, facts, sample, decoder)
     for table in _tables(source, facts, sample):
         reader.read(table)
-    found = sorted(reader.rollouts, key=lambda each: each.id)
+    rollouts = sorted(reader.rollouts, key=lambda rollout: rollout.id)
     return ShownRollouts(
-        rollouts=found,
+        rollouts=rollouts,
         groups=reader.groups,
         prompts=reader.prompts,
-        pieces=decoder.pieces(token for each in found for token in each.token_ids),
+        pieces=decoder.pieces(token for rollout in rollouts for token in rollout.token_ids),
         special=decoder.special_ids(),
         note=sample.note,
         reason=decoder.reason,
@@ -129,18 +131,18 @@ def _times_used(source: Source) -> np.ndarray:
 
 
 def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.Table]:
-    """The rows of the sample's groups, a file or a batch at a time."""
+    """Yield the rows of the sample's groups, one file or batch at a time."""
     groups = pa.array(np.unique(facts.rows.group_id[sample.rows]))
     if source.rollout_files:
         needed = set(facts.rows.logged_step[sample.rows].tolist())
-        whole = (
-            read_rollout_table(path, _READ) for at, path in source.rollout_files if at in needed
+        tables = (
+            read_rollout_table(path, _READ) for step, path in source.rollout_files if step in needed
         )
-        yield from (each.filter(pc.is_in(each["group_id"], groups)) for each in whole)
+        yield from (table.filter(pc.is_in(table["group_id"], groups)) for table in tables)
     elif source.snapshot is not None:
         with open_parquet(source.snapshot, "buffer", SNAPSHOT_VERSION) as file:
-            there = set(file.schema_arrow.names) - set(LOG_ONLY)
-            columns = [name for name in _READ if name in there]
+            available = set(file.schema_arrow.names) - set(LOG_ONLY)
+            columns = [name for name in _READ if name in available]
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 table = pa.Table.from_batches([batch])
                 yield table.filter(pc.is_in(table["group_id"], groups))
@@ -148,7 +150,7 @@ def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.
 
 @dataclass
 class _Reader:
-    """Makes the rollouts of the tables that it reads."""
+    """Converts tables of rollouts to `ShownRollout`s, groups and prompts."""
 
     source: Source
     records: Records
@@ -170,54 +172,54 @@ class _Reader:
 
     def read(self, table: pa.Table) -> None:
         members = table.select(["rollout_id", "group_id", "reward", "advantage", "verdict"])
-        for each in members.to_pylist():
+        for row in members.to_pylist():
             member = Member(
-                each["rollout_id"],
-                _rounded(each["reward"]),
-                _rounded(each["advantage"]),
-                each["verdict"],
+                row["rollout_id"],
+                _rounded(row["reward"]),
+                _rounded(row["advantage"]),
+                row["verdict"],
             )
-            self.groups.setdefault(each["group_id"], []).append(member)
+            self.groups.setdefault(row["group_id"], []).append(member)
         wanted = pa.array(list(self._row_of), pa.int64())
         for row in table.filter(pc.is_in(table["rollout_id"], wanted)).to_pylist():
             self.rollouts.append(self._rollout(row))
 
     def _rollout(self, row: dict[str, Any]) -> ShownRollout:
-        at = self._row_of[row["rollout_id"]]
-        facts, known = self.facts, self.facts.rows[at]
+        index = self._row_of[row["rollout_id"]]
+        facts, record = self.facts, self.facts.rows[index]
         token_ids = row["completion_token_ids"]
         text = row.get("completion_text")
         text = self.decoder.text(token_ids) if text is None else text
         shown, cut = self._cut(text)
-        logprobs, whose = row["behavior_logprobs"], "the policy at birth"
+        logprobs, source = row["behavior_logprobs"], "the policy at birth"
         if logprobs is None:
-            logprobs, whose = row["sampler_logprobs"], "the sampler"
+            logprobs, source = row["sampler_logprobs"], "the sampler"
         mask = row.get(MASK.name)
         return ShownRollout(
             id=row["rollout_id"],
             group=row["group_id"],
-            step=int(known.birth_step),
-            prompt_id=str(known.prompt_id),
+            step=int(record.birth_step),
+            prompt_id=str(record.prompt_id),
             prompt=self._prompt(row["prompt_token_ids"]),
             text=shown,
             text_cut=cut,
             token_ids=token_ids[: self._tokens],
             tokens_cut=max(0, len(token_ids) - self._tokens),
             logprobs=np.round(logprobs[: self._tokens], 2).tolist() if logprobs else None,
-            logprobs_of=whose if logprobs else None,
-            trained=None if mask is None else [int(each) for each in mask[: self._tokens]],
+            logprobs_of=source if logprobs else None,
+            trained=None if mask is None else [int(trains) for trains in mask[: self._tokens]],
             tokens=len(token_ids),
             finish=row["finish_reason"],
             verdict=row["verdict"],
             reward=_rounded(row["reward"]),
             advantage=_rounded(row["advantage"]),
-            kept=bool(known.kept),
-            fate=self._fate(at),
-            draws=int(facts.draws_N[at]),
-            clipped=_rounded(100 * facts.clip_fraction_N[at]),
-            kl=_rounded(facts.approx_kl_N[at]),
-            why=self.sample.reasons.get(at),
-            uses=self._uses.get(at, []),
+            kept=bool(record.kept),
+            fate=self._fate(index),
+            draws=int(facts.draws_N[index]),
+            clipped=_rounded(100 * facts.clip_fraction_N[index]),
+            kl=_rounded(facts.approx_kl_N[index]),
+            why=self.sample.reasons.get(index),
+            uses=self._uses.get(index, []),
         )
 
     def _fate(self, row: int) -> str:
@@ -228,7 +230,7 @@ class _Reader:
         return "evicted" if self.records.settings.replays else "not stored"
 
     def _prompt(self, token_ids: Sequence[int]) -> int:
-        """The place of a prompt in `prompts`, to which a new one is added."""
+        """The index of a prompt in `prompts`; a new one is added."""
         key = tuple(token_ids)
         if key not in self._known_prompts:
             text = self.decoder.text(token_ids)
@@ -238,22 +240,22 @@ class _Reader:
         return self._known_prompts[key]
 
     def _cut(self, text: str | None) -> tuple[str | None, int]:
-        """A text within its share, and the number of characters left out."""
+        """Cut a text to its share; returns it with the number of characters left out."""
         if text is None:
             return None, 0
         return text[: self._characters], max(0, len(text) - self._characters)
 
 
 def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list[Use]]:
-    """Every use of the sample's rollouts by row, in time."""
+    """Every use of the sample's rollouts by row, in order of time."""
     log, draws = records.log, records.draws
     if not len(log):
         return {}
     updates = source.recipe.draws_per_step if source.recipe else 1
-    mine = draws[np.isin(draws.row, sample.rows)].view(np.recarray)
+    own_draws = draws[np.isin(draws.row, sample.rows)].view(np.recarray)
     # In shadow a draw is no use.
-    at_once = (mine.step == log.logged_step[mine.row]) & (not records.settings.shadow)
-    drawn_when_taken = set(mine.row[at_once].tolist())
+    is_first_step = own_draws.step == log.logged_step[own_draws.row]
+    drawn_when_taken = set(own_draws.row[is_first_step & (not records.settings.shadow)].tolist())
     uses: dict[int, list[Use]] = {int(row): [] for row in sample.rows}
     for row in sample.rows.tolist():
         # With pool and FIFO, the use of a step that drew the rollout is in both logs.
@@ -261,18 +263,18 @@ def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list
             step = int(log.logged_step[row])
             age = updates * (step - int(log.birth_step[row]))
             uses[row].append(_use(log[row], step, age, None))
-    for draw in mine:
+    for draw in own_draws:
         uses[int(draw.row)].append(_use(draw, int(draw.step), int(draw.age), draw.probability))
     return uses
 
 
 def _use(record: Any, step: int, age: int, probability: float | None) -> Use:
     outcomes = (100 * record.clip_fraction, record.log_ratio_mean, record.approx_kl)
-    return Use(step, age, _rounded(probability), *(_rounded(each) for each in outcomes))
+    return Use(step, age, _rounded(probability), *map(_rounded, outcomes))
 
 
 def _rounded(value: float | None) -> float | None:
-    """Five digits; None for what is not a number."""
+    """The value with five significant digits; None if it is not finite."""
     if value is None or not np.isfinite(value):
         return None
     return float(f"{float(value):.5g}")

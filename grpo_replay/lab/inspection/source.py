@@ -1,4 +1,4 @@
-"""Opens PATH as a run or as a snapshot of its buffer, and finds its files up to a step."""
+"""Opens PATH as a run or as a snapshot of a buffer, and finds its files up to a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Source:
     """The files behind an inspection, as of training step `step`.
 
     `snapshot` is the buffer written at exactly that step, or None if it must be rebuilt from the
-    rollout log. A snapshot alone has no recipe, metrics, rollouts and draws.
+    rollout log. A lone snapshot has no recipe, metrics, rollouts or draws.
     """
 
     path: Path
@@ -30,13 +30,13 @@ class Source:
     draw_files: tuple[tuple[int, Path], ...] = ()
 
     def points_of(self, name: str) -> tuple[tuple[int, float], ...]:
-        """(step, value) of a metric, of the steps that define it."""
+        """(step, value) of a metric, for the steps that define it."""
         lines = (line for line in self.metrics if line.get(name) is not None)
         return tuple((int(line["step"]), float(line[name])) for line in lines)
 
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
-    """The source at PATH, as of `step` (default: the last step).
+    """Open PATH as of `step` (default: the last step).
 
     Raises SnapshotError if PATH is not a run, checkpoint or snapshot, or does not have the step.
     """
@@ -45,49 +45,49 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
         raise SnapshotError(no_such_path(path))
     snapshot = path / "buffer.parquet" if path.is_dir() else path
     if snapshot.exists():
-        at = read_snapshot_facts(snapshot)["step"]
-        if step not in (None, at):
+        own_step = read_snapshot_facts(snapshot)["step"]
+        if step not in (None, own_step):
             raise SnapshotError(
-                f"{path}: --step {step} needs a run directory; a snapshot has a single step ({at})"
+                f"{path}: --step {step} needs a run directory; a snapshot has one step ({own_step})"
             )
-        return Source(path, at, snapshot)
+        return Source(path, own_step, snapshot)
     metrics = read_metrics(path / "metrics.jsonl")
     rollouts, draws = (files_by_step(path / name) for name in ("rollouts", "draws"))
     snapshots = checkpoint_snapshots(path)
     # While a step is written, its rollouts are on disk before its line of metrics.
-    known = [int(line["step"]) for line in metrics] or [at for at, _ in rollouts]
-    known = known or sorted(snapshots)
-    if not known:
+    steps = [int(line["step"]) for line in metrics] or [number for number, _ in rollouts]
+    steps = steps or sorted(snapshots)
+    if not steps:
         raise SnapshotError(
             f"{path}: neither a run directory with a finished step (metrics.jsonl, rollouts/, "
             "checkpoints/) nor a checkpoint or a snapshot (buffer.parquet)"
         )
-    at = known[-1] if step is None else step
-    if at not in known:
-        raise SnapshotError(f"{path}: no step {at}; the run has steps {known[0]} to {known[-1]}")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise SnapshotError(f"{path}: no step {step}; the run has steps {steps[0]} to {steps[-1]}")
     return Source(
         path=path,
-        step=at,
-        snapshot=snapshots.get(at),
+        step=step,
+        snapshot=snapshots.get(step),
         recipe=read_recipe_file(path / RECIPE_FILE),
-        metrics=tuple(line for line in metrics if line["step"] <= at),
-        rollout_files=tuple(each for each in rollouts if each[0] <= at),
-        draw_files=tuple(each for each in draws if each[0] <= at),
+        metrics=tuple(line for line in metrics if line["step"] <= step),
+        rollout_files=tuple((number, file) for number, file in rollouts if number <= step),
+        draw_files=tuple((number, file) for number, file in draws if number <= step),
     )
 
 
 def files_by_step(folder: Path) -> tuple[tuple[int, Path], ...]:
     """(step, file) of every `step_*.parquet` in a folder, ascending; empty without a folder."""
-    found = ((step_of(file.with_suffix("")), file) for file in folder.glob("step_*.parquet"))
-    return tuple(sorted((step, file) for step, file in found if step is not None))
+    files = ((step_of(file.with_suffix("")), file) for file in folder.glob("step_*.parquet"))
+    return tuple(sorted((step, file) for step, file in files if step is not None))
 
 
 def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
-    """The buffer.parquet of every complete checkpoint, by the step after which it was written;
-    those of a run in TRL are in checkpoint-N/, N counting updates."""
-    found = list_checkpoints(run_dir / "checkpoints")
-    whole = [path for path in found if (path / MANIFEST).exists()]
-    snapshots = {step_of(path) or 0: path / "buffer.parquet" for path in whole}
-    of_trl = run_dir.glob("checkpoint-*/buffer.parquet")
-    snapshots |= {read_snapshot_facts(path)["step"]: path for path in of_trl}
+    """The buffer.parquet of every complete checkpoint, by the step after which it was written. A
+    run in TRL has them in checkpoint-N/, where N counts updates."""
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    complete = [path for path in checkpoints if (path / MANIFEST).exists()]
+    snapshots = {step_of(path) or 0: path / "buffer.parquet" for path in complete}
+    trl_snapshots = run_dir.glob("checkpoint-*/buffer.parquet")
+    snapshots |= {read_snapshot_facts(path)["step"]: path for path in trl_snapshots}
     return {step: path for step, path in snapshots.items() if path.exists()}

@@ -1,4 +1,4 @@
-"""Decodes token ids with the tokenizer that lies with a checkpoint of a run."""
+"""Decodes token ids with the tokenizer in a checkpoint of a run."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,13 @@ TOKENIZER_FOLDERS = (
     "model",  # a checkpoint of this package
     ".",
 )
-"""Where `tokenizer.json` is looked for, below a run or checkpoint, or beside a snapshot."""
+"""Folders in which `tokenizer.json` is searched, below a run or checkpoint, or next to a
+snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decodes with a tokenizer, or says in `reason` why there is none."""
+    """Decodes with a tokenizer; without one, `reason` says why."""
 
     tokenizer: Any = None
     reason: str = ""
@@ -31,18 +32,18 @@ class Decoder:
         return text
 
     def pieces(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """The text that each token adds behind another; `�` for a part of a character.
+        """The text of each token inside a sequence; `�` for a part of a character.
 
-        A tokenizer drops the blank before a first token, so each is decoded behind itself.
+        A tokenizer drops the blank before a first token, so each token is decoded after itself.
         """
         if self.tokenizer is None:
             return {}
-        wanted = sorted(set(token_ids))
-        once = self.tokenizer.decode_batch([[each] for each in wanted], skip_special_tokens=False)
-        twice = self.tokenizer.decode_batch([[each] * 2 for each in wanted], False)
+        tokens = sorted(set(token_ids))
+        once = self.tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
+        twice = self.tokenizer.decode_batch([[token] * 2 for token in tokens], False)
         return {
-            each: both.removeprefix(one) if both.startswith(one) else one
-            for each, one, both in zip(wanted, once, twice, strict=True)
+            token: both.removeprefix(one) if both.startswith(one) else one
+            for token, one, both in zip(tokens, once, twice, strict=True)
         }
 
     def special_ids(self) -> list[int]:
@@ -50,25 +51,25 @@ class Decoder:
         if self.tokenizer is None:
             return []
         added = self.tokenizer.get_added_tokens_decoder()
-        return sorted(each for each, token in added.items() if token.special)
+        return sorted(id for id, token in added.items() if token.special)
 
 
 def open_decoder(path: Path) -> Decoder:
-    """The decoder of a run, a checkpoint or a snapshot: of the newest checkpoint with a
-    `tokenizer.json`."""
+    """Open the tokenizer of a run, a checkpoint or a snapshot, from the newest checkpoint that has
+    a `tokenizer.json`."""
     folder = path if path.is_dir() else path.parent
-    found = [file for each in TOKENIZER_FOLDERS for file in folder.glob(f"{each}/tokenizer.json")]
-    if not found:
-        where = ", ".join(TOKENIZER_FOLDERS[:-1])
-        return Decoder(reason=f"no tokenizer.json in {folder} or its {where}")
+    files = [f for pattern in TOKENIZER_FOLDERS for f in folder.glob(f"{pattern}/tokenizer.json")]
+    if not files:
+        searched = ", ".join(TOKENIZER_FOLDERS[:-1])
+        return Decoder(reason=f"no tokenizer.json in {folder} or its {searched}")
     try:
         # Imported here: it is optional. It loads in milliseconds, unlike transformers.
         from tokenizers import Tokenizer
     except ImportError:
         return Decoder(reason="tokenizers is not installed: pip install tokenizers")
-    return Decoder(Tokenizer.from_file(str(max(found, key=_age_key))))
+    return Decoder(Tokenizer.from_file(str(max(files, key=_age_key))))
 
 
 def _age_key(file: Path) -> list[int]:
-    """The numbers in a path: the newest of several checkpoints has the largest."""
+    """The numbers in a path, which are largest for the newest checkpoint."""
     return [int(number) for number in re.findall(r"\d+", str(file))]

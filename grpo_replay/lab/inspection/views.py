@@ -24,20 +24,20 @@ _MEMBER = ("rollout_id", "reward", "advantage", "verdict")
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Everything the files record about one rollout."""
+    """Everything that the files record about one rollout."""
 
     rollout: Mapping[str, Any]  # its row; token ids are lists
     prompt_text: str | None  # with special tokens; None without a tokenizer
     written_text: str | None  # the completion, likewise
-    no_text: str  # why there is no tokenizer; empty if there is
+    no_text: str  # why there is no tokenizer; else empty
     group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
     uses: tuple[Mapping[str, Any], ...]  # step, age, probability of a draw (None: fresh), outcome
     fate: str  # one sentence
 
 
 def read_life(source: Source, rollout_id: int) -> Life:
-    """The life of one rollout up to the inspected step. Raises SnapshotError if it is not in the
-    rollout log."""
+    """Read the life of one rollout up to the inspected step. Raises SnapshotError if it is not in
+    the rollout log."""
     step, row, group = _find(source, rollout_id)
     uses = _draws(source, rollout_id)
     decoder = open_decoder(source.path)
@@ -64,7 +64,7 @@ def _find(source: Source, rollout_id: int) -> tuple[int, dict[str, Any], list[di
             table = read_rollout_table(path)
             group = table["group_id"][ids.index(rollout_id)]
             members = table.filter(pc.equal(table["group_id"], group)).to_pylist()
-            row = next(each for each in members if each["rollout_id"] == rollout_id)
+            row = next(member for member in members if member["rollout_id"] == rollout_id)
             return step, row, members
     raise SnapshotError(
         f"{source.path}: no rollout {rollout_id} in rollouts/ up to step {source.step}; ids start "
@@ -77,8 +77,8 @@ def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
     uses: list[Mapping[str, Any]] = []
     for _, path in source.draw_files:
         table = read_draw_table(path)
-        mine = pc.equal(table["rollout_id"], rollout_id)
-        uses += table.filter(mine).select(names).to_pylist()
+        is_own = pc.equal(table["rollout_id"], rollout_id)
+        uses += table.filter(is_own).select(names).to_pylist()
     return uses
 
 
@@ -86,11 +86,11 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
     recipe = source.recipe
     assert recipe is not None, "a run"
     if row["reward"] is None:
-        return "never stored: no reward came"
+        return "never stored: its reward is missing"
     if not row["kept"] and not row["group_reward_std"]:
         return "never stored: the rewards of its group do not differ, so there is no signal"
     if not row["kept"]:
-        return "never stored: cut off, too late, or sampled over a change of the weights"
+        return "never stored: truncated, too old, or sampled while the weights changed"
     if not recipe.replays:
         return "never stored: this run does not replay"
     stored = stored_after(source, recipe.replay, recipe.sampling.group_size)
@@ -108,7 +108,7 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("age_p95", "age in steps, 95th percentile", ".1f"),
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
     ("positive_share", "replayed with A > 0", ".1%"),
-    ("never_drawn_share", "survivors never drawn", ".1%"),
+    ("never_drawn_share", "kept, never drawn from the buffer", ".1%"),
     ("ess_mean", "effective sample size", ",.1f"),
     ("stored_mean", "rollouts stored, mean", ",.1f"),
     ("trained_tokens_per_generated", "tokens trained per generated", ".3f"),
@@ -153,7 +153,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 32 else f"{text[:31]}…"
 
 
-_OF_A_USE = ("step", "age_steps", "probability", "clip_fraction", "log_ratio_mean", "approx_kl")
+_USE_COLUMNS = ("step", "age_steps", "probability", "clip_fraction", "log_ratio_mean", "approx_kl")
 
 
 def print_life(life: Life, console: Console) -> None:
@@ -167,13 +167,13 @@ def print_life(life: Life, console: Console) -> None:
     TextTable((), facts).print(console)
     prompt = life.prompt_text or f"{life.no_text}; token ids {row['prompt_token_ids']}"
     console.print(f"\n[bold]prompt[/bold]\n{escape(prompt)}")
-    seen, written = row["completion_text"], life.written_text
-    console.print(f"\n[bold]completion, as the reward saw it[/bold]\n{escape(seen)}\n")
-    if written not in (None, seen):
+    graded, written = row["completion_text"], life.written_text
+    console.print(f"\n[bold]completion, as the reward saw it[/bold]\n{escape(graded)}\n")
+    if written not in (None, graded):
         console.print(f"[bold]completion, as it was written[/bold]\n{escape(str(written))}\n")
     members = [[_short(value) for value in member.values()] for member in life.group]
     TextTable(_MEMBER, members, "group").print(console)
-    uses = [[_short(use[name]) for name in _OF_A_USE] for use in life.uses]
+    uses = [[_short(use[name]) for name in _USE_COLUMNS] for use in life.uses]
     header = ("step", "age", "probability", "clipped", "log-ratio", "KL, nats")
     TextTable(header, uses, "uses; without a probability, as fresh").print(console)
     console.print(f"→ {life.fate}")

@@ -13,8 +13,8 @@ from small_runs.synthetic import write_synthetic_run
 from grpo_replay.errors import RecipeError, UsageError
 from grpo_replay.lab.inspection.rebuild import (
     changed_recipe,
-    kept_under,
-    refuse_what_was_not_kept,
+    kept_with_settings,
+    refuse_longer_age_limit,
     simulate,
     statistics,
     what_if,
@@ -165,7 +165,7 @@ def test_a_shorter_age_limit_drops_what_arrives_late():
     log.advantage[2:] = (1.0, -1.0)
     for limit, kept in ((6, 4), (5, 2), ("null", 4)):
         settings = asynchronous(f"replay.max_age_steps={limit}").replay
-        assert kept_under(log, settings).kept.sum() == kept
+        assert kept_with_settings(log, settings).kept.sum() == kept
 
 
 def test_what_a_run_masked_stays_out_where_it_kept_groups_of_equal_rewards():
@@ -173,19 +173,19 @@ def test_what_a_run_masked_stays_out_where_it_kept_groups_of_equal_rewards():
     log.group_reward_std[:] = 0.0
     everything = asynchronous("replay.preset=fifo").replay
     log.kept[:] = (True, True, True, False)
-    assert kept_under(log, everything).kept.tolist() == [True, True, True, False]
+    assert kept_with_settings(log, everything).kept.tolist() == [True, True, True, False]
     log.kept[:] = False  # a run that dropped such groups
-    assert kept_under(log, everything).kept.all()
+    assert kept_with_settings(log, everything).kept.all()
 
 
 def test_an_age_limit_that_needs_what_was_dropped_is_refused():
     log = stale_group()
-    refuse_what_was_not_kept(log, None, 6)
-    refuse_what_was_not_kept(log, 4, 4)
-    refuse_what_was_not_kept(log, 6, None)  # nothing came later
+    refuse_longer_age_limit(log, None, 6)
+    refuse_longer_age_limit(log, 4, 4)
+    refuse_longer_age_limit(log, 6, None)  # nothing came later
     for limit in (5, None):
         with pytest.raises(UsageError, match="2 rollouts that came more than 4 steps late"):
-            refuse_what_was_not_kept(log, 4, limit)
+            refuse_longer_age_limit(log, 4, limit)
 
 
 def test_replay_can_be_simulated_for_a_run_without_it(runs):
