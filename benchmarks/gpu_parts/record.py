@@ -86,6 +86,7 @@ class Context:
     kit: Path | None
     wheels: Path | None  # a folder with SmolLM2's
     study: Path | None
+    seeds: list[int] | None  # in place of the study's own
     cells: int  # runs of the study at a time
 
     @property

@@ -137,7 +137,7 @@ def run_inside(job: Job, options: Namespace, deadline: float) -> int:
     record = Record(options.output, job.name, job.title, size.name)
     context = Context(
         size, record, options.output, deadline, options.kit, options.wheels, options.study,
-        options.cells or size.cells,
+        options.seeds, options.cells or size.cells,
     )  # fmt: skip
     context.work.mkdir(exist_ok=True)
     try:

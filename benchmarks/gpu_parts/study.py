@@ -76,7 +76,10 @@ def cells_of_sweep(context: Context, file: Path) -> list[dict[str, Any]]:
     from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 
     cells = []
-    for place, cell in enumerate(expand(read_sweep_file(file), file, context.work)):
+    sweep = read_sweep_file(file)
+    if context.seeds:
+        sweep = sweep.model_copy(update={"seeds": context.seeds})
+    for place, cell in enumerate(expand(sweep, file, context.work)):
         if cell.awaits_choice:
             continue  # `grpo-replay sweep` chooses, of the tuning runs
         here = [

@@ -62,7 +62,10 @@ class Steps:
         return self.rows[self._context.size.not_timed :]
 
     def summarise(self) -> None:
-        record, timed = self._context.record, self.timed
+        context, record, timed = self._context, self._context.record, self.timed
+        if context.sampler == "vllm":
+            eager = vllm_settings(context)["enforce_eager"]
+            record.figure("vLLM", "eager" if eager else "compiled, with CUDA graphs")
         record.check("steps were timed", bool(timed), len(self.rows))
         for name, of in (
             ("seconds of a step", "seconds"),
