@@ -95,7 +95,7 @@ def measure(kind: str) -> Result:
         byte_tokenizer().save_pretrained(folder)
         try:
             sampler = VllmLocalSampler.open(
-                SamplerOpening.of(tiny_recipe(policy.folder), folder, Comm())
+                SamplerOpening.from_recipe(tiny_recipe(policy.folder), folder, Comm())
             )
             before = token_gaps(sampler, model)
             moved = changed(policy, 1)

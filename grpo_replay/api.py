@@ -182,10 +182,10 @@ def _recipe_of_run(
     """The recipe to train with. Raises UsageError for a recipe of several ranks, for none in a new
     run, and in a resume for another than the run's."""
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
-    from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_another
+    from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_other_recipe_file
 
     loaded = None if recipe is None else load_recipe(recipe, overrides)
-    if resume and not (loaded and RunDirectory(path).only_opened):
+    if resume and not (loaded and RunDirectory(path).holds_only_opening_files):
         refuse_missing(path)
         resolved = recipe_to_resume(path, None, _words(overrides))
         if loaded is not None:
@@ -193,7 +193,7 @@ def _recipe_of_run(
             if resolved.prompts.source == str(_prompts_file(path)):
                 may_differ |= {"prompts.source", "prompts.id_field"}
             name = recipe if isinstance(recipe, str) else "the recipe given"
-            refuse_another(loaded, resolved, name, path, may_differ)
+            refuse_other_recipe_file(loaded, resolved, name, path, may_differ)
     elif loaded is not None:
         resolved = loaded
     else:

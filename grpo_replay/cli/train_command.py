@@ -74,7 +74,7 @@ def _read_recipe(options: TrainOptions) -> Recipe:
     if options.resume and options.output_dir is None:
         raise UsageError("--resume needs --output-dir, the directory of the run to continue")
     run_dir = Path(options.output_dir or ".")
-    if options.resume and not RunDirectory(run_dir).only_opened:
+    if options.resume and not RunDirectory(run_dir).holds_only_opening_files:
         refuse_missing(run_dir)
         return recipe_to_resume(run_dir, name, overrides)
     if name is None and options.resume:

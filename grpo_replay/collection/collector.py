@@ -214,7 +214,7 @@ class Collector:
         member.completion, member.spans, member.text = completion, spans, text
         self._generated_rollouts += 1
         self._generated_tokens += len(completion.token_ids)
-        request = GradingRequest.of(
+        request = GradingRequest.for_prompt(
             member.group.prompt, text, token_ids, step=spans[0][0] + 1,
             truncated=completion.finish_reason == "length",
             group=_group_name(member.group.position), group_size=len(member.group.members),
@@ -264,7 +264,7 @@ class Collector:
     def report(self) -> Report:
         """The present state. Delivered rollouts are not held."""
         servers = self._dispatcher.servers.values()
-        idle, used = self._dispatcher.time_of_servers()
+        idle, used = self._dispatcher.server_seconds()
         finished = [group.finished() for group in self._open.values()]
         return Report(
             generated_rollouts=self._generated_rollouts,

@@ -75,7 +75,7 @@ async def _collect(arguments: dict[str, Any], commands: zmq.asyncio.Socket, send
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows)
 
-    decode = CompletionText.of(recipe, tokenizer).decode
+    decode = CompletionText.from_recipe(recipe, tokenizer).decode
     settings = CollectorSettings(**arguments["settings"] | {"recipe": recipe})
     with RewardScorer.open(recipe.reward) as scorer:
         collector = Collector(settings, prompts, decode, scorer, send)

@@ -333,7 +333,7 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     document |= {"backend": sampling.backend, "max_completion_length": longest}
     if settings.reward not in BUILTIN_VERIFIERS:
         document["correct_score"] = recipe.reward.correct
-    text = CompletionText.of(recipe, tokenizer)
+    text = CompletionText.from_recipe(recipe, tokenizer)
     if text.kept:
         document["special_tokens"] = "keep"
     packages = sampling.facts.packages
@@ -362,7 +362,7 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
         for sample in list(planned.values())[:TRIED_ROWS]
     ]
     tried_sample = Sample(tried, len(planned), "eval.benchmarks", plan.text.encode)
-    section = limits.alone(verifier).model_copy(update={"workers": 1})
+    section = limits.with_single_function(verifier).model_copy(update={"workers": 1})
     with RewardScorer.open(section, as_verdicts=True) as scorer:
         return try_rewards(section, scorer, tried_sample, step=None)
 

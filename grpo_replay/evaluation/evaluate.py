@@ -35,7 +35,7 @@ from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import GradingRequest, RewardScorer
-from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
+from grpo_replay.sampling.sampler_protocol import Sampler, checked_completions
 from grpo_replay.stop import StopToken
 from grpo_replay.storage.run_directory import installed_versions
 from grpo_replay.types import Verdict
@@ -206,7 +206,7 @@ def _generate(
     if folder is not None:
         cache = GenerationWriter(folder)
     with cache as writer:
-        for completion in completions_of(sampler, requests):
+        for completion in checked_completions(sampler, requests):
             index = by_key[completion.key]
             if writer is not None:
                 writer.add(grading.plan.samples[index].request, completion)

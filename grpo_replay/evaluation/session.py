@@ -270,7 +270,7 @@ def evaluate_model(
         from grpo_replay.sampling.sampler_protocol import open_sampler
 
         comm = _open_comm(recipe, world_size)
-        verifiers = recipe.reward.alone(recipe.eval.reward)
+        verifiers = recipe.reward.with_single_function(recipe.eval.reward)
         scorer = stack.enter_context(RewardScorer.open(verifiers, as_verdicts=True))
         tokenizer = load_tokenizer(recipe.model)
         plan = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))

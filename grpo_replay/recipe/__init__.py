@@ -2,7 +2,7 @@
 
 `load_recipe` reads a YAML file (or a shipped recipe by its name) and `--set` overrides. Precedence:
 defaults < file < `--set`. A replay preset sets several keys of `replay`; it overrides lower layers,
-and the same or a higher layer may override it. Imports errors and types; neither torch nor
+and the same or a higher layer may override it. Imports errors and types, but neither torch nor
 transformers.
 """
 

@@ -1,4 +1,4 @@
-"""The base classes of recipe sections, and the field types they share."""
+"""Base classes of recipe sections, and field types that they share."""
 
 import json
 import re
@@ -21,28 +21,28 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-"""A time limit, of a week at most: clocks of the system overflow."""
-MOST_COST_RATIO = 1e9
-"""μ beyond it means nothing, and overflows."""
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this one, and logs it."""
+"""A time limit of at most a week; longer ones overflow the system's clocks."""
+MAX_COST_RATIO = 1e9
+"""Maximum μ; a larger one is meaningless, and overflows."""
+MIN_TEMPERATURE = 0.01
+"""Minimum positive temperature: vLLM raises smaller ones to it."""
 
 
 def distinct(values: list[T]) -> list[T]:
-    """A list in which nothing is there twice."""
+    """Return the list. Raises ValueError if an element occurs twice."""
     if len(set(values)) < len(values):
         raise ValueError(f"one of {values} is named more than once")
     return values
 
 
-_HALF = re.compile(".{0,20}[\ud800-\udfff].{0,20}", re.DOTALL)
+_HALF_CHARACTER = re.compile(".{0,20}[\ud800-\udfff].{0,20}", re.DOTALL)
 
 
 def whole_characters(value: T) -> T:
-    """The value, if all text in it is valid Unicode: no tokenizer and no file takes a half of the
-    pair of surrogates that is an emoji in JSON. Raises ValueError for one."""
+    """Return the value. Raises ValueError if a text in it has half of a surrogate pair, as of an
+    emoji in JSON: no tokenizer and no file accepts it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    if half := _HALF.search(text):
+    if half := _HALF_CHARACTER.search(text):
         raise ValueError(
             f"has half a character, in {half[0]!r}: write it whole, as UTF-8 or with both of its "
             "\\u escapes, or remove it"
@@ -51,7 +51,7 @@ def whole_characters(value: T) -> T:
 
 
 def one_of(functions: OpenList) -> Any:
-    """The type of a key that names one entry of an open list."""
+    """Make the type of a recipe key that names one entry of an open list."""
     names: dict[str, Any] = {"enum": [*functions.names, "module:function", "file.py:function"]}
     check = AfterValidator(functions.check)
     return Annotated[str, check, Field(json_schema_extra=names)]
@@ -71,22 +71,22 @@ class Section(BaseModel):
 
 
 class Passthrough(Section):
-    """A mapping of another library's own settings, by its own names: the library checks those that
-    are no fields here."""
+    """A mapping of settings of another library, by its names. The library checks those that are not
+    fields here."""
 
     model_config = ConfigDict(extra="allow")
-    TAKEN: ClassVar[frozenset[str]] = frozenset()
-    """Settings that this package decides."""
+    RESERVED: ClassVar[frozenset[str]] = frozenset()
+    """Settings that this package sets itself."""
 
     @model_validator(mode="before")
     @classmethod
-    def _leaves_what_is_taken(cls, given: Any) -> Any:
-        for name in given if isinstance(given, Mapping) else ():
-            if name in cls.TAKEN:
+    def _refuse_reserved(cls, values: Any) -> Any:
+        for name in values if isinstance(values, Mapping) else ():
+            if name in cls.RESERVED:
                 raise ValueError(f"{name} is set by other keys of the recipe: remove it")
-        return given
+        return values
 
     @property
     def others(self) -> dict[str, Any]:
-        """The settings that are no fields."""
+        """The settings that are not fields."""
         return self.model_extra or {}

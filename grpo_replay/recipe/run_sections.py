@@ -1,11 +1,11 @@
-"""The run around the algorithm: DeepSpeed, steps, checkpoints, evaluation, tracking."""
+"""Sections of the run around the algorithm: DeepSpeed, steps, checkpoints, evaluation, tracking."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import (
-    LEAST_TEMPERATURE,
+    MIN_TEMPERATURE,
     Passthrough,
     Positive,
     Seconds,
@@ -19,7 +19,7 @@ class ZeroSection(Passthrough):
     """DeepSpeed's `zero_optimization` settings, sizes in elements. They change memory and speed,
     never results."""
 
-    TAKEN: ClassVar[frozenset[str]] = frozenset({"stage", "offload_optimizer", "offload_param"})
+    RESERVED: ClassVar[frozenset[str]] = frozenset({"stage", "offload_optimizer", "offload_param"})
 
     reduce_bucket_size: int = 500_000_000
     allgather_bucket_size: int = 500_000_000
@@ -74,7 +74,7 @@ class RunSection(Section):
 
     @property
     def is_async(self) -> bool:
-        """True if sampling goes on while the trainer works: what a step takes may be late."""
+        """True if sampling continues while the trainer works."""
         return self.mode == "async"
 
 
@@ -134,8 +134,8 @@ class EvalSection(Section):
     @field_validator("temperature")
     @classmethod
     def _is_not_too_cold(cls, temperature: float) -> float:
-        if 0 < temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"0 for greedy decoding, or {LEAST_TEMPERATURE} and more")
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"0 for greedy decoding, or {MIN_TEMPERATURE} and more")
         return temperature
 
     @field_validator("reward")

@@ -1,5 +1,5 @@
-"""YAML as recipes have it: PyYAML with the scalars of YAML 1.2 (`010` is ten; `on`, `1:30` and
-dates are text; `1e3` is a number), a key written twice refused, and nothing but plain data."""
+"""Reads and writes the YAML of recipes: PyYAML with the scalars of YAML 1.2 (`010` is ten; `on`,
+`1:30` and dates are text; `1e3` is a number). Refuses repeated keys, and all but plain data."""
 
 import re
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ _SCALARS = (
     ),
     ("merge", "<<", ["<"]),
 )
-"""Tag, form and first characters of what is no text."""
+"""Tag, pattern and first characters of scalars that are not text."""
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # those of YAML 1.1 are others
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # without those of YAML 1.1
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         first_line: dict[str, int] = {}
@@ -41,13 +41,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes that YAML 1.1 or 1.2 takes for something else."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
 
 _Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
-for _tag, _form, _first in _SCALARS:
-    for _each in (_Loader, _Dumper):
-        _each.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(rf"(?:{_form})\Z"), _first)
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
 def parse_yaml(text: str) -> Any:
@@ -56,10 +56,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """YAML with the keys in their order, of which `parse_yaml` reads the same values."""
+    """Format a mapping as YAML, in its order of keys, for `parse_yaml` to read the same values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def problem_of(error: yaml.YAMLError) -> str:
-    """What is wrong, in one line."""
+    """The problem that an error reports, in one line."""
     return getattr(error, "problem", None) or str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""`grpo_replay.grade`: one completion against its reference answer, from a program of one's own."""
+"""`grpo_replay.grade`: grades one completion against its reference answer, for other programs."""
 
 import atexit
 import threading
@@ -17,9 +17,9 @@ def grade(completion: str, answer: str, verifier: str = "boxed") -> Verdict:
     """The verdict of a built-in verifier: `status` is "correct", "incorrect", "unparsable" (no
     answer found), or "timeout", "memory" or "crash"; `reward` is 1 if correct, else -1.
 
-    Loads no torch. Grades in a worker process, which starts at the first call and is kept, so no
-    completion can end or hold up the caller, and threads may call it. Raises UsageError for a name
-    that is no verifier, and without math-verify.
+    Does not load torch. Grades in a worker process, which the first call starts, so that no
+    completion can crash or block the caller. Threads may call it. Raises UsageError for an unknown
+    verifier, or if it needs math-verify, which is not installed.
     """
     if verifier not in BUILTIN_VERIFIERS:
         raise UsageError(f"verifier {verifier!r}: use {', '.join(BUILTIN_VERIFIERS)}")

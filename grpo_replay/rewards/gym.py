@@ -1,5 +1,5 @@
-"""The scorers of reasoning-gym (https://github.com/open-thought/reasoning-gym): every family of its
-problems has one of its own, which may give part of the points."""
+"""Grades with the scorers of reasoning-gym (https://github.com/open-thought/reasoning-gym). Each of
+its families of problems has its own scorer, which may give partial scores."""
 
 import json
 import math
@@ -14,29 +14,31 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def score(completion: str, row: Mapping[str, Any]) -> float:
-    """The points from 0 to 1 that a problem's family gives to the last box of a completion, or to
-    its last `<answer>` if it has no box. 0 without either, and where the scorer fails on it."""
+    """Score from 0 to 1, by the problem's family, of the last box of a completion, or of its last
+    `<answer>` if it has no box. 0 without either, or if the scorer raises."""
     if not {"family", "settings", "entry"} <= set(row):
-        raise KeyError("the row is no problem of reasoning_gym: name another reward.function")
+        raise KeyError("the row is not a problem of reasoning_gym: name another reward.function")
     boxes, tagged = last_boxes(completion), _TAGGED.findall(completion)
-    given = boxes[0] if boxes else tagged[-1].strip() if tagged else None
-    return 0.0 if given is None else points(row["family"], row["settings"], given, row["entry"])
+    if not boxes and not tagged:
+        return 0.0
+    answer = boxes[0] if boxes else tagged[-1].strip()
+    return points(row["family"], row["settings"], answer, row["entry"])
 
 
 def points(family: str, settings: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """The points that a family gives to an answer. `entry` is a problem as the family made it with
-    its `settings`, which are JSON."""
+    """Score of an answer by its family. `entry` is a problem that the family generated with
+    `settings`, in JSON."""
     try:
-        found = float(open_family(family, settings).score_answer(answer, entry))
-    except Exception:  # scorers raise anything on answers that they did not expect
+        value = float(open_family(family, settings).score_answer(answer, entry))
+    except Exception:  # scorers may raise anything on unexpected answers
         return 0.0
-    return found if math.isfinite(found) else 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 @cache
-def open_family(family: str, settings: str, **of_items: int) -> Any:
-    """A family's problems, by index. Raises what the family raises for settings that it does not
-    have, and ValueError for an unknown family."""
+def open_family(family: str, settings: str, **generation: int) -> Any:
+    """The problems of a family, by index; `generation` has the seed and size. Raises what the
+    family raises for wrong settings, and ValueError for an unknown family."""
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(family, **json.loads(settings), **of_items)
+    return reasoning_gym.create_dataset(family, **json.loads(settings), **generation)

@@ -1,14 +1,14 @@
 """A pool of verifier processes, each driven by its own thread.
 
-Tasks with the same reference answer are queued for the same worker, which has already parsed it;
-an idle worker takes a task from the longest queue. A worker has one task at a time, so an ordinary
-task never waits behind a slow one while another worker is free. A worker that is late or has ended
-is replaced, and only its task fails. A task that runs out of memory or crashes in a worker that had
-answered before is retried once in a fresh worker, so a verdict never depends on what the worker did
-earlier.
+Tasks with the same reference answer are queued for the same worker, which has already parsed it; an
+idle worker takes a task from the longest queue. A worker has one task at a time, so a quick task
+never waits behind a slow one while another worker is free. A worker that exceeds the time limit or
+ends is replaced, and only its task fails. A task that runs out of memory or crashes in a worker
+that had answered before is retried once in a fresh worker, so a verdict never depends on earlier
+tasks.
 
-No process pool of a library is used: none (concurrent.futures, pebble, loky) ends the programs that
-a task has started, or tells a task that was killed from one that died.
+No library's process pool is used: none (concurrent.futures, pebble, loky) ends the programs that a
+task has started, or distinguishes a task that was killed from one that crashed.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ from grpo_replay.terminal.console import printable
 
 START_TIMEOUT_SECONDS = 120.0
 LOGGED_LINES = 200
-"""Lines that a worker may print into the log."""
+"""Maximum lines of a worker's output that are logged."""
 LONGEST_LINE = 1_000
-"""Bytes of a printed line that are logged together."""
+"""Maximum bytes of a line of output that are logged as one line."""
 
 Task = tuple[list[Any], bytes]
-"""The caller's identifiers of completions of one prompt, and these as JSON."""
+"""The caller's identifiers of the completions of one prompt, and the completions as JSON."""
 Answers = list[list[dict[str, Any]]]
-"""For each function in order, its answers to a task. Fewer than there are functions if the time
-limit or a crash ended the last of them."""
+"""The answers of each function to a task, in order. Shorter than the functions if the time limit or
+a crash ended the last function in it."""
 OnAnswers = Callable[[list[Any], Answers], None]
 
 logger = logging.getLogger(__name__)
 
 
 class VerifierPool:
-    """`workers` processes that grade with all of `functions`.
+    """`workers` processes, each of which grades with all `functions`.
 
     Its threads call `on_answers(task, answers)` once per task, and `on_failure(error)` if a worker
     cannot be started.
@@ -72,8 +72,8 @@ class VerifierPool:
         self._ready = threading.Event()
         self.sources: dict[str, str] = {}
         """SHA-256 of the source file of each function of the user, once a worker is ready."""
-        self.takes_many = False
-        """Whether a function takes the completions of a prompt together; once one is ready."""
+        self.needs_whole_group = False
+        """Whether a function gets all completions of a prompt together, once a worker is ready."""
         self._processes: dict[int, VerifierProcess] = {}
         self._threads = [
             threading.Thread(
@@ -116,7 +116,7 @@ class VerifierPool:
             self._ready.set()
 
     def _start(self, index: int) -> "VerifierProcess | None":
-        """A worker that is ready; None when the pool closes."""
+        """Start a worker and wait until it is ready; None if the pool closes."""
         with self._wake:
             if self._closing:
                 return None
@@ -134,7 +134,7 @@ class VerifierPool:
             if isinstance(error, TimeoutError):
                 raise RecipeError(
                     f"reward.function {', '.join(self._functions)}: not loaded after "
-                    f"{START_TIMEOUT_SECONDS:.0f} s; look for what its file waits for when it is "
+                    f"{START_TIMEOUT_SECONDS:.0f} s; find out what its file waits for when it is "
                     "imported"
                 ) from error
             raise GrpoReplayError(
@@ -145,11 +145,12 @@ class VerifierPool:
         return process
 
     def _note_sources(self, ready: dict[str, Any]) -> None:
-        """Raises RecipeError if a worker loaded another source than the first one."""
-        found, self.takes_many = ready["sources"], ready["takes_many"]
+        """Store what a ready worker reports. Raises RecipeError if it loaded other source code than
+        the first worker."""
+        sources, self.needs_whole_group = ready["sources"], ready["needs_whole_group"]
         with self._wake:
-            self.sources = self.sources or found
-        edited = [name for name, digest in found.items() if digest != self.sources[name]]
+            self.sources = self.sources or sources
+        edited = [name for name, digest in sources.items() if digest != self.sources[name]]
         if edited:
             raise RecipeError(
                 f"the source file of reward.function {', '.join(edited)} was edited while the run "
@@ -157,17 +158,17 @@ class VerifierPool:
             )
 
     def _serve(self, process: "VerifierProcess", index: int) -> None:
-        """Give the worker tasks until the pool closes or the worker must be replaced."""
+        """Send tasks to the worker until the pool closes or the worker must be replaced."""
         while (task := self._take(index)) is not None:
-            answers, ended = process.ask(task, self._time_limit * len(task[0]))
+            answers, failure = process.ask(task, self._time_limit * len(task[0]))
             if self._closing:
                 return
-            if ended in ("memory", "crash") and process.answered > 0:
+            if failure in ("memory", "crash") and process.answered > 0:
                 with self._wake:
                     self._queues[index].appendleft(task)  # for a fresh worker
                 return
             self._on_answers(task[0], answers)
-            if ended:
+            if failure:
                 return
             process.answered += 1
 
@@ -181,8 +182,8 @@ class VerifierPool:
 
 
 class VerifierProcess:
-    """A child process that runs `grpo_replay.rewards.verifier_worker`, and its half of a socket.
-    Messages are JSON in ASCII, one a line.
+    """A child process that runs `grpo_replay.rewards.verifier_worker`, and this end of its socket.
+    Messages are ASCII JSON, one per line.
 
     The thread that starts it must outlive it: Linux kills the child when that thread ends.
     """
@@ -192,26 +193,26 @@ class VerifierProcess:
         self._functions = functions
         self._received = b""
         self._printed: deque[str] = deque(maxlen=5)
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self._socket, child_socket = socket.socketpair()
+        with child_socket:
             names = json.dumps(list(functions))
-            arguments = [names, memory_limit_mib, os.getpid(), theirs.fileno()]
+            arguments = [names, memory_limit_mib, os.getpid(), child_socket.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, "-u", *PYTHON_MODULE, "grpo_replay.rewards.verifier_worker"]
-                + [str(each) for each in arguments],
+                + [str(argument) for argument in arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_socket.fileno()],
                 env=_environment(),
-                start_new_session=True,  # a process group, so that what it starts is killed with it
+                start_new_session=True,  # a group, so that programs it starts are killed too
             )
         threading.Thread(target=self._log_output, daemon=True, name="verifier output").start()
 
     def wait_ready(self) -> dict[str, Any]:
-        """`sources`, the SHA-256 of the source file of each function of the user, and `takes_many`,
-        once all are loaded. Raises OSError if the process ends or is late, RecipeError with its
-        message if it cannot."""
+        """Wait until all functions are loaded. Returns `sources`, the SHA-256 of the source file of
+        each function of the user, and `needs_whole_group`. Raises OSError if the process ends or
+        takes too long, RecipeError if a function cannot be loaded."""
         message = self._receive(time.monotonic() + START_TIMEOUT_SECONDS)
         if "failed" in message:
             raise RecipeError(
@@ -222,12 +223,12 @@ class VerifierProcess:
         return message
 
     def ask(self, task: Task, limit_seconds: float) -> tuple[Answers, str]:
-        """The answers of all functions to a task, and why the process cannot be used again:
+        """Return the answers of all functions to a task, and why the process cannot be used again:
         "timeout", "crash" or "memory"; "" if it can."""
         answers: Answers = []
         deadline = time.monotonic() + limit_seconds
         try:
-            self._socket.settimeout(limit_seconds)  # a process that is stopped takes nothing
+            self._socket.settimeout(limit_seconds)  # a stopped process does not read
             self._socket.sendall(task[1] + b"\n")
             for _ in self._functions:
                 answers.append(self._receive(deadline))
@@ -236,13 +237,13 @@ class VerifierProcess:
         except OSError:
             reason = f"its process {self._exit_reason()}"
             return [*answers, [{"status": "crash", "error": reason}] * len(task[0])], "crash"
-        statuses = {each["status"] for of_function in answers for each in of_function}
+        statuses = {answer["status"] for function in answers for answer in function}
         return answers, "memory" if "memory" in statuses else ""
 
     def _receive(self, deadline: float) -> Any:
         """The next message. Raises TimeoutError, or another OSError if the process is gone."""
         while b"\n" not in self._received:
-            # Look even after the deadline: this thread itself may have been descheduled.
+            # Read even after the deadline: this thread may not have been scheduled meanwhile.
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             piece = self._socket.recv(1 << 16)
             if not piece:
@@ -252,7 +253,7 @@ class VerifierProcess:
         return json.loads(line)
 
     def _exit_reason(self) -> str:
-        """How a process that is gone ended, for messages."""
+        """How the process ended, for messages."""
         try:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
@@ -265,7 +266,7 @@ class VerifierProcess:
         return " / ".join(self._printed)
 
     def _log_output(self) -> None:
-        """Write what the process prints to the log, the first `LOGGED_LINES` lines of it."""
+        """Log the output of the process, at most `LOGGED_LINES` lines of it."""
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for number, line in enumerate(iter(lambda: output.readline(LONGEST_LINE), b"")):
@@ -277,8 +278,8 @@ class VerifierProcess:
                     logger.info("a reward function printed more, which is not logged")
 
     def kill(self) -> None:
-        """Kill the process and those of its group. May be called twice, and from another thread."""
-        if self._process.returncode is None:  # else its number may be that of another group
+        """Kill the process and its group. May be called twice, and from another thread."""
+        if self._process.returncode is None:  # else another group may have its id
             self._kill_group()
 
     def _kill_group(self) -> None:

@@ -5,10 +5,10 @@
             scorer.submit(completion.key, GradingRequest(text, answer, row))
         verdicts = scorer.results()                       # key -> Verdict, in submission order
 
-A function of the user that raises, returns None, exceeds the time or memory limit or crashes its
-worker gives no reward; a completion that makes a built-in verifier fail earns the incorrect reward.
-The status of the verdict names the cause. With several functions, the failure of one is that of the
-verdict.
+If a function of the user raises, returns None, exceeds the time or memory limit or crashes its
+worker, there is no reward. A completion that makes a built-in verifier fail gets the incorrect
+reward. The status of the verdict names the cause. With several functions, a failure of one is a
+failure of the verdict.
 """
 
 import json
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 class GradingRequest:
     """A completion to grade against the reference `answer`.
 
-    Only functions of the user receive the rest: the dataset's `row`, whether the completion was
-    `truncated` at the length limit, its `completion_ids`, the rendered `prompt`, its `messages`,
-    the training `step` (None in evaluations), and the `group`, which is that of the other
-    completions of the prompt, `group_size` in all.
+    The other fields are only for functions of the user: the dataset's `row`, whether the completion
+    was `truncated` at the length limit, its `completion_ids`, the rendered `prompt`, its
+    `messages`, the training `step` (None in evaluations), and the name of the `group` of
+    `group_size` completions of the prompt.
     """
 
     text: str
@@ -56,45 +56,45 @@ class GradingRequest:
     group_size: int = 1
 
     @classmethod
-    def of(
-        cls, prompt: Prompt, text: str, completion_ids: Sequence[int], **others: Any
+    def for_prompt(
+        cls, prompt: Prompt, text: str, completion_ids: Sequence[int], **fields: Any
     ) -> "GradingRequest":
-        """Of a completion to `prompt`; `others` are fields."""
-        known = prompt.answer, prompt.row, completion_ids
-        return cls(text, *known, prompt=prompt.text, messages=prompt.messages, **others)
+        """The request for a completion to `prompt`, with further `fields`."""
+        graded = text, prompt.answer, prompt.row, completion_ids
+        return cls(*graded, prompt=prompt.text, messages=prompt.messages, **fields)
 
 
 @dataclass(slots=True, eq=False)
-class _Graded:
-    """One submitted pair; `answers` are those of the functions, None until they arrive."""
+class _Submission:
+    """A submitted completion: its reference answer, and the `answers` once they arrive."""
 
     gold: str
     answers: list[dict[str, Any]] | None = None
 
 
-_Member = tuple[Any, _Graded, bytes]
-"""The key of a submitted completion, its entry, and what its worker gets."""
+_Member = tuple[Any, _Submission, bytes]
+"""The key of a submitted completion, its submission, and its JSON for the worker."""
 
 
 class RewardScorer:
     """Scores completions with the recipe's reward functions. Use it from one thread only."""
 
     def __init__(self, section: RewardSection, as_verdicts: bool = False) -> None:
-        names = [each.function for each in section.functions]
-        functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.place(n) for n in names]
+        names = [weighted.function for weighted in section.functions]
+        functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.import_path(n) for n in names]
         self.unparsable_answers: set[str] = set()
-        """Reference answers seen so far that math-verify could not parse."""
+        """Reference answers so far that math-verify could not parse."""
         self.first_error: str | None = None
-        """The first exception of a reward function, and where it was raised."""
+        """The first exception of a reward function, with the line that raised it."""
         self._section, self._as_verdicts = section, as_verdicts
-        self._weights = [each.weight for each in section.functions]
-        self._own = [function not in BUILTIN_VERIFIERS for function in functions]
-        self._builtin = not any(self._own)
+        self._weights = [weighted.weight for weighted in section.functions]
+        self._is_user_function = [function not in BUILTIN_VERIFIERS for function in functions]
+        self._builtin = not any(self._is_user_function)
         self._changed = threading.Condition()
         self._failure: Exception | None = None
-        self._submitted: list[tuple[Hashable, _Graded]] = []
+        self._submitted: list[tuple[Hashable, _Submission]] = []
         self._pending = 0
-        self._groups: dict[str, list[_Member]] = {}  # that are not complete
+        self._groups: dict[str, list[_Member]] = {}  # incomplete groups
         self._pool = VerifierPool(
             functions,
             section.workers,
@@ -106,77 +106,78 @@ class RewardScorer:
 
     @classmethod
     def open(cls, section: RewardSection, as_verdicts: bool = False) -> "RewardScorer":
-        """A scorer whose workers start in the background. With `as_verdicts`, a function of the
-        user gives "correct" from `section.correct` on and "incorrect" below, instead of "scored".
+        """Open a scorer whose workers start in the background. With `as_verdicts`, a score of a
+        user's function is "correct" if at least `section.correct`, else "incorrect", instead of
+        "scored".
 
         A function that cannot be loaded raises RecipeError from the first `results` or `score`.
         """
         return cls(section, as_verdicts)
 
     def submit(self, key: Hashable, request: GradingRequest) -> None:
-        """Queue one completion for grading, and return without its verdict. With a function of the
-        user and a group of several it first waits until a worker is ready.
+        """Queue one completion for grading, without waiting for its verdict. With a function of the
+        user and a group of several, first waits until a worker is ready.
 
-        If a function takes a group together, its completions wait until all are submitted, and come
-        in the order of their keys. Raises DatasetError if the row holds what JSON cannot.
+        If a function needs a whole group, completions are queued when all of the group are
+        submitted, in the order of their keys. Raises DatasetError if JSON cannot express the row.
         """
-        together = request.group_size > 1 and not self._builtin and self._takes_many()
+        waits_for_group = request.group_size > 1 and not self._builtin and self._needs_whole_group()
         with self._changed:
-            graded = _Graded(request.answer)
+            graded = _Submission(request.answer)
             member = (key, graded, self._body(request))
             self._pending += 1
-            if together:
+            if waits_for_group:
                 self._groups.setdefault(request.group, []).append(member)
-                self._put_group(request.group, request.group_size)
+                self._put_group_if_complete(request.group, request.group_size)
             else:
                 self._put([member])
             self._submitted.append((key, graded))
 
-    def _takes_many(self) -> bool:
+    def _needs_whole_group(self) -> bool:
         self._pool.wait_ready()
-        return self._pool.takes_many
+        return self._pool.needs_whole_group
 
     def _put(self, members: Sequence[_Member]) -> None:
-        ordered = sorted(members, key=itemgetter(0))  # not as they finished
-        graded = [each for _, each, _ in ordered]
+        ordered = sorted(members, key=itemgetter(0))  # not in the order in which they finished
+        submissions = [submission for _, submission, _ in ordered]
         body = b"[" + b",".join(body for *_, body in ordered) + b"]"
-        affinity = zlib.crc32(graded[0].gold.encode("utf-8", "surrogatepass"))
-        self._pool.put((graded, body), affinity)
+        affinity = zlib.crc32(submissions[0].gold.encode("utf-8", "surrogatepass"))
+        self._pool.put((submissions, body), affinity)
 
-    def _put_group(self, group: str, least: int) -> None:
-        if len(self._groups.get(group, ())) >= least:
+    def _put_group_if_complete(self, group: str, size: int) -> None:
+        if len(self._groups.get(group, ())) >= size:
             self._put(self._groups.pop(group))
 
     def put_incomplete(self, group: str | None = None) -> None:
-        """Grade what waits for completions of its group that will not come; of all groups if
-        None."""
+        """Grade the submitted completions of an incomplete group, or of all such groups if None:
+        the others will not be submitted."""
         with self._changed:
-            for each in list(self._groups) if group is None else [group]:
-                self._put_group(each, least=1)
+            for name in list(self._groups) if group is None else [group]:
+                self._put_group_if_complete(name, size=1)
 
     def statuses(self) -> Counter[str]:
-        """The number of verdicts of each status that have arrived since the last `results`."""
+        """Number of verdicts by status that have arrived since the last `results`."""
         with self._changed:
             arrived = [graded.answers for _, graded in self._submitted if graded.answers]
         return Counter(self._status(answers) for answers in arrived)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds`; True once everything submitted is graded or grading failed."""
+        """Wait at most `seconds`. Returns True if all submissions are graded, or grading failed."""
         self.put_incomplete()
         with self._changed:
-            return self._changed.wait_for(self._is_settled, timeout=seconds)
+            return self._changed.wait_for(self._is_finished, timeout=seconds)
 
-    def _is_settled(self) -> bool:
+    def _is_finished(self) -> bool:
         return self._failure is not None or self._pending == 0
 
     def results(self) -> dict[Hashable, Verdict]:
-        """Wait for all verdicts since the last call and return them in submission order.
+        """Wait for all verdicts since the last call, and return them in submission order.
 
         Raises RecipeError if the reward function cannot be loaded.
         """
         self.put_incomplete()
         with self._changed:
-            self._changed.wait_for(self._is_settled)
+            self._changed.wait_for(self._is_finished)
             if self._failure is not None:
                 raise self._failure
             submitted, self._submitted = self._submitted, []
@@ -192,14 +193,15 @@ class RewardScorer:
             raise self._failure
 
     def sources(self) -> dict[str, str]:
-        """SHA-256 of the source file of each function of the user, as its worker loaded it. Waits
-        for one. Raises RecipeError if a function cannot be loaded."""
-        if not self._builtin:
-            self.wait_ready()
-        return self._pool.sources if not self._builtin else {}
+        """SHA-256 of the source file of each function of the user, as loaded by a worker. Waits
+        until a worker is ready. Raises RecipeError if a function cannot be loaded."""
+        if self._builtin:
+            return {}
+        self.wait_ready()
+        return self._pool.sources
 
     def take_graded(self) -> dict[Hashable, Verdict]:
-        """The verdicts that have arrived, without waiting for the others; each is returned once.
+        """Return the verdicts that have arrived, each only once, without waiting for others.
 
         Raises RecipeError if the reward function cannot be loaded.
         """
@@ -208,11 +210,11 @@ class RewardScorer:
                 raise self._failure
             arrived = [(key, graded) for key, graded in self._submitted if graded.answers]
             if arrived:
-                self._submitted = [each for each in self._submitted if not each[1].answers]
+                self._submitted = [entry for entry in self._submitted if not entry[1].answers]
         return {key: self._verdict(graded) for key, graded in arrived}
 
     def score(self, items: Sequence[tuple[str, str, Mapping[str, Any] | None]]) -> list[Verdict]:
-        """Verdicts of (completion, answer, row) items, in order."""
+        """Grade (completion, answer, row) items; returns verdicts in order."""
         for index, item in enumerate(items):
             self.submit(index, GradingRequest(*item))
         return list(self.results().values())
@@ -242,14 +244,14 @@ class RewardScorer:
                 "text, a number, a list or a mapping"
             ) from error
 
-    def _verdict(self, graded: _Graded) -> Verdict:
+    def _verdict(self, graded: _Submission) -> Verdict:
         answers = graded.answers
         assert answers is not None
         if answers[0].get("gold_parsed") is False:
             self.unparsable_answers.add(graded.gold)
         section, status = self._section, self._status(answers)
         scores: tuple[float, ...]
-        if self._own_failure(answers):
+        if self._user_failure(answers):
             return Verdict(None, status, ())
         if status in FAILED:
             scores = (section.incorrect, *(0.0 for _ in section.functions[1:]))
@@ -258,33 +260,35 @@ class RewardScorer:
         weighted = (weight * score for weight, score in zip(self._weights, scores, strict=True))
         return Verdict(sum(weighted), status, scores)
 
-    def _own_failure(self, answers: Sequence[dict[str, Any]]) -> str | None:
-        """The status of the first function of the user that failed, or "none" if nothing was
-        graded; None if neither."""
-        pairs = zip(answers, self._own)  # a failure may have ended the answers
-        failed = (each["status"] for each, own in pairs if own and each["status"] in FAILED)
+    def _user_failure(self, answers: Sequence[dict[str, Any]]) -> str | None:
+        """The status of the first function of the user that failed, or "none" if the first function
+        returned None; else None."""
+        pairs = zip(answers, self._is_user_function)  # after a failure answers are missing
+        statuses = (answer["status"] for answer, is_user_function in pairs if is_user_function)
+        failed = (status for status in statuses if status in FAILED)
         return next(failed, "none" if answers[0]["status"] == "none" else None)
 
     def _status(self, answers: Sequence[dict[str, Any]]) -> str:
-        statuses = [each["status"] for each in answers]
+        statuses = [answer["status"] for answer in answers]
         failed = (status for status in statuses if status in FAILED)
-        return self._own_failure(answers) or next(failed, statuses[0])
+        return self._user_failure(answers) or next(failed, statuses[0])
 
     def _score(self, answer: dict[str, Any]) -> float:
         if "reward" in answer:
             return answer["reward"]
         return self._section.correct if answer["status"] == "correct" else self._section.incorrect
 
-    def _accept(self, members: list[_Graded], answers: Answers) -> None:
-        for graded, of_completion in zip(members, zip(*answers, strict=True), strict=True):
-            self._accept_one(graded, [dict(each) for each in of_completion])
+    def _accept(self, submissions: list[_Submission], answers: Answers) -> None:
+        by_completion = zip(*answers, strict=True)
+        for submission, own_answers in zip(submissions, by_completion, strict=True):
+            self._accept_one(submission, [dict(answer) for answer in own_answers])
 
-    def _accept_one(self, graded: _Graded, answers: list[dict[str, Any]]) -> None:
+    def _accept_one(self, graded: _Submission, answers: list[dict[str, Any]]) -> None:
         first = answers[0]
         if self._as_verdicts and first["status"] == "scored":
             is_correct = first["reward"] >= self._section.correct
             first["status"] = "correct" if is_correct else "incorrect"
-        errors = [without_secrets(each["error"]) for each in answers if "error" in each]
+        errors = [without_secrets(answer["error"]) for answer in answers if "error" in answer]
         with self._changed:
             graded.answers = answers
             self._pending -= 1
@@ -298,7 +302,7 @@ class RewardScorer:
             )
 
     def _names(self) -> str:
-        return ", ".join(repr(each.function) for each in self._section.functions)
+        return ", ".join(repr(weighted.function) for weighted in self._section.functions)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -307,8 +311,8 @@ class RewardScorer:
 
 
 def _plain(value: Any) -> Any:
-    """JSON escapes preserve NULs and lone surrogates. Dataset rows may also contain numpy scalars,
-    arrays and dates."""
+    """Convert a value for JSON: dataset rows may have numpy scalars, arrays and dates. JSON's
+    escapes preserve NULs and lone surrogates."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()

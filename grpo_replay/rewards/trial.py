@@ -1,7 +1,7 @@
-"""Reward functions are tried on a few rows before a run, also in the dry run.
+"""Tries reward functions on a few rows before a run, also in the dry run.
 
-A function that fails on every row, or a verifier that accepts no reference answer as equal to
-itself, would let a run train on nothing until its last step.
+With a function that fails on every row, or a verifier that does not accept any reference answer as
+equal to itself, a run would train on nothing until its last step.
 """
 
 import re
@@ -26,49 +26,49 @@ REWRITES = (
     ("the value of an equation", r"^[a-zA-Z] *= *([^=]+)$", r"\1"),
     ("without a unit", r"(?<=\d)(?:\\[, ]| )*\\text ?\{[^{}]*\}$", ""),
 )
-"""Usual ways to write an answer otherwise, each a pattern and what replaces it."""
+"""Common rewritings of an answer: name, pattern and replacement."""
 THOUSANDS = r"\d{1,3}(,\d{3})+"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some problems of a set of `total`, the key of the recipe that names the set, and what gives
-    the token ids of a text."""
+    """Some problems of a set of `total`, the recipe key that names the set, and the function that
+    encodes a text as token ids."""
 
     problems: Sequence[Prompt]
     total: int
-    place: str
+    recipe_key: str
     encode: Callable[[str], Sequence[int]]
 
 
 def right_completion(answer: str) -> str:
-    """A completion that ends as a right one does."""
+    """A completion that ends like a correct one."""
     return f"The answer is \\boxed{{{answer}}}."
 
 
 def try_rewards(
     section: RewardSection, scorer: RewardScorer, sample: Sample, step: int | None = 1
 ) -> list[str]:
-    """Notices about the reward functions of `scorer`, which are those of `section`. `step` is what
-    they get as the training step: None for evaluations.
+    """Try the reward functions of `section`, which `scorer` has open, and return notices about
+    them. `step` is the training step that they get; None for evaluations.
 
-    Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on all of the sample.
+    Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on the whole sample.
     Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, or if a
-    verifier has too little time, and DatasetError if no answer can be read.
+    verifier has too little time; DatasetError if no answer can be read.
     """
-    notices, functions = [], [each.function for each in section.functions]
-    own = [function for function in functions if function not in BUILTIN_VERIFIERS]
-    if own:
-        notices += _try_calls(", ".join(own), section, scorer, sample, step)
-    if own == functions:
+    notices, functions = [], [weighted.function for weighted in section.functions]
+    user_functions = [function for function in functions if function not in BUILTIN_VERIFIERS]
+    if user_functions:
+        notices += _try_calls(", ".join(user_functions), section, scorer, sample, step)
+    if user_functions == functions:
         return notices
-    if not own:
+    if not user_functions:
         return notices + _check_answers(section, scorer, sample)
-    # Calls of a user's function may be slow: verifiers are tried alone.
-    verifier = next(each for each in functions if each in BUILTIN_VERIFIERS)
-    only = section.alone(verifier)
-    with RewardScorer.open(only) as alone:
-        return notices + _check_answers(only, alone, sample)
+    # Calls of a user's function may be slow, so the verifier gets a scorer without it.
+    verifier = next(function for function in functions if function in BUILTIN_VERIFIERS)
+    verifier_section = section.with_single_function(verifier)
+    with RewardScorer.open(verifier_section) as verifier_scorer:
+        return notices + _check_answers(verifier_section, verifier_scorer, sample)
 
 
 def _try_calls(
@@ -79,16 +79,16 @@ def _try_calls(
     step: int | None,
 ) -> list[str]:
     tried = sample.problems[:TRIED_ROWS]
-    verdicts = _graded(scorer, tried, [each.answer for each in tried], sample, step)
+    verdicts = _graded(scorer, tried, [problem.answer for problem in tried], sample, step)
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
         if section.main_function in BUILTIN_VERIFIERS:
             return []
         if notices := _compare_scores(section, verdicts):
             return notices
-        wrong = [_another_answer(each, sample.problems) for each in tried]
-        of_wrong = _graded(scorer, tried, wrong, sample, step)
-        return _compare_with_wrong(function, verdicts, of_wrong)
+        wrong_answers = [_another_answer(problem, sample.problems) for problem in tried]
+        wrong_verdicts = _graded(scorer, tried, wrong_answers, sample, step)
+        return _compare_with_wrong(function, verdicts, wrong_verdicts)
     limit = (
         f" (reward.time_limit_seconds {section.time_limit_seconds:g}: raise it, or import what "
         "takes long at the top of the file)"
@@ -113,47 +113,47 @@ def _graded(
     sample: Sample,
     step: int | None,
 ) -> list[Verdict]:
-    """Of a completion to each problem that ends in the answer beside it, in a box."""
-    for place, (each, answer) in enumerate(zip(problems, answers, strict=True)):
+    """Grade a completion for each problem that ends in the given answer, in a box."""
+    for index, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
         completion = right_completion(answer)
-        encoded, group = sample.encode(completion), f"trial {place}"
-        request = GradingRequest.of(each, completion, encoded, step=step, group=group)
-        scorer.submit(place, request)
+        encoded, group = sample.encode(completion), f"trial {index}"
+        request = GradingRequest.for_prompt(problem, completion, encoded, step=step, group=group)
+        scorer.submit(index, request)
     return list(scorer.results().values())
 
 
 def _another_answer(problem: Prompt, problems: Sequence[Prompt]) -> str:
-    """The reference answer of the first problem that has another one; none if all are alike."""
-    return next((each.answer for each in problems if each.answer != problem.answer), "")
+    """The first reference answer that differs from the problem's; empty if all are equal."""
+    return next((other.answer for other in problems if other.answer != problem.answer), "")
 
 
 def _compare_with_wrong(
     function: str, right: Sequence[Verdict], wrong: Sequence[Verdict]
 ) -> list[str]:
-    """A notice if right completions get no more than wrong ones, on average."""
-    of_right, of_wrong = (
+    """A notice if correct completions do not get more than wrong ones, on average."""
+    right_rewards, wrong_rewards = (
         [verdict.reward for verdict in verdicts if verdict.reward is not None]
         for verdicts in (right, wrong)
     )
-    if not of_right or not of_wrong or fmean(of_right) > fmean(of_wrong):
+    if not right_rewards or not wrong_rewards or fmean(right_rewards) > fmean(wrong_rewards):
         return []
     return [
-        f"reward function {function} gives {fmean(of_right):g} to completions that end in the "
-        f"boxed reference answer, and {fmean(of_wrong):g} to the same with another problem's: it "
-        "does not tell them apart. Fix it, unless it reads another form than a box: --dry-run "
+        f"reward function {function} gives {fmean(right_rewards):g} to completions that end in the "
+        f"boxed reference answer, and {fmean(wrong_rewards):g} to the same with another problem's: "
+        "it does not tell them apart. Fix it, unless it reads another form than a box: --dry-run "
         "--sample 8 shows what it gives to a completion of the model"
     ]
 
 
 def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list[str]:
-    """A notice if the first function rewards right completions, but with less than what counts as
-    correct. One that gives nothing may read another form of answer."""
+    """A notice if the first function rewards correct completions with less than `reward.correct`.
+    No notice if it gives nothing: it may read another form of answer."""
     function = section.main_function
     best = max((verdict.scores[0] for verdict in verdicts if verdict.scores), default=0.0)
     if not max(0.0, section.incorrect) < best < section.correct:
         return []
     return [
-        f"reward function {function} gives {best} at most for a completion that ends in the boxed "
+        f"reward function {function} gives at most {best} for a completion that ends in the boxed "
         f"reference answer, and reward.correct is {section.correct}: such completions count as not "
         "correct, in metrics and, if it grades them, in evaluations. If that is its score for a "
         f"right answer, set reward.correct {best}"
@@ -161,10 +161,10 @@ def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list
 
 
 def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample) -> list[str]:
-    """Grade each reference answer against itself, in a box, with the one verifier of `section`."""
+    """Grade each reference answer against itself, in a box, with the verifier of `section`."""
     verifier = section.main_function
-    answers = [each.answer for each in sample.problems]
-    items = [(right_completion(each), each, None) for each in answers]
+    answers = [problem.answer for problem in sample.problems]
+    items = [(right_completion(answer), answer, None) for answer in answers]
     verdicts = scorer.score(items[:TRIED_ROWS])
     if verdicts and all(verdict.status == "timeout" for verdict in verdicts):
         raise RecipeError(
@@ -179,7 +179,7 @@ def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample)
     ]
     if not unread:
         return _check_rewritten(verifier, scorer, sample)
-    shown = ", ".join(repr(each[-SHOWN_CHARACTERS:]) for each in unread[:3])
+    shown = ", ".join(repr(answer[-SHOWN_CHARACTERS:]) for answer in unread[:3])
     if len(unread) < len(answers):
         return [
             f"{verifier} cannot read {len(unread)} of {len(answers)} reference answers checked, of "
@@ -188,33 +188,34 @@ def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample)
             *_check_rewritten(verifier, scorer, sample, set(unread)),
         ]
     raise DatasetError(
-        f"{sample.place}: {verifier} can read none of {len(answers)} reference answers checked, of "
-        f"{sample.total} (ending in {shown}): it grades them as different from themselves, so no "
-        "completion could be right; name the field with the final answer (prompts.answer_field), "
-        "or choose another reward function"
+        f"{sample.recipe_key}: {verifier} can read none of {len(answers)} reference answers "
+        f"checked, of {sample.total} (ending in {shown}): it grades them as different from "
+        "themselves, so no completion could be right; name the field with the final answer "
+        "(prompts.answer_field), or choose another reward function"
     )
 
 
 def _check_rewritten(
-    verifier: str, scorer: RewardScorer, sample: Sample, left_out: Collection[str] = ()
+    verifier: str, scorer: RewardScorer, sample: Sample, excluded: Collection[str] = ()
 ) -> list[str]:
-    """Grade reference answers that are written otherwise, but for those `left_out`."""
-    golds = [each.answer for each in sample.problems if each.answer not in left_out]
-    others = [
-        (way, gold, re.sub(pattern, replacement, gold))
+    """Grade rewritten reference answers, except those `excluded`, against the original ones."""
+    golds = [problem.answer for problem in sample.problems if problem.answer not in excluded]
+    rewritten = [
+        (name, gold, re.sub(pattern, replacement, gold))
         for gold in golds
-        for way, pattern, replacement in REWRITES
+        for name, pattern, replacement in REWRITES
         if re.search(pattern, gold) and not re.fullmatch(THOUSANDS, gold)
     ]
-    if not others:
+    if not rewritten:
         return []
-    verdicts = scorer.score([(right_completion(other), gold, None) for _, gold, other in others])
-    pairs = zip(others, verdicts, strict=True)
-    wrong = [each for each, verdict in pairs if verdict.status != "correct"]
-    ways = ", ".join(f"{way}: {n}" for way, n in Counter(way for way, _, _ in wrong).items())
+    verdicts = scorer.score([(right_completion(text), gold, None) for _, gold, text in rewritten])
+    pairs = zip(rewritten, verdicts, strict=True)
+    wrong = [rewrite for rewrite, verdict in pairs if verdict.status != "correct"]
+    counts = Counter(name for name, _, _ in wrong)
+    kinds = ", ".join(f"{name}: {count}" for name, count in counts.items())
     return [
         f"{len({gold for _, gold, _ in wrong})} of {len(sample.problems)} reference answers "
-        f"checked, of {sample.total}, may be graded wrongly: {verifier} takes for different what "
-        f"is written otherwise ({ways}), for example {other!r} for {gold!r}"
-        for _, gold, other in wrong[:1]
+        f"checked, of {sample.total}, may be graded wrongly: {verifier} grades as different what "
+        f"is written otherwise ({kinds}), for example {text!r} for {gold!r}"
+        for _, gold, text in wrong[:1]
     ]

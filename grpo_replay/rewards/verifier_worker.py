@@ -1,26 +1,26 @@
-"""A verifier worker: grades the tasks that come over a socket, each a list of completions of one
-prompt. For each it writes the answers of every function, in order, so that the pool knows which of
-them a time limit or a crash ended.
+"""A verifier worker: grades tasks from a socket, each a list of completions of one prompt. It
+writes the answers of one function after the other, so that the pool knows which function a time
+limit or a crash ended.
 
-Started by `grpo_replay.rewards.pool`, which kills it at the time limit; the kernel kills it when
-its parent ends. What a reward function prints goes to the log.
+`grpo_replay.rewards.pool` starts it, and kills it at the time limit; the kernel kills it when its
+parent ends. Output of reward functions goes to the log.
 
-How a function of the user's is called is recognised by the names of its parameters. It may take any
-of `ONE`, which are ours and verl's, for one completion and return a number (verl: or a mapping with
-`score`):
+The names of its parameters decide how a function of the user is called. A function of one
+completion takes any of `SINGLE_PARAMETERS`, which are ours and verl's, and returns a number (in
+verl also a mapping with `score`):
 
     f(completion, answer, row) -> float
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float
 
-One that takes `completions` gets lists, of the completions of one prompt, and returns a list: of
-what it names of `completions`, `prompts`, `answers`, `rows` and `EXTRAS`, and TRL's columns of the
-row, by name or as `**columns`:
+A function that takes `completions` gets lists with one element for each completion of a prompt, and
+returns a list. It may take `completions`, `prompts`, `answers`, `rows`, `EXTRA_FIELDS` and, as in
+TRL, columns of the row, by name or as `**columns`:
 
     f(completions, answers, rows) -> [float, …]
     f(prompts, completions, **columns) -> [float, …]
 
-Parameters of other names need a default. `async def` is awaited, for all completions of a prompt at
-once.
+Parameters with other names need a default. Calls of an `async def` are awaited together, for all
+completions of a prompt.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ from typing import Any, BinaryIO
 
 from grpo_replay.named_functions import load_function, load_source
 
-LARGEST_SCORE = 3.4e38
-"""Scores are stored in float32."""
+MAX_SCORE = 3.4e38
+"""Maximum absolute score: scores are stored in float32."""
 
 
 def open_user_function(function: str) -> tuple["Grader", bool]:
-    """The grader of `module:function` or `file.py:function` (`named_functions`), and whether it
-    needs the completions of a prompt together.
+    """Load the grader of `module:function` or `file.py:function` (`named_functions`). Returns it,
+    and whether it needs all completions of a prompt together.
 
-    Raises whatever the module raises, and TypeError for parameters that no reward function has
+    Raises whatever the module raises, and TypeError for parameters that no reward function may have
     (`Caller`).
     """
     call = Caller(load_function(function), function.rpartition(":")[2])
@@ -61,16 +61,16 @@ def open_user_function(function: str) -> tuple["Grader", bool]:
             return failure(value)
         if value is None:
             return {"status": "none", "error": f"{function} returned None"}
-        if not hasattr(value, "__float__") or not abs(float(value)) <= LARGEST_SCORE:
+        if not hasattr(value, "__float__") or not abs(float(value)) <= MAX_SCORE:
             raise TypeError(f"{function} returned {value!r:.80}, expected a finite float32 number")
         return {"status": "scored", "reward": float(value)}
 
-    each_alone = _each_alone(answer)
-    return lambda tasks: each_alone(call(tasks)), call.takes_many
+    answer_all = _answer_separately(answer)
+    return lambda tasks: answer_all(call(tasks)), call.needs_whole_group
 
 
 def source_digest(function: str) -> str:
-    """SHA-256 of the file of a function, as text; that of nothing for a module without a file."""
+    """Hexadecimal SHA-256 of a function's file; that of no bytes for a module without file."""
     file = getattr(load_source(function), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()
 
@@ -83,105 +83,111 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """The error, and the line of the user's code that raised it."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    """Describe an error, with the line of the user's code that raised it."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     files = [
         (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", own, importlib.__file__))
+        if not frame.filename.startswith(("<", package, importlib.__file__))
     ]
-    # Where their file was last, even if a library that it called raised the error.
+    # The last line in the user's file, even if a library that it called raised the error.
     lines = [line for name, line in files if name == files[0][0]]
-    place = f" ({files[0][0]}:{lines[-1]})" if files else ""
-    what = "it called sys.exit" if isinstance(error, SystemExit) else str(error)
-    return f"{type(error).__name__}: {what}{place}"
+    location = f" ({files[0][0]}:{lines[-1]})" if files else ""
+    message = "it called sys.exit" if isinstance(error, SystemExit) else str(error)
+    return f"{type(error).__name__}: {message}{location}"
 
 
 Task = Mapping[str, Any]
-"""What a worker gets for a completion: `text`, `answer`, `row` and `EXTRAS`."""
+"""A completion to grade: `text`, `answer`, `row` and `EXTRA_FIELDS`."""
 
-EXTRAS = ("truncated", "completion_ids", "prompt", "messages", "step", "group")
-ONE = (
+EXTRA_FIELDS = ("truncated", "completion_ids", "prompt", "messages", "step", "group")
+SINGLE_PARAMETERS = (
     *("completion", "answer", "row", "data_source", "solution_str", "ground_truth", "extra_info"),
-    *EXTRAS,
+    *EXTRA_FIELDS,
 )
 
-ALLOWED = (
+ACCEPTED_FORMS = (
     "f(completion, answer, row), verl's compute_score(data_source, solution_str, ground_truth, "
     "extra_info), or for lists f(completions, answers, rows) or TRL's f(prompts, completions, "
-    f"**columns); all may also take {', '.join(EXTRAS)}"
+    f"**columns); all may also take {', '.join(EXTRA_FIELDS)}"
 )
 
 
 class Caller:
-    """Calls a function for completions of one prompt and returns its scores as they came, one for
-    each: numbers, None, what was raised, or anything else.
+    """Calls a function for the completions of one prompt, and returns one unchecked result for
+    each: a number, None, an exception, or anything else.
 
-    Raises TypeError if it is no function, or has a parameter that no reward function has.
+    Raises TypeError if it is not a function, or has a parameter that no reward function may have.
     """
 
     def __init__(self, score: Any, name: str) -> None:
         parameters = inspect.signature(score).parameters
         self._takes_lists = "completions" in parameters
-        required = [each for each in parameters.values() if _is_required(each)]
-        unknown = [repr(each.name) for each in required if each.name not in ONE]
-        is_one = not {"completion", "solution_str"}.isdisjoint(parameters) and not unknown
-        if not (self._takes_lists or is_one):
+        required = [p.name for p in parameters.values() if _is_required(p)]
+        unknown = [repr(name) for name in required if name not in SINGLE_PARAMETERS]
+        takes_one = not {"completion", "solution_str"}.isdisjoint(parameters) and not unknown
+        if not (self._takes_lists or takes_one):
             raise TypeError(
                 f"{name}{inspect.signature(score)} cannot be called: a reward function is "
-                f"{ALLOWED}, recognised by the names of its parameters; unknown: "
+                f"{ACCEPTED_FORMS}, recognised by the names of its parameters; unknown: "
                 f"{', '.join(unknown) or 'all'}"
             )
         self._score, self._name, self._names = score, name, set(parameters)
-        self._required = [each.name for each in required]
-        self._takes_columns = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        self.takes_many = self._takes_lists or inspect.iscoroutinefunction(score)
-        """Whether the completions of a prompt are given to it together."""
+        self._required = required
+        self._takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.needs_whole_group = self._takes_lists or inspect.iscoroutinefunction(score)
+        """Whether it gets all completions of a prompt together."""
 
     def __call__(self, tasks: Sequence[Task]) -> list[Any]:
         if not self._takes_lists:
-            given = [{k: v for k, v in _named(t).items() if k in self._names} for t in tasks]
-            found = _awaited([self._called(*each) for each in zip(given, tasks, strict=True)])
-            return [each.get("score", each) if isinstance(each, dict) else each for each in found]
-        (found,) = _awaited([self._called(self._lists(tasks), tasks[0])])
-        return [found] * len(tasks) if isinstance(found, BaseException) else _one_each(found, tasks)
+            results = _await_all([self._call(self._one_by_name(task), task) for task in tasks])
+            return [r.get("score", r) if isinstance(r, dict) else r for r in results]
+        (result,) = _await_all([self._call(self._lists_by_name(tasks), tasks[0])])
+        if isinstance(result, BaseException):
+            return [result] * len(tasks)
+        return _to_list(result, tasks)
 
-    def _called(self, given: Mapping[str, Any], first: Task) -> Any:
-        if absent := [name for name in self._required if name not in given]:
-            has = ", ".join(first["row"])
-            return TypeError(f"{self._name} asks for {', '.join(absent)}, but the row has {has}")
+    def _call(self, arguments: Mapping[str, Any], first: Task) -> Any:
+        """Call the function; returns what it returns or raises."""
+        if missing := [name for name in self._required if name not in arguments]:
+            columns = ", ".join(first["row"])
+            return TypeError(
+                f"{self._name} asks for {', '.join(missing)}, but the row has {columns}"
+            )
         try:
-            return self._score(**given)
-        except BaseException as error:  # sys.exit of the user's code too
+            return self._score(**arguments)
+        except BaseException as error:  # including sys.exit in the user's code
             return error
 
-    def _lists(self, tasks: Sequence[Task]) -> dict[str, Any]:
-        """What the function gets of the lists that there are."""
+    def _lists_by_name(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        """The arguments of a function of lists: those lists that it has parameters for."""
         row = tasks[0]["row"]
-        of_trl = [name for name in row if name not in ("prompt", "completion")]
-        found: dict[str, Any] = {name: [each[name] for each in tasks] for name in EXTRAS}
-        found |= {"answers": [t["answer"] for t in tasks], "rows": [t["row"] for t in tasks]}
-        found |= {name: [each["row"].get(name) for each in tasks] for name in of_trl}
-        found |= {
+        columns = [name for name in row if name not in ("prompt", "completion")]
+        lists: dict[str, Any] = {name: [t[name] for t in tasks] for name in EXTRA_FIELDS}
+        lists |= {"answers": [t["answer"] for t in tasks], "rows": [t["row"] for t in tasks]}
+        lists |= {name: [t["row"].get(name) for t in tasks] for name in columns}
+        lists |= {
             "prompts": [t["prompt"] for t in tasks],
             "completions": [t["text"] for t in tasks],
         }
         if isinstance(row.get("prompt"), list) and self._names.isdisjoint({"answers", "rows"}):
-            found["prompts"] = [each["row"]["prompt"] for each in tasks]
-            chats = [[{"role": "assistant", "content": text}] for text in found["completions"]]
-            found["completions"] = chats
-        wanted = self._names
+            lists["prompts"] = [t["row"]["prompt"] for t in tasks]
+            chats = [[{"role": "assistant", "content": text}] for text in lists["completions"]]
+            lists["completions"] = chats
+        names = self._names
         if self._takes_columns:
-            wanted = wanted | {"prompts", "completions", *of_trl}
-        return {name: each for name, each in found.items() if name in wanted}
+            names = names | {"prompts", "completions", *columns}
+        return {name: values for name, values in lists.items() if name in names}
 
-
-def _named(task: Task) -> dict[str, Any]:
-    """What a function of one completion may name. Those of verl are None where the row has none."""
-    text, answer, row = task["text"], task["answer"], task["row"]
-    ours = {"completion": text, "answer": answer, "row": row, **{n: task[n] for n in EXTRAS}}
-    verl = {"solution_str": text, "ground_truth": answer}
-    return {**ours, **verl, **{name: row.get(name) for name in ("data_source", "extra_info")}}
+    def _one_by_name(self, task: Task) -> dict[str, Any]:
+        """The arguments of a function of one completion. Those of verl are None if the row has no
+        such column."""
+        text, answer, row = task["text"], task["answer"], task["row"]
+        arguments = {"completion": text, "answer": answer, "row": row}
+        arguments |= {name: task[name] for name in EXTRA_FIELDS}
+        arguments |= {"solution_str": text, "ground_truth": answer}
+        arguments |= {name: row.get(name) for name in ("data_source", "extra_info")}
+        return {name: value for name, value in arguments.items() if name in self._names}
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -191,13 +197,15 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One loop for all calls: clients that a module keeps belong to the loop of their first use."""
+    """The event loop of all calls: clients that a module keeps belong to the loop of their first
+    use.
+    """
     return asyncio.new_event_loop()
 
 
-def _awaited(values: Sequence[Any]) -> list[Any]:
-    """The values; of coroutines, what they return or raise, all awaited at once."""
-    if not any(inspect.iscoroutine(each) for each in values):
+def _await_all(values: Sequence[Any]) -> list[Any]:
+    """Return the values; coroutines, awaited together, give what they return or raise."""
+    if not any(map(inspect.iscoroutine, values)):
         return list(values)
 
     async def gathered() -> list[Any]:
@@ -206,59 +214,65 @@ def _awaited(values: Sequence[Any]) -> list[Any]:
     return _loop().run_until_complete(gathered())
 
 
-def _one_each(values: Any, tasks: Sequence[Task]) -> list[Any]:
+def _to_list(values: Any, tasks: Sequence[Task]) -> list[Any]:
+    """The returned values, one for each task; TypeErrors if they are not as many."""
     count = len(tasks)
-    if (
-        hasattr(values, "__len__")
-        and not isinstance(values, str | Mapping)
-        and len(values) == count
-    ):
+    is_sequence = hasattr(values, "__len__") and not isinstance(values, str | Mapping)
+    if is_sequence and len(values) == count:
         return list(values)
     error = TypeError(f"returned {values!r:.80} for {count} completions, expected as many numbers")
     return [error] * count
 
 
 Grader = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
-"""Answers to the completions of a prompt."""
+"""Grades the completions of a prompt: tasks to answers."""
 
 
-def _each_alone(answer: Callable[[Any], dict[str, Any]]) -> Callable[[list[Any]], list[Any]]:
-    """The answers of a list; one that raises is a failure, and the others have theirs."""
+def _answer_separately(answer: Callable[[Any], dict[str, Any]]) -> Callable[[list[Any]], list[Any]]:
+    """Apply `answer` to each element of a list; an error for one is only its failure."""
 
-    def tried(given: Any) -> dict[str, Any]:
+    def answer_or_failure(value: Any) -> dict[str, Any]:
         try:
-            return answer(given)
-        except BaseException as error:  # of the user's code, sys.exit too, or of a library
+            return answer(value)
+        except BaseException as error:  # of the user's code (also sys.exit) or of a library
             return failure(error)
 
-    return lambda values: [tried(each) for each in values]
+    return lambda values: [answer_or_failure(value) for value in values]
 
 
 def main() -> None:
     names, memory_limit_mib, parent, descriptor = (json.loads(word) for word in sys.argv[1:])
-    _die_with(parent)
-    # Only the trainer may end its workers, also when a scheduler sends SIGINT to every process.
+    _end_with_parent(parent)
+    # Only the trainer ends its workers, even if a scheduler sends SIGINT to every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)  # else a program that a function starts would hold it
+    os.set_inheritable(
+        descriptor, False
+    )  # else a program that a function starts would keep it open
     with socket.socket(fileno=descriptor) as link:
         tasks, replies = link.makefile("rb"), link.makefile("wb")
         try:
             graders = [_open_grader(function) for function in names]
             sources = {name: source_digest(name) for name in names if ":" in name}
-        except BaseException as error:  # a module of the user may even call sys.exit
+        except BaseException as error:  # a user's module may call sys.exit
             _write(replies, {"failed": describe_failure(error)})
             return
         # Imported modules are never freed: keep the garbage collector from scanning them.
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
         _limit_memory_growth(memory_limit_mib)
-        _write(replies, {"sources": sources, "takes_many": any(many for _, many in graders)})
+        _write(
+            replies,
+            {
+                "sources": sources,
+                "needs_whole_group": any(needs_group for _, needs_group in graders),
+            },
+        )
         for completions in map(json.loads, tasks):
             for grade, _ in graders:
                 _write(replies, _graded(grade, completions))
 
 
-def _die_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -283,18 +297,18 @@ def _write(replies: BinaryIO, message: Any) -> None:
 def _graded(grade: Grader, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         return grade(tasks)
-    except BaseException as error:  # such as sys.exit of a function of lists
+    except BaseException as error:  # for example sys.exit in a function of lists
         return [failure(error)] * len(tasks)
 
 
 def _open_grader(function: str) -> tuple[Grader, bool]:
     if ":" not in function:  # built in
-        return _each_alone(_builtin(function)), False
+        return _answer_separately(_builtin(function)), False
     return open_user_function(function)
 
 
 def _builtin(name: str) -> Callable[[Any], dict[str, Any]]:
-    """Grades one completion by one of `recipe.BUILTIN_VERIFIERS`."""
+    """A grader of one completion, by a verifier of `recipe.BUILTIN_VERIFIERS`."""
     if name == "minerva":
         from grpo_replay.rewards.minerva import grade
 

@@ -1,4 +1,4 @@
-"""The text of a completion as rewards and evaluations see it (`reward.special_tokens`)."""
+"""Decodes completions into the text that rewards and evaluations see (`reward.special_tokens`)."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from grpo_replay.recipe import Recipe
 
 
 def decoded(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-    """The text that the tokens stand for: a tokenizer may say that spaces before punctuation are to
-    be removed (`clean_up_tokenization_spaces`), but the model wrote them."""
+    """Decode tokens without removing spaces before punctuation, which the model wrote, whatever the
+    tokenizer's `clean_up_tokenization_spaces` says."""
     return tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
@@ -17,17 +17,17 @@ def decoded(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool 
 
 @dataclass(frozen=True, slots=True)
 class CompletionText:
-    """Decodes completions: without special tokens, or if these are `kept` with all but one of
-    `ends` as the last token, so that a pattern may match the whole text."""
+    """Decodes completions without special tokens. If these are `kept`, only a last token that is
+    one of `ends` is left out, so that a pattern may match the whole text."""
 
     tokenizer: Any
     kept: bool = False
     ends: Collection[int] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, tokenizer: Any) -> "CompletionText":
-        """As the recipe says. The end tokens are the model's own, not those that
-        `sampling.stop_tokens` chooses: a reward may look for these."""
+    def from_recipe(cls, recipe: Recipe, tokenizer: Any) -> "CompletionText":
+        """Create the decoder for a recipe. `ends` are the model's own end tokens; those of
+        `sampling.stop_tokens` stay in the text, because a reward may look for them."""
         if recipe.reward.special_tokens == "drop":
             return cls(tokenizer)
         from grpo_replay.engine.models import eos_token_ids

@@ -1,9 +1,9 @@
-"""Decode one batch: prefill each distinct prompt once, and once what all of them begin with; then
-sample one token per row and step.
+"""Decodes one batch of requests: prefills each distinct prompt once, and a prefix that all prompts
+share only once; then samples one token per row and step.
 
-Tokens are sampled from logits by inverse transform sampling, with one uniform number per token. The
-tokens of a row depend only on its own logits and seed, not on the other rows of the batch (up to
-rounding in the model).
+Tokens are sampled by inverse transform sampling, with one uniform number per token. The tokens of a
+row depend only on its own logits and seed, not on other rows of the batch (up to rounding in the
+model).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_replay.engine.shared_prompts import common_prefix
-from grpo_replay.sampling.decode_ways import DecodeWay, OwnCache, code_of_model, expanded_cache
+from grpo_replay.sampling.decode_modes import DecodeMode, HfCache, expanded_cache, model_code
 from grpo_replay.types import GenerationRequest, RequestKey
 
 CHUNK_LOGITS = 1 << 24
@@ -28,7 +28,8 @@ BLOCK_TOKENS = 128
 
 
 class UniformRows:
-    """Row i's number at position t is the t-th double of `Generator(Philox(key=seeds[i]))`."""
+    """Uniform numbers of each row: that of row i at position t is the t-th double of
+    `Generator(Philox(key=seeds[i]))`."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
@@ -51,7 +52,7 @@ class SamplingParameters:
     any_nucleus: bool
 
     @classmethod
-    def of(
+    def from_requests(
         cls, requests: Sequence[GenerationRequest], device: torch.device
     ) -> "SamplingParameters":
         temperature = torch.tensor([[r.temperature] for r in requests], dtype=torch.float32)
@@ -75,37 +76,33 @@ class SamplingParameters:
 def choose_tokens(
     logits_RV: torch.Tensor, uniforms_R: torch.Tensor, parameters: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (int64 [R]) and their log-probs (float32 [R]) under the distribution sampled
-    from: softmax(logits / temperature) cut to the nucleus and renormalised.
+    """Sample token ids (int64 [R]), and return their log-probs (float32 [R]) under the sampling
+    distribution: softmax(logits / temperature), cut to the nucleus and renormalised.
 
     A greedy row takes the largest logit; its log-prob is at temperature 1, without the nucleus cut.
     """
     rows, vocabulary = logits_RV.shape
-    step = max(1, CHUNK_LOGITS // vocabulary)
-    if rows <= step:
+    chunk = max(1, CHUNK_LOGITS // vocabulary)
+    if rows <= chunk:
         return _choose(logits_RV, uniforms_R, parameters)
-    parts = [
-        _choose(logits_RV[i : i + step], uniforms_R[i : i + step], parameters.rows(i, i + step))
-        for i in range(0, rows, step)
+    chunks = [
+        _choose(logits_RV[i : i + chunk], uniforms_R[i : i + chunk], parameters.rows(i, i + chunk))
+        for i in range(0, rows, chunk)
     ]
-    tokens, logprobs = zip(*parts, strict=True)
+    tokens, logprobs = zip(*chunks, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
 def _choose(
     logits_RV: torch.Tensor, uniforms_R: torch.Tensor, parameters: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    temperature = parameters.temperature
+    temperature, top_p = parameters.temperature, parameters.top_p
     if parameters.any_greedy:
         greedy = temperature == 0
         temperature = torch.where(greedy, 1.0, temperature)
+        top_p = torch.where(greedy, 1.0, top_p)
     logp_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
     if parameters.any_nucleus:
-        top_p = (
-            torch.where(greedy, 1.0, parameters.top_p)
-            if parameters.any_greedy
-            else parameters.top_p
-        )
         logp_RV = _nucleus(logp_RV, top_p)
     tokens_R1 = _invert(logp_RV.exp(), uniforms_R)
     if parameters.any_greedy:
@@ -114,10 +111,11 @@ def _choose(
 
 
 def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds the uniform number, int64 [R, 1].
+    """The first token whose cumulative probability exceeds the row's uniform number, int64 [R, 1].
 
     Cumulative sums are float64: in float32, rounding over a large vocabulary biases the samples.
-    They run over blocks, then inside one block per row, instead of over the whole vocabulary.
+    For speed they run over sums of blocks, then inside the one block of each row that has the
+    token.
     """
     rows, vocabulary = probabilities_RV.shape
     if vocabulary <= BLOCK_TOKENS:
@@ -133,14 +131,14 @@ def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.T
     chosen_R1K = block_R1.unsqueeze(2).expand(rows, 1, BLOCK_TOKENS)
     inside_RK = blocks_RBK.gather(1, chosen_R1K).squeeze(1).cumsum(-1, dtype=torch.float64)
     tokens_R1 = block_R1 * BLOCK_TOKENS + _first_above(inside_RK, target_R1 - before_R1)
-    # A row of NaN has no such token: its log-prob, which is NaN, is refused by the caller.
+    # A row of NaN has no such token; the caller refuses its log-prob, which is NaN.
     return tokens_R1.clamp_(max=vocabulary - 1) if padding else tokens_R1
 
 
 def _first_above(cumulative: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
     """The first index of each row whose cumulative sum exceeds the target, int64 [R, 1]."""
     total_R1 = cumulative[:, -1:]
-    # Stay below the total: only tokens of probability zero come after it.
+    # Stay below the total: tokens that reach it later have probability zero.
     below_total = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     index_R1 = torch.searchsorted(cumulative, torch.minimum(target_R1, below_total), right=True)
     return index_R1.clamp_(max=cumulative.shape[1] - 1)
@@ -162,14 +160,14 @@ def _nucleus(logp_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
 PREFILL_TOKENS = 16_384
 """Prompt tokens, including padding, of one forward pass of the prefill."""
 
-LEAST_PREFIX = 16
-"""Tokens that all prompts of a batch begin with, from which on they are prefilled once."""
+MIN_SHARED_PREFIX = 16
+"""Minimum length of a prefix shared by all prompts of a batch that is prefilled once."""
 
 INITIAL_CAPACITY = 512
-"""Completion tokens that fit the initial cache."""
+"""Completion tokens for which the cache has room at first."""
 
 UNIFORM_BLOCK = 64
-"""Random numbers drawn at once for every row."""
+"""Uniform numbers drawn at once for each row."""
 
 
 class FinishedRow(NamedTuple):
@@ -182,9 +180,9 @@ class FinishedRow(NamedTuple):
 
 
 class DecodingBatch:
-    """Requests that are decoded together. The slots of finished rows are refilled from the end.
+    """Requests that are decoded together. Rows at the end move into the slots of finished rows.
 
-    A slot is a row of the tensors below; `_row_of_slot` maps it to a request.
+    A slot is a row of the batch's tensors; `_row_of_slot` has the index of its request.
     """
 
     @torch.inference_mode()
@@ -194,12 +192,12 @@ class DecodingBatch:
         requests: Sequence[GenerationRequest],
         eos_ids: Sequence[int],
         pad_id: int,
-        way: DecodeWay,
-        of_model: Callable[[], AbstractContextManager[None]] = nullcontext,
+        mode: DecodeMode,
+        model_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """If `way` is not padded, all prompts have one length. `of_model` is entered around the
-        calls into the model and its cache."""
-        self._model, self._way, self._of_model = model, way, of_model
+        """If `mode` is not padded, all prompts must have equal lengths. `model_context` is entered
+        around calls into the model and its cache."""
+        self._model, self._mode, self._model_context = model, mode, model_context
         device = model.device
         self.alive = len(requests)
         self._length = 0  # completion tokens so far
@@ -208,7 +206,7 @@ class DecodingBatch:
         self._eos = torch.tensor(eos_ids, device=device)
         self._row_of_slot = np.arange(self.alive)
         self._limits = np.array([request.max_tokens for request in requests])
-        self._parameters = SamplingParameters.of(requests, device)
+        self._parameters = SamplingParameters.from_requests(requests, device)
         self._tokens_RT = torch.empty(self.alive, self._longest, dtype=torch.int32, device=device)
         self._logprobs_RT = torch.empty(self.alive, self._longest, device=device)
         self._prefill(requests, pad_id)
@@ -223,22 +221,24 @@ class DecodingBatch:
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
         # An index copies the last hidden states. A slice would leave them strided, and bfloat16
         # matrix products of strided tensors are a hundred times slower on a CPU (torch 2.13).
-        keep = {"logits_to_keep": torch.tensor([-1], device=device)}
-        keep = keep if "logits_to_keep" in self._way.takes else {}
-        step = len(prompts) if self._way.own_cache else max(1, PREFILL_TOKENS // width)
+        last_only: dict[str, Any] = {}
+        if "logits_to_keep" in self._mode.forward_arguments:
+            last_only["logits_to_keep"] = torch.tensor([-1], device=device)
+        chunk = len(prompts) if self._mode.hf_cache else max(1, PREFILL_TOKENS // width)
         rows = torch.from_numpy(prompt_of_row).to(device)
         caches, logits = [], []
-        with self._of_model():
-            begun = self._empty_cache()
+        with self._model_context():
+            prefix_cache = self._empty_cache()
             if prefix:
-                first = self._way.inputs(ids[:1, :prefix], begun, positions[:1, :prefix], None)
-                self._model(**first, **keep)
-            for start in range(0, len(prompts), step):
-                part = slice(start, start + step)
-                some_mask = None if real[part].all() else mask[part]
-                cache = self._repeated(begun, len(ids[part])) if prefix else self._empty_cache()
-                rest = (ids[part, prefix:], cache, positions[part, prefix:], some_mask)
-                logits.append(self._model(**self._way.inputs(*rest), **keep).logits[:, -1])
+                inputs = ids[:1, :prefix], prefix_cache, positions[:1, :prefix], None
+                self._model(**self._mode.inputs(*inputs), **last_only)
+            for start in range(0, len(prompts), chunk):
+                part = slice(start, start + chunk)
+                part_mask = None if real[part].all() else mask[part]
+                count = len(ids[part])
+                cache = self._repeated(prefix_cache, count) if prefix else self._empty_cache()
+                rest = ids[part, prefix:], cache, positions[part, prefix:], part_mask
+                logits.append(self._model(**self._mode.inputs(*rest), **last_only).logits[:, -1])
                 caches.append(cache)
             self._cache = self._expanded(caches, rows)
         self._logits = torch.cat(logits)[rows]
@@ -247,14 +247,15 @@ class DecodingBatch:
         self._mask = None if real.all() else self._decode_mask(mask[rows])
 
     def _prefix_of(self, prompts: Sequence[np.ndarray]) -> int:
-        """Number of tokens to prefill once for all prompts. Each prompt has one more at least,
-        whose logits choose the first token of its completions."""
+        """Number of leading tokens to prefill once for all prompts. At least one token of each
+        prompt follows: its logits choose the first token of the completions."""
         shortest = min(len(prompt) for prompt in prompts)
         prefix = min(common_prefix(prompts), shortest - 1)
-        worth_it = len(prompts) > 1 and prefix >= LEAST_PREFIX and not self._way.own_cache
-        return prefix if worth_it else 0
+        is_shared = len(prompts) > 1 and prefix >= MIN_SHARED_PREFIX and not self._mode.hf_cache
+        return prefix if is_shared else 0
 
     def _repeated(self, cache: DynamicCache, rows: int) -> DynamicCache:
+        """Copy a cache of one row to a cache of `rows` equal rows."""
         repeated = self._empty_cache()
         for index, layer in enumerate(cache.layers):
             keys, values = (states.repeat(rows, 1, 1, 1) for states in (layer.keys, layer.values))
@@ -262,30 +263,31 @@ class DecodingBatch:
         return repeated
 
     def _empty_cache(self) -> DynamicCache:
-        return OwnCache(config=self._model.config) if self._way.own_cache else DynamicCache()
+        return HfCache(config=self._model.config) if self._mode.hf_cache else DynamicCache()
 
     def _expanded(self, prefills: Sequence[DynamicCache], rows: torch.Tensor) -> Any:
-        """A cache with one row per request that can `move_rows`."""
-        if not self._way.own_cache:
+        """A cache with one row per request, which has `move_rows`."""
+        if not self._mode.hf_cache:
             return expanded_cache(prefills, rows, min(self._longest, INITIAL_CAPACITY))
         (cache,) = prefills
         cache.reorder_cache(rows)
         return cache
 
     def _decode_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """For transformers' caches True on tokens, [R, width + longest]; for our own the bias of
-        the attention scores, [R, 1, 1, width + longest]: -inf on padding, else 0."""
+        """Mask of prompts and completions. For transformers' caches bool [R, width + longest], True
+        on tokens; for `RowCache` a bias of the attention scores, [R, 1, 1, width + longest], -inf
+        on padding and 0 on tokens."""
         rows, width = mask.shape
-        whole = mask.new_ones(rows, width + self._longest)
-        whole[:, :width] = mask
-        if self._way.own_cache:
-            return whole
-        bias = torch.zeros(whole.shape, dtype=self._model.dtype, device=mask.device)
-        return bias.masked_fill_(~whole, -torch.inf)[:, None, None]
+        is_token = mask.new_ones(rows, width + self._longest)
+        is_token[:, :width] = mask
+        if self._mode.hf_cache:
+            return is_token
+        bias = torch.zeros(is_token.shape, dtype=self._model.dtype, device=mask.device)
+        return bias.masked_fill_(~is_token, -torch.inf)[:, None, None]
 
     @torch.inference_mode()
     def advance(self) -> list[FinishedRow]:
-        """Sample one token for every live row; returns and removes the rows that are complete."""
+        """Sample one token for each live row; remove and return the rows that are complete."""
         if self._length > 0:
             self._forward()
         n, t = self.alive, self._length
@@ -309,9 +311,9 @@ class DecodingBatch:
         n = self.alive
         mask = None if self._mask is None else self._mask[:n, ..., : self._width + self._length]
         positions = self._positions[:n].unsqueeze(1)
-        given = self._way.inputs(self._last_tokens.unsqueeze(1), self._cache, positions, mask)
-        with self._of_model():
-            self._logits = self._model(**given).logits[:, -1]
+        inputs = self._mode.inputs(self._last_tokens.unsqueeze(1), self._cache, positions, mask)
+        with self._model_context():
+            self._logits = self._model(**inputs).logits[:, -1]
         self._positions[:n] += 1
 
     def _draw_uniforms(self) -> None:
@@ -334,50 +336,53 @@ class DecodingBatch:
         ]
 
     def _remove(self, complete: np.ndarray) -> None:
-        left = int(len(complete) - complete.sum())
-        holes = np.flatnonzero(complete[:left])
-        movers = np.flatnonzero(~complete[left:]) + left
-        self.alive = left
-        if left == 0:
+        """Remove finished slots: live ones at the end move into them."""
+        alive = int(len(complete) - complete.sum())
+        free = np.flatnonzero(complete[:alive])
+        moved = np.flatnonzero(~complete[alive:]) + alive
+        self.alive = alive
+        if alive == 0:
             return
-        for host in (self._row_of_slot, self._limits):
-            host[holes] = host[movers]
-        targets = torch.from_numpy(holes).to(self._tokens_RT.device)
-        sources = torch.from_numpy(movers).to(self._tokens_RT.device)
-        with self._of_model():
-            self._cache.move_rows(targets, sources, left)
-        done = self._length
-        self._tokens_RT[targets, :done] = self._tokens_RT[sources, :done]
-        self._logprobs_RT[targets, :done] = self._logprobs_RT[sources, :done]
+        for array in (self._row_of_slot, self._limits):
+            array[free] = array[moved]
+        targets = torch.from_numpy(free).to(self._tokens_RT.device)
+        sources = torch.from_numpy(moved).to(self._tokens_RT.device)
+        with self._model_context():
+            self._cache.move_rows(targets, sources, alive)
+        length = self._length
+        self._tokens_RT[targets, :length] = self._tokens_RT[sources, :length]
+        self._logprobs_RT[targets, :length] = self._logprobs_RT[sources, :length]
         per_slot = [self._positions, self._uniforms, self._last_tokens]
         per_slot += [self._parameters.temperature, self._parameters.top_p]
         if self._mask is not None:
             per_slot.append(self._mask)
         for tensor in per_slot:
             tensor[targets] = tensor[sources]
-        self._last_tokens = self._last_tokens[:left]
+        self._last_tokens = self._last_tokens[:alive]
 
 
 def decoding_batches(
-    ordered: Sequence[GenerationRequest], most: int, way: DecodeWay
+    ordered: Sequence[GenerationRequest], limit: int, mode: DecodeMode
 ) -> Iterator[Sequence[GenerationRequest]]:
-    """Batches of at most `most` requests, which are ordered by length and prompt. With
-    transformers' caches the prompts of a batch are one prefill; unpadded, they have one length."""
+    """Split requests, ordered by prompt length and prompt, into batches of at most `limit`. With
+    transformers' caches a batch must fit one prefill, and without padding have prompts of one
+    length."""
     batch: list[GenerationRequest] = []
     prompts: set[bytes] = set()
     for request in ordered:
-        prompt, name = request.prompt_token_ids, request.prompt_token_ids.tobytes()
-        full = len(batch) == most
-        if way.own_cache and batch:
+        prompt = request.prompt_token_ids
+        is_full = len(batch) == limit
+        if mode.hf_cache and batch:
             width = len(batch[0].prompt_token_ids)
-            full |= (len(prompts) + (name not in prompts)) * width > PREFILL_TOKENS
-            full |= not way.padded and len(prompt) != width
-        if full:
+            is_full |= len(prompts | {prompt.tobytes()}) * width > PREFILL_TOKENS
+            is_full |= not mode.padded and len(prompt) != width
+        if is_full:
             yield batch
             batch, prompts = [], set()
         batch.append(request)
-        prompts.add(name)
-    yield from [batch] if batch else []
+        prompts.add(prompt.tobytes())
+    if batch:
+        yield batch
 
 
 def _distinct_prompts(
@@ -389,47 +394,48 @@ def _distinct_prompts(
     prompt_of_row = np.empty(len(requests), dtype=np.int64)
     for row, request in enumerate(requests):
         prompt = np.ascontiguousarray(request.prompt_token_ids, dtype=np.int64)
-        known = index_of.setdefault(prompt.tobytes(), len(prompts))
-        if known == len(prompts):
+        index = index_of.setdefault(prompt.tobytes(), len(prompts))
+        if index == len(prompts):
             prompts.append(prompt)
-        prompt_of_row[row] = known
+        prompt_of_row[row] = index
     return prompts, prompt_of_row
 
 
 def _left_padded(
     prompts: Sequence[np.ndarray], width: int, prefix: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int64 [N, width], and their mask, bool [N, width]: False on padding, which follows
-    the first `prefix` tokens."""
+    """Token ids, int64 [N, width], and their mask, bool [N, width], False on padding. Padding comes
+    between the `prefix` tokens that all share and the rest."""
     padded = np.full((len(prompts), width), pad_id, dtype=np.int64)
     real = np.zeros((len(prompts), width), dtype=bool)
     for row, prompt in enumerate(prompts):
-        for here, ids in (
+        for columns, ids in (
             (slice(0, prefix), prompt[:prefix]),
             (slice(width - len(prompt) + prefix, width), prompt[prefix:]),
         ):
-            padded[row, here], real[row, here] = ids, True
+            padded[row, columns], real[row, columns] = ids, True
     return padded, real
 
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference, relative to the spread of the log-probs or to 0.1 nats."""
+"""Maximum RMS difference, relative to the log-probs' deviation (at least 0.1 nats)."""
 _PROMPTS = (3, 6, 6)
-"""Tokens behind the `LEAST_PREFIX` with which all begin."""
+"""Prompt lengths after the shared prefix, in tokens."""
 _TOKENS = (3, 5, 2)
+"""Completion lengths of the trial."""
 _NO_TOKEN = -1
 
 
-def gives_own_logprobs(model: PreTrainedModel, way: DecodeWay, pad_id: int) -> bool:
-    """Whether completions of random prompts, of two lengths and ending one after the other, have
-    the log-probs of a forward pass over each row alone. True where those are not finite. Raises
-    WayFailed if the model cannot run so."""
+def matches_forward_pass(model: PreTrainedModel, mode: DecodeMode, pad_id: int) -> bool:
+    """Decode random prompts of two lengths, and compare log-probs with those of a forward pass over
+    each row alone. Returns whether they agree; True if those of the forward pass are not finite.
+    Raises DecodeFailed if the model cannot run in this mode."""
     random = np.random.default_rng(0)
 
     def ids(tokens: int) -> np.ndarray:
         return random.integers(model.config.vocab_size, size=tokens).astype(np.int32)
 
-    prefix = ids(LEAST_PREFIX)
+    prefix = ids(MIN_SHARED_PREFIX)
     requests = [
         GenerationRequest(
             RequestKey(0, index, 0),
@@ -439,29 +445,29 @@ def gives_own_logprobs(model: PreTrainedModel, way: DecodeWay, pad_id: int) -> b
         )
         for index, (prompt, tokens) in enumerate(zip(_PROMPTS, _TOKENS, strict=True))
     ]
-    batches = [requests] if way.padded else [requests[:1], requests[1:]]
-    found, own = [], []
+    batches = [requests] if mode.padded else [requests[:1], requests[1:]]
+    decoded, expected = [], []
     for batch in batches:
-        decoding = DecodingBatch(model, batch, (_NO_TOKEN,), pad_id, way, code_of_model)
+        decoding = DecodingBatch(model, batch, (_NO_TOKEN,), pad_id, mode, model_code)
         while decoding.alive:
             for row, token_ids, logprobs, _ in decoding.advance():
-                found.append(logprobs)
-                own.append(_own_logprobs(model, batch[row].prompt_token_ids, token_ids))
-    found_T, own_T = np.concatenate(found), np.concatenate(own)
-    if not np.isfinite(own_T).all():
+                decoded.append(logprobs)
+                expected.append(_forward_logprobs(model, batch[row].prompt_token_ids, token_ids))
+    decoded_T, expected_T = np.concatenate(decoded), np.concatenate(expected)
+    if not np.isfinite(expected_T).all():
         return True
-    spread = max(float(own_T.std()), 0.1)
-    difference = float(np.sqrt(np.square(found_T - own_T).mean()))
+    spread = max(float(expected_T.std()), 0.1)
+    difference = float(np.sqrt(np.square(decoded_T - expected_T).mean()))
     return difference <= TOLERANCE[model.dtype] * spread
 
 
 @torch.inference_mode()
-def _own_logprobs(
+def _forward_logprobs(
     model: PreTrainedModel, prompt_ids: np.ndarray, completion_ids: np.ndarray
 ) -> np.ndarray:
-    """float32 [T], from one forward pass without cache and padding."""
+    """Log-probs of a completion, float32 [T], from one forward pass without cache and padding."""
     ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids])).long().to(model.device)
-    with code_of_model():
+    with model_code():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
     logprobs = torch.log_softmax(logits.float(), -1)
     return logprobs.gather(1, ids[len(prompt_ids) :, None])[:, 0].cpu().numpy()

@@ -1,9 +1,8 @@
 """The `hf` sampler: batched decoding with transformers, without further packages.
 
-It has its own decoding loop because `model.generate` has no seed per row and is slower. Here each
-prompt is prefilled once for its whole group, finished rows leave the batch and the cache, the
-tokens of a row depend only on its own seed and not on the batch, and the log-prob of every sampled
-token is returned.
+It has its own decoding loop because `model.generate` has no seed per row and is slower. Here a
+prompt is prefilled once for its whole group, finished rows are removed from batch and cache, the
+tokens of a row depend only on its own seed, and the log-prob of every sampled token is returned.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,12 +21,12 @@ from grpo_replay.engine.weights import (
     weights_of,
 )
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.decode_ways import first_that_works
+from grpo_replay.sampling.decode_modes import first_working_mode
 from grpo_replay.sampling.decoding import (
     DecodingBatch,
     FinishedRow,
     decoding_batches,
-    gives_own_logprobs,
+    matches_forward_pass,
 )
 from grpo_replay.sampling.sampler_protocol import (
     SamplerOpening,
@@ -40,7 +39,7 @@ from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 class HfSampler:
     """Implements `sampling.sampler_protocol.Sampler` on one device, with its own weights.
 
-    Of a model with LoRA's adapters, updates replace these alone; the base stays.
+    With LoRA, updates replace only the adapters; the base stays.
     """
 
     reads_files: ClassVar[bool] = False
@@ -56,7 +55,9 @@ class HfSampler:
     ) -> None:
         model = model.to(device).eval().requires_grad_(False)
         _align(pushed_weights(model).values())
-        self._way = first_that_works(model, lambda way: gives_own_logprobs(model, way, pad_id))
+        self._mode = first_working_mode(
+            model, lambda mode: matches_forward_pass(model, mode, pad_id)
+        )
         self._model: PreTrainedModel | None = model
         self._expected = weights_of(model, model.dtype)
         self.stop_token_ids = tuple(eos_ids)
@@ -68,7 +69,7 @@ class HfSampler:
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "HfSampler":
-        """Raises ModelError, also for a model that it cannot decode."""
+        """Load the model. Raises ModelError, also if no decode mode works for the model."""
         device = torch.device("cuda", torch.cuda.current_device()) if opening.on_gpu else "cpu"
         model = load_policy(opening.model, opening.seed, opening.sampling.fp32_head)
         if opening.with_adapters:
@@ -84,7 +85,7 @@ class HfSampler:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order, exactly one for each request.
 
-        A completion is determined by its request: the seed gives the random number of every
+        A completion depends only on its request: the seed determines the random number of every
         position. Raises RecipeError for a request longer than the model's positions, SamplerError
         for an invalid one, or if a weight update was left incomplete.
         """
@@ -103,21 +104,21 @@ class HfSampler:
     def _run(
         self, model: PreTrainedModel, ordered: Sequence[GenerationRequest]
     ) -> Iterator[Completion]:
-        for chosen in decoding_batches(ordered, self._max_batch_rollouts, self._way):
+        for batch in decoding_batches(ordered, self._max_batch_rollouts, self._mode):
             first_version = self.policy_version
-            for finished in self._decode(model, chosen):
-                yield self._completion(chosen[finished.row], finished, first_version)
+            for finished in self._decode(model, batch):
+                yield self._completion(batch[finished.row], finished, first_version)
 
     def _decode(
-        self, model: PreTrainedModel, chosen: Sequence[GenerationRequest]
+        self, model: PreTrainedModel, requests: Sequence[GenerationRequest]
     ) -> Iterator[FinishedRow]:
         try:
-            batch = DecodingBatch(model, chosen, self.stop_token_ids, self._pad_id, self._way)
+            batch = DecodingBatch(model, requests, self.stop_token_ids, self._pad_id, self._mode)
             while batch.alive:
                 yield from batch.advance()
         except torch.OutOfMemoryError as error:
             raise SamplerError(
-                f"out of GPU memory while decoding {len(chosen)} rows at once: lower "
+                f"out of GPU memory while decoding {len(requests)} rows at once: lower "
                 f"sampling.max_batch_rollouts (now {self._max_batch_rollouts}) or "
                 "sampling.max_completion_length, or use sampling.backend vllm"
             ) from error
@@ -142,27 +143,27 @@ class HfSampler:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights, or all adapters, by full tensors, tied ones under every name.
+        """Replace all weights, or all adapters, by full tensors; tied ones come under every name.
 
-        Raises SamplerError if `version` does not increase. Also raises it, after exhausting
-        `named_tensors`, for tensors that are unknown, missing, given twice, of the wrong shape or
-        of less precision; the sampler then refuses to generate until a complete update.
+        Raises SamplerError if `version` does not increase, and, after consuming `named_tensors`,
+        for tensors that are unknown, missing, repeated, of a wrong shape or of lower precision. The
+        sampler then refuses to generate until a complete update.
         """
         self._weights.begin(version, self.policy_version)
-        own = pushed_weights(self._open_model())
+        weights = pushed_weights(self._open_model())
         checked = CheckedWeights(named_tensors, self._expected)
         for name, tensor in checked:
-            if own[name].numel() != tensor.numel():  # it was freed
-                own[name].data = own[name].new_empty(tensor.shape, device=self._device)
-            own[name].copy_(tensor)
+            if weights[name].numel() != tensor.numel():  # freed by `sleep`
+                weights[name].data = weights[name].new_empty(tensor.shape, device=self._device)
+            weights[name].copy_(tensor)
         checked.drain()
         refuse_problems(checked.problems, version)
         self._weights.complete()
         self.policy_version = version
 
     def sleep(self, keep_weights: bool = True) -> None:
-        """Free the weights that the next update brings; move those that are kept, which the base of
-        adapters is in any case, from a GPU to host memory."""
+        """Move kept weights from a GPU to host memory. Without `keep_weights`, free those that the
+        next update replaces (with LoRA the adapters)."""
         model = self._open_model()
         if not keep_weights:
             self._weights.discard()
@@ -184,13 +185,13 @@ class HfSampler:
 
 
 ALIGNMENT = 64
-"""In bytes, of the memory that torch allocates."""
+"""Alignment of memory that torch allocates, in bytes."""
 
 
 def _align(weights: Iterable[torch.Tensor]) -> None:
-    """Move weights that lie in a file, where they begin anywhere, to memory of torch's own, where
-    pushed ones are: products of a single row are rounded otherwise from the one than the other, and
-    a resumed run, whose sampler is pushed to before it samples, must round as one never killed."""
+    """Copy unaligned weights, those mapped from a file, to memory that torch allocates, as pushed
+    weights are. Matrix products of a single row round differently with unaligned weights, and a
+    resumed run, whose sampler gets a push first, must round as one that was never killed."""
     for tensor in weights:
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()

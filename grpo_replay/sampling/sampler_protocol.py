@@ -1,5 +1,5 @@
-"""What a sampler is, how one is opened, what bounds a completion (the tokens that end it, the room
-that a sampler has), and what all samplers check.
+"""The protocol of a sampler, how one is opened, the limits of a completion (stop tokens and maximum
+length), and checks shared by all samplers.
 
 A sampler of your own is a class with these methods and attributes (docs/api.md). The built-in
 ones are chosen in the same way (`recipe.open_lists.SAMPLERS`).
@@ -19,7 +19,7 @@ from grpo_replay.sampling.completion_text import decoded
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 SYNC_BUCKET_BYTES = 512 * 2**20
-"""Weights gathered at once when a sampler gets new ones."""
+"""Bytes of weights that a push gathers at once."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOpening:
-    """What a sampler is opened with.
+    """The arguments with which a sampler is opened.
 
     `model` names the weights of policy version 0: a folder, a hub id or a random initialisation
-    with `seed`. `stop_token_ids` end a completion; `longest` is the number of tokens of the longest
-    prompt and completion. Ranks wait for each other for `timeout_seconds` at most.
-    `pushed_while_sampling` is true in asynchronous runs.
-    Servers that it launches log to `log_folder` (a temporary folder if None).
+    with `seed`. `stop_token_ids` end a completion; `longest` is the maximum number of tokens of
+    prompt plus completion. `timeout_seconds` limits the wait of ranks for each other.
+    `pushed_while_sampling` is true in asynchronous runs. Launched servers log to `log_folder` (a
+    temporary folder if None).
     """
 
     model: ModelSection
@@ -51,19 +51,20 @@ class SamplerOpening:
 
     @property
     def with_adapters(self) -> bool:
-        """Whether updates bring LoRA's adapters alone, for the base in `model` (only to a sampler
+        """Whether updates contain only LoRA's adapters, for the base in `model` (only for samplers
         of this package)."""
         return self.sampling.takes_adapters(self.model)
 
     @classmethod
-    def of(
+    def from_recipe(
         cls,
         recipe: Recipe,
         model_path: str,
         comm: "Comm",
         log_folder: Path | None = None,
     ) -> "SamplerOpening":
-        """With the weights in `model_path`, a local folder or hub id. Raises RecipeError."""
+        """The opening for a recipe, with weights from `model_path`, a local folder or hub id.
+        Raises RecipeError."""
         import torch
 
         from grpo_replay.engine.models import load_tokenizer, section_at
@@ -93,10 +94,10 @@ class Sampler(Protocol):
     """Generates completions with its own copy of the weights.
 
     `policy_version` is the version of the last complete `load_weights`; versions only increase.
-    `stop_token_ids` are the tokens that end a completion, ascending. If `ranks_sample_together`,
-    `generate` is collective. A class that `reads_files` opens weights in a folder only, so no
-    random initialisation. It may have a `check` (see `VllmServerSampler`): what `open` would raise
-    before weights are read.
+    `stop_token_ids` end a completion, ascending. If `ranks_sample_together`, `generate` is
+    collective. A class that `reads_files` needs saved weights and refuses a random initialisation.
+    An optional `check` (see `VllmServerSampler`) raises, without reading weights, the errors that
+    `open` would raise.
     """
 
     reads_files: ClassVar[bool]
@@ -106,25 +107,25 @@ class Sampler(Protocol):
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "Sampler":
-        """A sampler with the weights of the opening as policy version 0. Collective. Raises
-        ModelError or SamplerError for a model that it cannot sample, SamplerError for an engine or
-        a server that it cannot start or reach."""
+        """Open a sampler with the weights of the opening as policy version 0. Collective. Raises
+        ModelError or SamplerError if it cannot sample the model, SamplerError if an engine or a
+        server does not start or answer."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        """Completions as they finish, in any order, exactly one for each request."""
+        """Yield completions as they finish, in any order, exactly one for each request."""
         ...
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights. Collective: every rank must exhaust `named_tensors`, which gathers
-        full tensors one bucket at a time. Tied tensors appear under every name."""
+        """Replace all weights. Collective: every rank must consume all `named_tensors`, an iterator
+        that gathers full tensors bucket by bucket. Tied tensors appear under every name."""
         ...
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free device memory until the next `load_weights` or `generate`; may free nothing.
 
-        With `keep_weights` false a `load_weights` must come next: `generate` raises SamplerError
-        before it. Weights that are kept may take host memory."""
+        If `keep_weights` is false, `load_weights` must be called next; before it `generate` raises
+        SamplerError. Kept weights may use host memory."""
         ...
 
     def close(self) -> None:
@@ -133,19 +134,19 @@ class Sampler(Protocol):
 
 
 def sampler_class(sampling: SamplingSection) -> type[Sampler]:
-    """The class that `sampling.backend` names; none that samples, if the run replays a journal.
-    Raises RecipeError."""
+    """The class that `sampling.backend` names, or `NoSampler` if the run replays a journal. Raises
+    RecipeError."""
     if sampling.collection.replay_journal is not None:
         return NoSampler
-    found: Any = SAMPLERS.load(sampling.backend)
-    missing = [name for name in _MEMBERS if not hasattr(found, name)]
-    if missing or not isinstance(found, type):
-        lacks = f"without {', '.join(missing)}" if missing else "and no class"
+    backend: Any = SAMPLERS.load(sampling.backend)
+    missing = [name for name in _MEMBERS if not hasattr(backend, name)]
+    if missing or not isinstance(backend, type):
+        reason = f"without {', '.join(missing)}" if missing else "and no class"
         raise RecipeError(
-            f"sampling.backend {sampling.backend} is a {type(found).__name__} {lacks}: name a "
+            f"sampling.backend {sampling.backend} is a {type(backend).__name__} {reason}: name a "
             "class with the methods of sampling.sampler_protocol.Sampler"
         )
-    return found
+    return backend
 
 
 _MEMBERS = (
@@ -153,27 +154,31 @@ _MEMBERS = (
 )  # fmt: skip
 
 
-def completions_of(sampler: Sampler, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-    """What the sampler generates as it comes: one completion for each request. Raises SamplerError
-    for anything else, which only a sampler of the user's own returns."""
-    wanted = {request.key for request in requests}
+def checked_completions(
+    sampler: Sampler, requests: Sequence[GenerationRequest]
+) -> Iterator[Completion]:
+    """Yield the sampler's completions, one for each request. Raises SamplerError for anything else,
+    which only a sampler of the user's own returns."""
+    missing = {request.key for request in requests}
     for completion in sampler.generate(requests):
-        problem = _problem_of(completion) if completion.key in wanted else "a key that is not asked"
+        is_expected = completion.key in missing
+        problem = _problem_of(completion) if is_expected else "a key of no open request"
         if problem:
             raise SamplerError(
                 f"{type(sampler).__name__}.generate: the completion of {completion.key} has "
                 f"{problem}; give one completion for each request"
             )
-        wanted.remove(completion.key)
+        missing.remove(completion.key)
         yield completion
-    if wanted:
+    if missing:
         raise SamplerError(
-            f"{type(sampler).__name__}.generate: no completion for {len(wanted)} of "
-            f"{len(requests)} requests, among them {min(wanted)}"
+            f"{type(sampler).__name__}.generate: no completion for {len(missing)} of "
+            f"{len(requests)} requests, among them {min(missing)}"
         )
 
 
 def _problem_of(completion: Completion) -> str | None:
+    """What is wrong with the arrays of a completion; None if they are valid."""
     tokens = completion.token_ids
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         return "token_ids that are no array of integers [T]"
@@ -194,15 +199,15 @@ def open_sampler(
     comm: "Comm",
     log_folder: Path | None = None,
 ) -> Sampler:
-    """The sampler that `recipe.sampling.backend` names, with the weights in `model_path`.
+    """Open the sampler that `recipe.sampling.backend` names, with the weights in `model_path`.
     Collective."""
-    found = sampler_class(recipe.sampling)
-    return found.open(SamplerOpening.of(recipe, model_path, comm, log_folder))
+    backend = sampler_class(recipe.sampling)
+    return backend.open(SamplerOpening.from_recipe(recipe, model_path, comm, log_folder))
 
 
 class NoSampler:
-    """For a run that is replayed from its journal. Weights are not taken over: no rank gathers
-    them."""
+    """The sampler of a run that replays a journal, which samples nothing. It ignores weights, so no
+    rank gathers them."""
 
     reads_files: ClassVar[bool] = False
     ranks_sample_together = False
@@ -232,7 +237,7 @@ def refuse_impossible(
     request: GenerationRequest, vocabulary: int, longest: int | None, limit: str
 ) -> None:
     """Raises SamplerError for an invalid request, RecipeError for one of more than `longest` tokens
-    (None: no limit). `limit` describes that limit in the message."""
+    (None: no limit). `limit` describes the limit in the message."""
     key, prompt = tuple(request.key), request.prompt_token_ids
     if len(prompt) == 0 or request.max_tokens < 1:
         raise SamplerError(
@@ -253,11 +258,11 @@ def refuse_impossible(
 
 
 class WeightState:
-    """Tracks whether a sampler can sample: its last weight update is complete, and the weights were
-    not discarded since."""
+    """Tracks whether a sampler can sample: its last weight update is complete, and its weights were
+    not discarded afterwards."""
 
     def __init__(self) -> None:
-        self._reason: str | None = None  # why there is nothing to sample from
+        self._reason: str | None = None  # why it cannot sample
 
     def begin(self, version: int, held: int) -> None:
         """Start an update of a sampler at version `held`. Raises SamplerError if `version` does not
@@ -274,32 +279,31 @@ class WeightState:
         self._reason = None
 
     def discard(self) -> None:
-        """Mark the weights as dropped: a complete update must come before sampling."""
+        """Mark the weights as discarded: the next sampling needs a complete update before it."""
         self._reason = self._reason or "the weights were discarded when the sampler went to sleep"
 
     def refuse_incomplete(self) -> None:
-        """Raises SamplerError if there is nothing to sample from: an update began and did not
-        complete, or the weights were discarded."""
+        """Raises SamplerError if an update is incomplete, or the weights were discarded."""
         if self._reason is not None:
             raise SamplerError(f"{self._reason}; load a complete set before generating")
 
 
 def find_stop_tokens(
-    wanted: Sequence[str] | None, section: ModelSection, tokenizer: "PreTrainedTokenizerBase"
+    texts: Sequence[str] | None, section: ModelSection, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[int, ...]:
-    """The ids of `sampling.stop_tokens`, ascending. If that is null, `eos_token_ids` of `section`,
-    the model that is sampled. The same in training and evaluation, for every sampler.
+    """The ids of the stop tokens `texts` (`sampling.stop_tokens`), ascending; if None, the
+    `eos_token_ids` of the model. The same in training and evaluation, for every sampler.
 
-    A text is the token of that name, or else the one token that it encodes to: a newline is `\n`,
-    also where the tokenizer calls it `Ċ`. Raises RecipeError for a text that is not one token.
+    A text is the name of a token, or else text that encodes to one token: `\n` is a newline even
+    if the tokenizer names it `Ċ`. Raises RecipeError for a text that is not one token.
     """
     from grpo_replay.engine.models import eos_token_ids
 
-    if wanted is None:
+    if texts is None:
         return eos_token_ids(section, tokenizer)
     vocabulary = tokenizer.get_vocab()
     ids: set[int] = set()
-    for token in wanted:
+    for token in texts:
         encoded = [vocabulary[token]] if token in vocabulary else _encoded(token, tokenizer)
         if len(encoded) != 1:
             usual = tokenizer.convert_ids_to_tokens(list(eos_token_ids(section, tokenizer)))
@@ -313,13 +317,13 @@ def find_stop_tokens(
 
 
 def name_stop_tokens(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The tokens that end a completion, as text and id: `<|im_end|> (2)`."""
+    """Format the tokens that end a completion, as text and id: `<|im_end|> (2)`."""
     texts = tokenizer.convert_ids_to_tokens(list(ids))
-    return " or ".join(f"{text} ({each})" for text, each in zip(texts, ids, strict=True))
+    return " or ".join(f"{text} ({token})" for text, token in zip(texts, ids, strict=True))
 
 
 def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The ids of a text; none if they do not decode to it, as where a character is unknown."""
+    """The ids of a text; empty if they do not decode to it (an unknown character)."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids if decoded(tokenizer, ids) == text else []
 
@@ -330,34 +334,33 @@ def model_length(
     longest: int,
     config: "PreTrainedConfig | None" = None,
 ) -> int:
-    """Tokens of prompt plus completion that a sampler of the model `section` has room for; `config`
-    is its configuration, if it was read already.
+    """Maximum tokens of prompt plus completion of a sampler for the model `section`; `config` is
+    the model's configuration, if already read.
 
-    This is vLLM's `sampling.vllm.max_model_len` if set. Otherwise it is `longest`, the longest
-    sequence of training and evaluation, but at most the number of positions of the model. Raises
-    RecipeError if what is asked for exceeds the positions.
+    This is vLLM's `sampling.vllm.max_model_len` if set, else `longest`, the longest sequence of
+    training and evaluation, but at most the number of positions of the model. Raises RecipeError if
+    `max_model_len` exceeds the positions.
     """
     from grpo_replay.engine.models import load_config
 
     positions = getattr(config or load_config(section), "max_position_embeddings", None)
-    wanted = sampling.vllm.max_model_len if sampling.facts.reads_vllm_settings else None
-    if wanted is None:
+    max_model_len = sampling.vllm.max_model_len if sampling.facts.reads_vllm_settings else None
+    if max_model_len is None:
         return min(longest, positions or longest)
-    if positions is not None and wanted > positions:
+    if positions is not None and max_model_len > positions:
         raise RecipeError(
-            f"sampling.vllm.max_model_len {wanted} exceeds the {positions} positions of "
+            f"sampling.vllm.max_model_len {max_model_len} exceeds the {positions} positions of "
             f"{section.path}: lower it, or leave it null to derive it"
         )
-    return wanted
+    return max_model_len
 
 
 def check_room(recipe: Recipe, longest_prompt: int, evaluates: bool = False) -> None:
-    """Raises RecipeError if the longest prompt, in tokens, and the longest completion of training
-    are more than the sampler has room for (`model_length`); those of an evaluation if it
-    `evaluates`."""
-    of_eval = recipe.eval.max_completion_length if evaluates else None
-    completion = of_eval or recipe.sampling.max_completion_length
-    key = f"{'eval' if of_eval else 'sampling'}.max_completion_length"
+    """Raises RecipeError if the longest prompt plus the longest completion, in tokens, exceed the
+    maximum length of the sampler (`model_length`). `evaluates` checks those of an evaluation."""
+    eval_limit = recipe.eval.max_completion_length if evaluates else None
+    completion = eval_limit or recipe.sampling.max_completion_length
+    key = f"{'eval' if eval_limit else 'sampling'}.max_completion_length"
     room = model_length(recipe.sampling, recipe.model, recipe.longest_sequence)
     has = f"{recipe.model.path} has room for {room} (its positions, or sampling.vllm.max_model_len)"
     if completion >= room:
@@ -366,9 +369,9 @@ def check_room(recipe: Recipe, longest_prompt: int, evaluates: bool = False) -> 
             f"{max(1, room - longest_prompt)} or less"
         )
     if longest_prompt + completion > room:
-        more = ", or prompts.max_prompt_length (longer prompts are left out)"
+        remedy = ", or prompts.max_prompt_length (longer prompts are left out)"
         raise RecipeError(
             f"a prompt of {longest_prompt} tokens and a completion of up to {completion} are "
             f"{longest_prompt + completion} tokens; {has}: lower {key}"
-            f"{' for the evaluation' if evaluates else more}"
+            f"{' for the evaluation' if evaluates else remedy}"
         )

@@ -31,9 +31,9 @@ from grpo_replay.sampling.sampler_protocol import (
 from grpo_replay.sampling.vllm_process import (
     VLLM_ERRORS,
     SleepState,
-    in_few_words,
     preserved_process_state,
     preserved_torch_randomness,
+    short_message,
     stdout_to_stderr,
 )
 from grpo_replay.sampling.vllm_requests import (
@@ -67,7 +67,7 @@ class VllmLocalSampler:
         comm: Comm,
         files: AdapterTransfer | None = None,
     ) -> None:
-        """With LoRA's adapters, updates of `expected` go through `files`."""
+        """With LoRA, updates go through adapter `files`; `expected` are their tensors."""
         config = engine.vllm_config
         self._engine: LLMEngine | None = engine
         self.stop_token_ids = tuple(stop_token_ids)
@@ -85,7 +85,7 @@ class VllmLocalSampler:
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "VllmLocalSampler":
-        """An engine on every rank. Collective.
+        """Start an engine on every rank. Collective.
 
         Raises RecipeError for settings that contradict each other or the model, SamplerError if
         vLLM is missing or its engine does not start.
@@ -93,28 +93,29 @@ class VllmLocalSampler:
         section, on_gpu = opening.model, opening.on_gpu
         arguments = engine_arguments(opening.sampling, section, opening.longest, on_gpu)
         arguments |= _colocation_arguments(opening)
-        # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
+        # Before the engine: an engine that `_refuse_transformers_classes` refuses breaks new
+        # models.
         files = AdapterTransfer(None, section, versions=1) if opening.with_adapters else None
         expected = expected_weights(section) if files is None else files.expected
         if not on_gpu:
             _refuse_experts(expected)
         engine = _start_engine(arguments, on_gpu)
-        _refuse_borrowed_classes(engine)
+        _refuse_transformers_classes(engine)
         sampler = cls(engine, opening.stop_token_ids, expected, opening.comm, files)
         if files is not None:
-            sampler._begin_as_base()
+            sampler._load_zero_adapters()
         return sampler
 
     @classmethod
     def check(
         cls, opening: SamplerOpening, ranks: int, ranks_here: int, elsewhere: bool = False
     ) -> None:
-        """Raises what `open` would raise of engines in `ranks_here` ranks of a node. Collective."""
+        """Raises what `open` would raise with `ranks_here` ranks on a node. Collective."""
         size = opening.sampling.vllm.tensor_parallel_size
         run_collectively(opening.comm, lambda: _refuse_split_engine(size, ranks_here))
 
-    def _begin_as_base(self) -> None:
-        """Take adapters of zeros. Raises SamplerError for those of a model that vLLM refuses."""
+    def _load_zero_adapters(self) -> None:
+        """Load adapters of zeros. Raises SamplerError if vLLM refuses adapters of this model."""
         zeros = ((name, torch.zeros(shape)) for name, shape in self._expected.shapes.items())
         try:
             self._replace(self._open_engine(), CheckedWeights(zeros, self._expected), 0)
@@ -122,37 +123,37 @@ class VllmLocalSampler:
             self.close()
             raise SamplerError(
                 f"sampling.backend vllm does not take the adapters of model.lora: "
-                f"{in_few_words(error)}; choose other model.lora.target_modules, or set "
+                f"{short_message(error)}; choose other model.lora.target_modules, or set "
                 "sampling.lora merged"
             ) from error
 
     @property
     def ranks_sample_together(self) -> bool:
-        """With tensor parallelism, consecutive ranks form one engine."""
+        """True with tensor parallelism: consecutive ranks then form one engine."""
         return self._tensor_parallel_size > 1
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        """Completions as they finish, exactly one for each request.
+        """Yield completions as they finish, exactly one for each request.
 
         Collective with tensor parallelism. Raises RecipeError for a request longer than the
-        engine's longest sequence, SamplerError for an invalid one, for a log-prob that is not
-        finite, if the engine does not wake, or without complete weights.
+        engine's longest sequence; SamplerError for an invalid request, for a log-prob that is not
+        finite, if the engine does not wake, or if the weights are incomplete.
         """
         self._weights.refuse_incomplete()
         engine = self._open_engine()
         for request in requests:
             check_request(request, self._max_model_len, self._vocabulary)
         self._memory.wake("weights", "kv_cache")
-        everything, offset = self._requests_of_engine(requests)
-        wanted = range(offset, offset + len(requests))
-        return self._run(engine, everything, wanted)
+        all_requests, offset = self._gather_requests(requests)
+        local_indices = range(offset, offset + len(requests))
+        return self._run(engine, all_requests, local_indices)
 
     def _run(
-        self, engine: "LLMEngine", requests: Sequence[GenerationRequest], wanted: range
+        self, engine: "LLMEngine", requests: Sequence[GenerationRequest], local_indices: range
     ) -> Iterator[Completion]:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        # By default the engine would make an output of every request at every step.
+        # By default the engine would return every request at every step.
         kind = RequestOutputKind.FINAL_ONLY
         running = set()
         try:
@@ -163,10 +164,10 @@ class VllmLocalSampler:
                 engine.add_request(str(index), prompt, sampling, lora_request=self._adapter)
                 running.add(str(index))
             while running:
-                for output in _steps_to_an_end(engine):
+                for output in _step_until_finished(engine):
                     running.discard(output.request_id)
                     index = int(output.request_id)
-                    if index in wanted:
+                    if index in local_indices:
                         yield self._completion(requests[index], output.outputs[0])
         finally:
             self._abandon(engine, running)
@@ -174,7 +175,7 @@ class VllmLocalSampler:
     def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
         tokens = list(sampled.token_ids)
         entries = sampled.logprobs or []
-        # The labels are those of `set_weight_version`; without tokens there are none.
+        # Labels set by `set_weight_version`. A completion without tokens has none.
         versions = [int(span.version) for span in sampled.weight_versions or ()]
         return build_completion(
             request,
@@ -186,17 +187,17 @@ class VllmLocalSampler:
         )
 
     def _abandon(self, engine: "LLMEngine", running: set[str]) -> None:
-        """Abort the unfinished requests of an abandoned iterator."""
+        """Abort the unfinished requests of an iterator that was closed early."""
         if not running:
             return
         if self._tensor_parallel_size == 1:
             engine.abort_request(list(running))
             return
-        # The other ranks of this engine keep stepping and would hang in their collectives.
+        # Other ranks of this engine keep stepping, and would hang in their collectives.
         while engine.has_unfinished_requests():
             engine.step()
 
-    def _requests_of_engine(
+    def _gather_requests(
         self, requests: Sequence[GenerationRequest]
     ) -> tuple[list[GenerationRequest], int]:
         """All requests of this engine's ranks, in rank order, and the offset of this rank's."""
@@ -205,13 +206,13 @@ class VllmLocalSampler:
             return list(requests), 0
         shares = self._comm.all_gather(list(requests))
         first = self._comm.rank // size * size
-        lists = shares[first : first + size]
-        offset = sum(len(each) for each in lists[: self._comm.rank - first])
-        return [request for each in lists for request in each], offset
+        engine_shares = shares[first : first + size]
+        offset = sum(len(share) for share in engine_shares[: self._comm.rank - first])
+        return [request for share in engine_shares for request in share], offset
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights, or all adapters. Collective. If the tensors do not fit the model on
-        a rank, raises SamplerError there and PeerFailure on the others, and all refuse to generate
+        """Replace all weights, or all adapters. Collective. If tensors do not fit the model on a
+        rank, raises SamplerError there and PeerFailure on other ranks; no rank generates again
         until a complete update. Raises SamplerError if `version` does not increase."""
         self._weights.begin(version, self.policy_version)
         engine = self._open_engine()
@@ -221,7 +222,7 @@ class VllmLocalSampler:
             self._memory.wake("weights")
             self._replace(engine, checked, version)
         except VLLM_ERRORS as error:
-            refusals.append(f"vLLM refused them: {in_few_words(error)}")
+            refusals.append(f"vLLM refused them: {short_message(error)}")
         except SamplerError as error:
             refusals.append(str(error))
         finally:
@@ -235,8 +236,8 @@ class VllmLocalSampler:
         self.policy_version = version
 
     def _replace(self, engine: "LLMEngine", checked: CheckedWeights, version: int) -> None:
-        """An adapter is complete before vLLM sees it, and gets a name and an id of its own: by
-        these vLLM keeps prompts' keys."""
+        """Give vLLM the weights, or a complete adapter as files. Each version of an adapter has its
+        own name and id, because vLLM's prefix cache tells adapters apart by these."""
         if self._files is None:
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
             return
@@ -247,20 +248,20 @@ class VllmLocalSampler:
         if checked.problems:
             return
         self._adapter = LoRARequest(f"version-{version}", version + 1, str(self._files.path))
-        engine.add_lora(self._adapter)  # the one before leaves its place
+        engine.add_lora(self._adapter)  # replaces the previous adapter
         self._files.discard()
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.
-        Kept weights, and in any case the base of adapters, are stored in pinned host memory;
-        without them `generate` is refused until the next `load_weights`. Frees nothing on a CPU or
-        with sleep_mode false."""
+        Kept weights, and always the base of adapters, move to pinned host memory. Without kept
+        weights `generate` is refused until the next `load_weights`. Frees nothing on a CPU, or
+        without sleep mode."""
         if not keep_weights:
             self._weights.discard()
         self._memory.sleep(keep_weights or self._files is not None)
 
     def close(self) -> None:
-        """Free the engine, but not the process group. May be called twice."""
+        """Free the engine and keep the process group. May be called twice."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -285,7 +286,7 @@ class VllmLocalSampler:
 
 
 def _refuse_split_engine(size: int, ranks_here: int) -> None:
-    """Raises RecipeError if vLLM engines of `size` ranks do not fit in the ranks of a node."""
+    """Raises RecipeError if the ranks of a node do not split into engines of `size` ranks."""
     if ranks_here % size:
         raise RecipeError(
             f"sampling.vllm.tensor_parallel_size {size} does not divide the {ranks_here} ranks of "
@@ -294,7 +295,7 @@ def _refuse_split_engine(size: int, ranks_here: int) -> None:
 
 
 def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
-    """EngineArgs of an engine in the trainer's process, in addition to the common ones."""
+    """EngineArgs that only an engine in the trainer's process needs."""
     vllm, world_size = opening.sampling.vllm, opening.comm.world_size
     sleeps = opening.on_gpu and vllm.enable_sleep_mode
     size = vllm.tensor_parallel_size
@@ -305,7 +306,7 @@ def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
         # CUDA graphs go to host memory too, at either level, and return with whatever wakes first
         # (vLLM 0.32, device_allocator/sleep_mode_backend.py, cumem.py).
         "sleep_mode_offload_cudagraph": vllm.others.get("sleep_mode_offload_cudagraph", sleeps),
-        # Of the groups in which the ranks of one engine exchange activations.
+        # For the process groups in which ranks of an engine exchange activations.
         "distributed_timeout_seconds": math.ceil(opening.timeout_seconds),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -335,7 +336,7 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
         except VLLM_ERRORS as error:
             lora = ", or sampling.lora merged" if "enable_lora" in arguments else ""
             raise SamplerError(
-                f"sampling.backend vllm: the engine did not start: {in_few_words(error)}; "
+                f"sampling.backend vllm: the engine did not start: {short_message(error)}; "
                 f"see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first){lora}"
             ) from error
     # On garbage collection the engine core would destroy every process group of this process,
@@ -345,31 +346,31 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
 
 
 def _refuse_experts(expected: ExpectedWeights) -> None:
-    """Raises SamplerError for a mixture of experts: with new weights the log-probs of Qwen3-MoE in
-    vLLM 0.32 on a CPU are wrong by up to 2.3 nats, and Mixtral's it does not take."""
+    """Raises SamplerError for a mixture of experts. On a CPU, vLLM 0.32 computes log-probs of
+    Qwen3-MoE wrong by up to 2.3 nats after new weights, and does not load Mixtral's."""
     for name in expected.shapes:
         if name.endswith(".experts.gate_up_proj"):
             raise SamplerError(
-                f"sampling.backend vllm on a CPU: vLLM does not take new weights of experts "
-                f"({name}) rightly; use sampling.backend hf"
+                f"sampling.backend vllm on a CPU: vLLM does not load new weights of experts "
+                f"({name}) correctly; use sampling.backend hf"
             )
 
 
-def _refuse_borrowed_classes(engine: "LLMEngine") -> None:
-    """Raises SamplerError if vLLM runs the model with transformers' own classes. It decorates them
-    for the whole process (vLLM 0.32, `support_torch_compile`), and the trainer's model is one."""
+def _refuse_transformers_classes(engine: "LLMEngine") -> None:
+    """Raises SamplerError if vLLM runs the model with transformers' classes. vLLM decorates these
+    for the whole process (0.32, `support_torch_compile`), which breaks the trainer's model."""
     config = engine.vllm_config.model_config
     if config.using_transformers_backend():
         engine.model_executor.shutdown()
         raise SamplerError(
             f"sampling.backend vllm: vLLM has no implementation of its own for a model of type "
-            f"{config.hf_config.model_type}, and the one that it borrows from transformers breaks "
+            f"{config.hf_config.model_type}, and the one that it uses of transformers breaks "
             "the trainer's in the same process; use sampling.backend vllm_server or hf"
         )
 
 
-def _steps_to_an_end(engine: "LLMEngine") -> list[Any]:
-    """Step the engine until a request is finished. Returns the outputs of the finished."""
+def _step_until_finished(engine: "LLMEngine") -> list[Any]:
+    """Step the engine until at least one request is finished. Returns finished outputs."""
     with preserved_torch_randomness():
         while True:
             if outputs := [output for output in engine.step() if output.finished]:

@@ -1,4 +1,5 @@
-"""What vLLM in this process must leave alone, and its sleep: GPU memory for the trainer and back.
+"""Protects process state from vLLM's side effects, and moves vLLM's GPU memory out and back
+(sleep).
 
 Memory outside vLLM's own allocator stays on the GPU: communicators, and CUDA graphs without
 `sleep_mode_offload_cudagraph` (the memory plan of `lab/dry_run` counts both).
@@ -59,27 +60,27 @@ def preserved_process_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send what C++ and Python print to stdout to stderr instead: stdout is for results."""
+    """Redirect stdout of C++ and Python to stderr: stdout is for results."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 VLLM_ERRORS = (RuntimeError, ValueError, AssertionError, TypeError)
 """Raised by vLLM when an operation fails: out of memory is a RuntimeError, a failed memory profile
 an AssertionError, an engine argument of the wrong type often a TypeError."""
 
-_KEPT, _DISCARDED = 1, 2  # vLLM's levels: weights copied to host memory, or dropped
+_KEEP_LEVEL, _DISCARD_LEVEL = 1, 2  # of vLLM's sleep: copy weights to host memory, or discard them
 
 
-def in_few_words(error: Exception) -> str:
-    """What vLLM says, without pydantic's frame and the lists of all that there is otherwise."""
+def short_message(error: Exception) -> str:
+    """The message of an error of vLLM, without pydantic's frame and lists of all alternatives."""
     text = str(error).partition("Value error, ")[2] or str(error)
     for end in (" Supported architectures:", " The available parameters", " [type=", "\n"):
         text = text.strip().partition(end)[0]
@@ -100,17 +101,17 @@ class SleepState:
         memory first. A no-op for an engine without sleep mode. Raises SamplerError."""
         if not self._can_sleep or "weights" in self._asleep:
             return
-        with _translated("go to sleep"):
-            self._engine.sleep(level=_KEPT if keep_weights else _DISCARDED)
+        with _as_sampler_error("go to sleep"):
+            self._engine.sleep(level=_KEEP_LEVEL if keep_weights else _DISCARD_LEVEL)
         self._asleep = {"weights", "kv_cache"}
         self._host_copy = keep_weights
 
     def wake(self, *parts: str) -> None:
-        """Put parts back on the GPU: the cache empty, the weights as kept, or uninitialised if they
-        were not kept. Raises SamplerError; the call may then be repeated."""
+        """Move parts back to the GPU: an empty cache; the kept weights, or uninitialised ones if
+        none were kept. Raises SamplerError, after which the call may be repeated."""
         for part in parts:
             if part in self._asleep:
-                with _translated(f"wake its {part}"):
+                with _as_sampler_error(f"wake its {part}"):
                     self._engine.wake_up([part])
                 self._asleep.remove(part)
         if self._host_copy and "weights" not in self._asleep:
@@ -120,7 +121,7 @@ class SleepState:
 
 
 def _return_pinned_pages() -> None:
-    """Pages of a host copy that is gone: torch would keep them for the next one."""
+    """Free the pinned pages of a host copy, which torch would keep for the next copy."""
     if hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()
     else:  # torch 2.11 has it without a public name
@@ -128,7 +129,8 @@ def _return_pinned_pages() -> None:
 
 
 @contextmanager
-def _translated(action: str) -> Iterator[None]:
+def _as_sampler_error(action: str) -> Iterator[None]:
+    """Turn an error of vLLM into a SamplerError that names the action."""
     try:
         yield
     except VLLM_ERRORS as error:

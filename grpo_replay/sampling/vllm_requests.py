@@ -1,4 +1,4 @@
-"""Shared by both vLLM samplers: settings of an engine, requests as sampling parameters, and
+"""Functions of both vLLM samplers: engine arguments, sampling parameters of requests, and
 validation of completions."""
 
 from collections.abc import MutableMapping, Sequence
@@ -13,7 +13,7 @@ from grpo_replay.sampling.sampler_protocol import model_length, refuse_impossibl
 from grpo_replay.types import Completion, GenerationRequest
 
 NO_LOGPROB = -9999.0
-"""Sent by a vLLM server in place of NaN and minus infinity, which JSON cannot express."""
+"""The value that a vLLM server sends for NaN and minus infinity, which JSON cannot express."""
 
 
 def sampling_parameters(
@@ -33,8 +33,8 @@ def sampling_parameters(
         "seed": request.seed,
         "logprobs": 0,
         "stop_token_ids": list(stop_token_ids),
-        # Otherwise the stop tokens of the model's generation_config.json end completions as well,
-        # although the recipe may have named another tokenizer, in which they are ordinary tokens.
+        # Otherwise the stop tokens of generation_config.json would end completions too. With
+        # another tokenizer, which the recipe may name, they are ordinary tokens.
         "ignore_eos": True,
         "detokenize": False,
     }
@@ -54,19 +54,19 @@ def build_completion(
     versions: tuple[int, int],
     stop_token_ids: Sequence[int],
 ) -> Completion:
-    """The validated completion; `versions` are those of the policy that sampled its first and its
-    last token. Raises SamplerError for a missing or non-finite log-prob, an aborted request, or an
-    end that is neither a stop token nor the maximum length."""
-    place = f"completion {tuple(request.key)} of policy version {versions[0]}"
+    """Validate vLLM's output and make a completion of it. `versions` are the policy versions that
+    sampled the first and the last token. Raises SamplerError for a missing or non-finite log-prob,
+    an aborted request, or an end that is neither a stop token nor the maximum length."""
+    name = f"completion {tuple(request.key)} of policy version {versions[0]}"
     if len(logprobs) != len(token_ids) or not token_ids:
-        raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
-    logprobs_T = _checked_logprobs(logprobs, place)
+        raise SamplerError(f"{name}: {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    logprobs_T = _checked_logprobs(logprobs, name)
     stopped = finish_reason == "stop" and token_ids[-1] in stop_token_ids
     ended = stopped and len(token_ids) <= request.max_tokens
     truncated = finish_reason == "length" and len(token_ids) == request.max_tokens
     if finish_reason is None or not (ended or truncated):
         raise SamplerError(
-            f"{place}: finished by {finish_reason!r} after {len(token_ids)} of at most "
+            f"{name}: finished by {finish_reason!r} after {len(token_ids)} of at most "
             f"{request.max_tokens} tokens, the last of them {token_ids[-1]} (stop tokens "
             f"{list(stop_token_ids)}): the sampler aborted it"
         )
@@ -80,12 +80,12 @@ def build_completion(
     )
 
 
-def _checked_logprobs(logprobs: Sequence[float], place: str) -> np.ndarray:
+def _checked_logprobs(logprobs: Sequence[float], name: str) -> np.ndarray:
     logprobs_T = np.asarray(logprobs, dtype=np.float32)
     bad = ~np.isfinite(logprobs_T) | (logprobs_T <= NO_LOGPROB)
     if bad.any():
         raise SamplerError(
-            f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
+            f"{name}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
             "or infinity: take an earlier checkpoint, and look at grad_norm and loss of the steps "
             "before"
         )
@@ -101,7 +101,7 @@ CPU_VARIABLES = {
 
 
 def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None:
-    """Set the variables that vLLM reads, except those that the user has set."""
+    """Set variables that vLLM reads, unless the user has set them."""
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not on_gpu:
         for name, value in CPU_VARIABLES.items():
@@ -109,7 +109,7 @@ def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None
 
 
 def log_through_root(environment: MutableMapping[str, str]) -> None:
-    """Before vLLM is imported in this process: it would log to stdout, which is for results."""
+    """Stop vLLM from logging to stdout, which is for results. Call before vLLM is imported."""
     environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 
 
@@ -120,13 +120,13 @@ def engine_arguments(
     on_gpu: bool,
     adapters: int = 1,
 ) -> dict[str, Any]:
-    """Keywords of vLLM's EngineArgs, or the command line options of the same names for a server.
-    There is room for sequences of `longest` tokens, and with LoRA for so many `adapters`.
+    """Keywords of vLLM's EngineArgs, which are also the options of a server. `longest` is the
+    maximum tokens of a sequence, `adapters` the number of LoRA adapters in memory.
 
     No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
     each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
-    Raises ModelError for a model whose log-probs vLLM computes otherwise than transformers;
-    RecipeError for adapters that it does not take.
+    Raises ModelError if vLLM computes other log-probs for the model than transformers, RecipeError
+    for adapters that vLLM does not support.
     """
     length = model_length(sampling, section, longest)
     _refuse_wider_window(section, length)
@@ -159,25 +159,24 @@ def engine_arguments(
 
 
 ADAPTERS_AT_ONCE = 4
-"""Versions that requests of one server run with at most; none is sent with a further one."""
+"""Maximum adapter versions among the running requests of one server."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM 0.32 has room for (config/lora.py); a lower one takes that of the next."""
+"""Maximum ranks that vLLM 0.32 supports (config/lora.py); other ranks use the next larger one."""
 
 
 def _lora_arguments(lora: LoraSection, adapters: int) -> dict[str, Any]:
     rank = max(lora.r or 0, *lora.others.get("rank_pattern", {}).values(), 0)
-    room = next((each for each in LORA_RANKS if each >= rank), None)
-    if room is None:
+    max_rank = next((supported for supported in LORA_RANKS if supported >= rank), None)
+    if max_rank is None:
         raise RecipeError(
             f"model.lora.r {rank}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most: lower it, "
             "or set sampling.lora merged"
         )
-    at_once = min(adapters, ADAPTERS_AT_ONCE)
     return {
         "enable_lora": True,
-        "max_lora_rank": room,
-        "max_loras": at_once,
+        "max_lora_rank": max_rank,
+        "max_loras": min(adapters, ADAPTERS_AT_ONCE),
         "max_cpu_loras": adapters,
     }
 
@@ -185,7 +184,7 @@ def _lora_arguments(lora: LoraSection, adapters: int) -> dict[str, Any]:
 def _device_arguments(vllm: VllmSection, on_gpu: bool) -> dict[str, Any]:
     if on_gpu:
         return {"gpu_memory_utilization": vllm.gpu_memory_utilization}
-    # vLLM 0.32 rewinds the generator of a seeded request after a part of a prompt; that of a CPU
+    # With chunked prefill, vLLM 0.32 rewinds the generator of a seeded request. A CPU's generator
     # cannot be rewound, and the engine dies ("CPU Generator does not use offset").
     return {"enable_chunked_prefill": False}
 

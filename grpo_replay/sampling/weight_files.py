@@ -1,4 +1,4 @@
-"""Weights as files that an engine reads: a folder per version, of whole weights or adapters."""
+"""Transfers weights or adapters to an engine as files, in one folder per version."""
 
 import os
 import shutil
@@ -20,9 +20,10 @@ PREFIX = "grpo-replay-weights-"
 
 
 class FolderTransfer:
-    """Transfer through safetensors files in a folder of this run under `parent` (if None, under
-    this machine's shared memory), which trainer and servers share. Host memory holds one file of
-    about `bucket_bytes` at a time. `path` is the folder of the staged version.
+    """Transfers weights through safetensors files in a folder that trainer and servers share: a
+    folder of this run under `parent`, or in this machine's shared memory if that is None. Host
+    memory holds one file of about `bucket_bytes` at a time. `path` is the folder of the staged
+    version.
 
     Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
     """
@@ -45,8 +46,8 @@ class FolderTransfer:
         self.path = self._held.path / "none"
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Write one version. Tied tensors are written under every name: otherwise vLLM would keep
-        its old output head. Raises SamplerError if the disk has no room."""
+        """Write one version. Tied tensors are written under every name, or vLLM would keep its old
+        output head. Raises SamplerError if the disk is full."""
         self._make_folder(version)
         bucket: dict[str, torch.Tensor] = {}
         size = files = 0
@@ -59,7 +60,7 @@ class FolderTransfer:
         save_file(bucket, self.path / f"model-{files:05d}.safetensors")
 
     def _make_folder(self, version: int, sets: int = 1) -> None:
-        """Raises SamplerError without room for so many sets of weights."""
+        """Create the folder of a version. Raises SamplerError if `sets` of weights do not fit."""
         free, needed = shutil.disk_usage(self._parent).free, sets * self._bytes_needed
         if free < needed:
             raise SamplerError(
@@ -69,7 +70,7 @@ class FolderTransfer:
                 "--shm-size)"
             )
         self.path = self._held.path / f"version-{version}"
-        shutil.rmtree(self.path, ignore_errors=True)  # of an update that was refused
+        shutil.rmtree(self.path, ignore_errors=True)  # left by a refused update
         self.path.mkdir()
 
     def discard(self) -> None:
@@ -82,8 +83,8 @@ class FolderTransfer:
 
 
 class AdapterTransfer(FolderTransfer):
-    """The same for LoRA's adapters, a folder in peft's format for each version. vLLM may read that
-    of a running request again, so that the newest `versions` of them stay."""
+    """Transfers LoRA's adapters, in peft's format. The newest `versions` stay on disk, because vLLM
+    may read the adapter of a running request again."""
 
     def __init__(self, parent: str | None, model: ModelSection, versions: int) -> None:
         self.expected, self._config = expected_adapters(model)
@@ -91,16 +92,16 @@ class AdapterTransfer(FolderTransfer):
         self._versions = versions
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Write one version. Raises SamplerError if the disk has no room for all that stay."""
+        """Write one version. Raises SamplerError if the disk has no room for all kept versions."""
         self._make_folder(version, max(self._versions - len(self._staged()), 1))
         write_adapters(self.path, named_tensors, self._config)
 
     def discard(self) -> None:
-        """Remove versions that no request has."""
+        """Remove all but the newest versions."""
         for old in self._staged()[: -self._versions]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _staged(self) -> list[Path]:
-        """The folders of versions, the oldest first."""
-        found = self._held.path.glob("version-*")
-        return sorted(found, key=lambda each: each.stat().st_mtime_ns)
+        """The folders of versions, oldest first."""
+        folders = self._held.path.glob("version-*")
+        return sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)

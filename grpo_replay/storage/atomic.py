@@ -1,4 +1,4 @@
-"""Atomic writes: a file or folder is complete or absent, even after a power failure, if the file
+"""Atomic writes: a file or folder is complete or missing, even after a power failure if the file
 system can flush."""
 
 import errno
@@ -17,16 +17,16 @@ from grpo_replay.errors import OutputDirectoryError
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
-"""What file systems say of an operation that they do not have."""
+"""Error numbers of an operation that a file system does not support."""
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 _TORCH_ERROR = re.compile(r"iostream error|inline_container|PytorchStreamWriter")
 
 
 @contextmanager
 def written_whole(path: Path, flushed: bool = True) -> Iterator[Path]:
-    """Yields a temporary path to write to. The file is then flushed and renamed to `path`, or
-    removed after an error. Without `flushed` it is whole after a kill, but only `flush_files` makes
-    it survive a power failure."""
+    """Yield a temporary path to write to; then flush the file and rename it to `path`, or remove it
+    after an error. Without `flushed` the file survives a kill, but survives a power failure only
+    after `flush_files`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -64,7 +64,7 @@ def write_json_whole(path: Path, value: Any) -> None:
 
 
 def json_values(value: Any) -> Any:
-    """The value with tuples as lists, and null for every number that is not finite."""
+    """Convert a value for JSON: tuples to lists, numbers that are not finite to None."""
     if isinstance(value, Mapping):
         return {key: json_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -79,8 +79,8 @@ def rename_folder(folder: Path, name: Path) -> None:
 
 
 def try_operation(operation: Callable[..., object], *arguments: Any) -> bool:
-    """Call an operation that some file systems do not have; returns whether this one has it. Raises
-    OSError for other failures."""
+    """Call an operation that some file systems do not support. Returns whether it is supported.
+    Raises OSError for other failures."""
     try:
         operation(*arguments)
     except OSError as error:
@@ -91,8 +91,8 @@ def try_operation(operation: Callable[..., object], *arguments: Any) -> bool:
 
 
 def point_link(link: Path, target: str) -> None:
-    """Point the symbolic link `link` at `target`, atomically. Without symbolic links there is none
-    afterwards: an old one would point at something else."""
+    """Point the symbolic link `link` at `target`, atomically. If links are not supported, remove
+    `link`, which would point at something older."""
     temporary = link.with_name(link.name + ".tmp")
     temporary.unlink(missing_ok=True)
     if not try_operation(os.symlink, target, temporary):
@@ -103,24 +103,26 @@ def point_link(link: Path, target: str) -> None:
 
 
 def missing_operations(trial: Path) -> list[str]:
-    """A sentence for each operation that the file system lacks and a run can do without, tried in
-    the folder `trial`, which is made and removed. Raises OSError for an operation that it needs."""
+    """Try file operations in the folder `trial`, which is created and removed. Returns a sentence
+    for each optional operation that is missing. Raises OSError if a necessary one fails."""
     shutil.rmtree(trial, ignore_errors=True)
-    inner, file, lacks = trial / "folder", trial / "renamed" / "file", list[str]()
+    inner, file, missing = trial / "folder", trial / "renamed" / "file", list[str]()
     inner.mkdir(parents=True)
     (inner / file.name).write_text("trial", encoding="utf-8")
     inner.rename(file.parent)
     if not try_operation(os.symlink, file, trial / "link"):
-        lacks.append(
-            "no symbolic links: `latest` is missing there, the newest step_… stands for it"
-        )
+        missing.append("no symbolic links: there is no `latest`, use the newest step_… instead")
     if not try_operation(file.chmod, file.stat().st_mode & 0o777):
-        lacks.append("no permissions that can be set: weights may be readable by their owner alone")
+        missing.append(
+            "no permissions that can be set: weights may be readable by their owner only"
+        )
     with file.open() as opened:
         if not try_operation(os.fsync, opened.fileno()):
-            lacks.append("no flush to disk: after a power failure files may be missing or damaged")
+            missing.append(
+                "no flush to disk: after a power failure files may be missing or damaged"
+            )
     shutil.rmtree(trial)
-    return lacks
+    return missing
 
 
 def flush_tree(folder: Path) -> None:
@@ -132,46 +134,46 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush_files(paths: Iterable[Path]) -> None:
-    """Flush these files to disk."""
+    """Flush files to disk."""
     for path in paths:
         _flush(path)
 
 
 def free_bytes(path: Path) -> int:
     """Free bytes for this user on the file system of `path`, which need not exist yet."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def describe_write_failure(error: BaseException) -> str | None:
-    """Reason and remedy of an error caused by a disk that is full or fails, a limit on the size of
-    files, or a folder that may not be changed; None for other errors. Needed because
-    only Python raises an OSError for these; Rust and C++ libraries do not."""
-    seen: BaseException | None = error
-    while seen is not None:
-        from_rust = _RUST_ERROR.search(str(seen))  # safetensors and tokenizers
-        number = int(from_rust[1]) if from_rust else getattr(seen, "errno", None)
+    """Reason and remedy of an error caused by a full or failing disk, a limit on the size of files,
+    or a folder without write permission; None for other errors. Also recognises errors of Rust and
+    C++ libraries, which are not OSErrors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        rust_error = _RUST_ERROR.search(str(cause))  # safetensors and tokenizers
+        number = int(rust_error[1]) if rust_error else getattr(cause, "errno", None)
         if number in (*_FULL_DISK, *_FORBIDDEN):
             return _with_remedy(os.strerror(number), number)
-        if isinstance(seen, RuntimeError) and _TORCH_ERROR.search(str(seen)):
-            return _with_remedy(f"torch says {str(seen).splitlines()[0]!r}", None)
-        seen = seen.__cause__ or seen.__context__
+        if isinstance(cause, RuntimeError) and _TORCH_ERROR.search(str(cause)):
+            return _with_remedy(f"torch says {str(cause).splitlines()[0]!r}", None)
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
 def _with_remedy(reason: str, number: int | None) -> str:
-    """The reason of a failed write, and what to do. Without an error number it may be any."""
+    """The reason of a failed write, and what to do. With `number` None the cause is not known."""
     remedies = {
         "free space there or raise the limit": number is None or number in _FULL_DISK,
-        "make the place writable or choose another path": number not in _FULL_DISK,
+        "make the folder writable or choose another path": number not in _FULL_DISK,
     }
-    return f"{reason}; {', or '.join(text for text, fits in remedies.items() if fits)}"
+    return f"{reason}; {', or '.join(text for text, applies in remedies.items() if applies)}"
 
 
 def flush_descriptor(descriptor: int) -> None:
-    """Flush an open file or folder to disk, if its file system can."""
+    """Flush an open file or folder to disk, if the file system supports it."""
     try_operation(os.fsync, descriptor)
 
 

@@ -1,10 +1,11 @@
-"""Checkpoints: written to a temporary folder, completed by a manifest, renamed into place.
+"""Reads and writes checkpoints: written to a temporary folder, completed by a manifest, then
+renamed.
 
     checkpoints/step_000100/  model/ or adapter/  engine/  buffer.parquet  state.json  manifest.json
     checkpoints/latest -> step_000100
 
-A checkpoint is valid only if its manifest matches its files (but the cards, README.md in model/ and
-adapter/) and its state has the step of its name.
+A checkpoint is valid if its manifest matches its files (except the model cards, README.md in model/
+and adapter/), and its state has the step of its name.
 """
 
 import hashlib
@@ -37,8 +38,8 @@ STATE = "state.json"
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 MODEL_CARDS = (f"{MODEL_FOLDER}/README.md", f"{ADAPTER_FOLDER}/README.md")
 CHECKPOINT_VERSION = 1
-MOST_READERS = 8
-"""Maximum number of files hashed at once. More would only compete for the disk."""
+MAX_READERS = 8
+"""Maximum number of files hashed at once; more would only compete for the disk."""
 
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
@@ -52,10 +53,9 @@ class RunState:
     """All counters of a run. Random generators need no state: each stream is computed from
     (run.seed, step, purpose).
 
-    `policy_version` is the version of the policy. `prompt_cursor` is the number of
-    prompts taken so far. `reward` has the SHA-256 of the source file of each reward function
-    (`training.reward_watch`), `prompts` that of the problems and answers (`prompts.prompt_set`),
-    `base` the digest of the model that the run began with (`engine.models`).
+    `prompt_cursor` is the number of prompts taken so far. `reward` has the SHA-256 of the source
+    file of each reward function (`training.reward_watch`), `prompts` that of problems and answers
+    (`prompts.prompt_set`), `base` the digest of the initial model (`engine.models`).
     """
 
     step: int = 0
@@ -74,16 +74,16 @@ class RunState:
     format_version: int = CHECKPOINT_VERSION
 
     @classmethod
-    def from_json(cls, value: Any, place: Path) -> "RunState":
+    def from_json(cls, value: Any, path: Path) -> "RunState":
         names = {field.name for field in fields(cls)}
         if not isinstance(value, dict) or set(value) != names:
             raise CheckpointError(
-                f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
+                f"{path}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
                 "written by another version of grpo-replay, or the file was changed"
             )
         if value["format_version"] != CHECKPOINT_VERSION:
             raise CheckpointError(
-                f"{place}: checkpoint format {value['format_version']}, this version reads "
+                f"{path}: checkpoint format {value['format_version']}, this version reads "
                 f"{CHECKPOINT_VERSION}"
             )
         return cls(**value)
@@ -98,10 +98,10 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"{_TEMPORARY}{checkpoint_name(step)}"
 
 
-def missing_at(checkpoints: Path) -> list[str]:
-    """What the file system of a run lacks and checkpoints can do without (`missing_operations`)."""
-    lacks = missing_operations(checkpoints / f"{_TEMPORARY}trial")
-    return [f"the file system of {checkpoints} has {each}" for each in lacks]
+def missing_file_system_features(checkpoints: Path) -> list[str]:
+    """A sentence for each optional feature that the file system lacks."""
+    missing = missing_operations(checkpoints / f"{_TEMPORARY}trial")
+    return [f"the file system of {checkpoints} has {sentence}" for sentence in missing]
 
 
 def leftovers(checkpoints: Path) -> list[Path]:
@@ -126,10 +126,10 @@ def complete_checkpoint(
     temporary: Path, state: RunState, keep: int, known: FileFacts | None = None
 ) -> Path:
     """Write state and manifest, flush, rename, update `latest`, then remove all but the newest
-    `keep` checkpoints. `known` has the facts of files that need not be read again."""
+    `keep` checkpoints. `known` has facts of files, which are then not read again."""
     checkpoints = temporary.parent
     write_json_whole(temporary / STATE, asdict(state))
-    _give_usual_permissions(temporary)
+    _apply_umask(temporary)
     flush_tree(temporary)
     facts = dict(known or {})
     facts |= file_facts(temporary, [name for name in _file_names(temporary) if name not in facts])
@@ -142,48 +142,48 @@ def complete_checkpoint(
 
 
 def remove_old(newest: Path, keep: int) -> None:
-    """Remove the checkpoints before `newest`, except the last `keep` with itself. One that is only
-    half removed, because somebody reads it over NFS, has the name of a temporary folder; the next
-    resume removes it."""
+    """Remove checkpoints before `newest`, so that `keep` remain with it. A checkpoint that cannot
+    be removed completely, because it is read over NFS, keeps the name of a temporary folder; the
+    next resume removes it."""
     earlier = list_checkpoints(newest.parent)
     for old in earlier[: max(earlier.index(newest) + 1 - keep, 0)]:
-        leaving = newest.with_name(f"{_TEMPORARY}{old.name}")
-        rename_folder(old, leaving)
+        removed = newest.with_name(f"{_TEMPORARY}{old.name}")
+        rename_folder(old, removed)
         try:
-            shutil.rmtree(leaving)
+            shutil.rmtree(removed)
         except OSError as error:
-            logger.warning("%s cannot be removed now: %s", leaving, error)
+            logger.warning("%s cannot be removed now: %s", removed, error)
 
 
-def _give_usual_permissions(temporary: Path) -> None:
-    """safetensors makes files for their owner alone; give all those of the state, by the umask."""
+def _apply_umask(temporary: Path) -> None:
+    """Give safetensors files, which only their owner may read, the permissions of other files."""
     usual = (temporary / STATE).stat().st_mode & 0o777
     for path in temporary.rglob("*.safetensors"):
         try_operation(path.chmod, usual)
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """All checkpoints, complete or damaged, oldest first. Folders with other names are not ours."""
-    found = {step_of(path): path for path in checkpoints.glob("step_*") if path.is_dir()}
-    return [found[step] for step in sorted(step for step in found if step is not None)]
+    """All checkpoints, complete or damaged, oldest first. Folders with other names are ignored."""
+    by_step = {step_of(path): path for path in checkpoints.glob("step_*") if path.is_dir()}
+    return [by_step[step] for step in sorted(step for step in by_step if step is not None)]
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest checkpoint, after verification; None if there is none.
+    """Verify and return the newest checkpoint; None if there is none.
 
     Raises CheckpointError if it is damaged. The message names the newest complete one before it.
     """
-    found = list_checkpoints(checkpoints)
-    if not found:
+    existing = list_checkpoints(checkpoints)
+    if not existing:
         return None
     try:
-        verify_checkpoint(found[-1])
+        verify_checkpoint(existing[-1])
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_offer_previous(found[:-1])}") from error
-    return found[-1]
+        raise CheckpointError(f"{error}{_name_previous(existing[:-1])}") from error
+    return existing[-1]
 
 
-def _offer_previous(older: list[Path]) -> str:
+def _name_previous(older: list[Path]) -> str:
     for checkpoint in reversed(older):
         try:
             verify_checkpoint(checkpoint)
@@ -208,19 +208,19 @@ def verify_checkpoint(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint / MANIFEST} does not list {STATE}: it was changed")
     facts = file_facts(checkpoint, _file_names(checkpoint))
     for name, expected in manifest["files"].items():
-        found = facts.get(name)
-        if found is None:
+        actual = facts.get(name)
+        if actual is None:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} is missing")
-        if found != expected:
+        if actual != expected:
             raise CheckpointError(
-                f"checkpoint {checkpoint} is damaged: {name} has {found['bytes']} bytes and "
-                f"SHA-256 {found['sha256'][:12]}…, its manifest says {expected['bytes']} and "
+                f"checkpoint {checkpoint} is damaged: {name} has {actual['bytes']} bytes and "
+                f"SHA-256 {actual['sha256'][:12]}…, its manifest says {expected['bytes']} and "
                 f"{str(expected['sha256'])[:12]}…"
             )
-    _refuse_another_step(checkpoint)
+    _refuse_wrong_name(checkpoint)
 
 
-def _refuse_another_step(checkpoint: Path) -> None:
+def _refuse_wrong_name(checkpoint: Path) -> None:
     named, step = step_of(checkpoint), read_state(checkpoint).step
     if named not in (None, step):
         raise CheckpointError(
@@ -237,10 +237,10 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def newest_state(checkpoints: Path) -> RunState:
-    """The counters of the newest checkpoint in a run's folder of them; those before the first step
-    if there is none. Raises CheckpointError."""
-    found = list_checkpoints(checkpoints)
-    return read_state(found[-1]) if found else RunState()
+    """Read the counters of the newest checkpoint; initial counters if there is none. Raises
+    CheckpointError."""
+    existing = list_checkpoints(checkpoints)
+    return read_state(existing[-1]) if existing else RunState()
 
 
 def read_json(path: Path, meaning: str) -> Any:
@@ -262,7 +262,7 @@ def file_facts(folder: Path, names: Sequence[str]) -> FileFacts:
 
     # hashlib releases the GIL. The largest file goes first, so that it is not left for the end.
     by_size = sorted(names, key=lambda name: -(folder / name).stat().st_size)
-    with ThreadPoolExecutor(max_workers=min(available_cores(), MOST_READERS)) as pool:
+    with ThreadPoolExecutor(max_workers=min(available_cores(), MAX_READERS)) as pool:
         return dict(zip(by_size, pool.map(facts_of, by_size), strict=True))
 
 
@@ -272,15 +272,15 @@ def checkpoint_bytes_on_disk(checkpoint: Path) -> int:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """The files that a manifest lists: all but the manifest, and the model card, which is written
-    again when an evaluation is made up."""
+    """The files that a manifest lists: all but the manifest and the model cards, which a late
+    evaluation rewrites."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     names = (str(path.relative_to(folder)) for path in paths)
     return [name for name in names if not name.startswith(MODEL_CARDS)]
 
 
 def model_cards(checkpoint: Path) -> list[Path]:
-    """The card of each form in which a checkpoint has the policy."""
+    """The model cards of a checkpoint: in model/ and adapter/, if these exist."""
     cards = [checkpoint / name for name in MODEL_CARDS]
     return [card for card in cards if card.parent.is_dir()]
 
@@ -291,8 +291,8 @@ def _sha256(path: Path) -> str:
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Point the symbolic link `latest`, in the same folder, at a checkpoint, where links exist. A
-    folder of that name, what tools that follow links leave, is replaced."""
+    """Point the symbolic link `latest` beside a checkpoint at it, if the file system has links. A
+    folder named `latest`, left by a tool that follows links, is replaced."""
     latest = checkpoint.with_name(LATEST)
     copy = checkpoint.with_name(f"{_TEMPORARY}{LATEST}")
     if latest.is_dir() and not latest.is_symlink():

@@ -1,4 +1,4 @@
-"""Parquet files of grpo-replay: atomic writes; reads that check kind and version."""
+"""Writes Parquet files atomically, and checks kind and version when reading them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,9 +23,9 @@ def write_parquet(
     metadata: dict[bytes, bytes] | None = None,
     flushed: bool = True,
 ) -> None:
-    """Write tables of one schema atomically, zstd-compressed with page checksums, with kind and
-    schema version in the metadata. `flushed`: see `written_whole`. Raises OutputDirectoryError if
-    the disk is full or the folder is not writable."""
+    """Write tables of one schema atomically: zstd-compressed, with page checksums, and with kind
+    and schema version in the metadata. `flushed`: see `written_whole`. Raises OutputDirectoryError
+    if the disk is full or the folder is not writable."""
     marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
     with (
         named_if_unwritable(path),
@@ -40,8 +40,8 @@ def write_parquet(
 
 @contextmanager
 def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile]:
-    """Open a file and check its kind and version. Raises SnapshotError, also for damage that
-    is found while the caller reads."""
+    """Open a file and check its kind and version. Raises SnapshotError, also if the caller reads
+    damaged data."""
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
@@ -58,8 +58,8 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of a file that `write_parquet` wrote; None for any other, which `open_parquet`
-    refuses with a reason."""
+    """The kind of a file that `write_parquet` wrote; None for other files, which `open_parquet`
+    refuses."""
     try:
         marks = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError):
@@ -73,10 +73,10 @@ def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int)
             f"{path}: a Parquet file, but not written by grpo-replay, or rewritten by another "
             f"program (no {_KIND_KEY.decode()} in its metadata); expected a {kind} file"
         )
-    found = int(marks[_VERSION_KEY])
-    if found != version:
+    file_version = int(marks[_VERSION_KEY])
+    if file_version != version:
         raise SnapshotError(
-            f"{path}: schema version {found}, and this grpo-replay reads {version}: use the "
+            f"{path}: schema version {file_version}, and this grpo-replay reads {version}: use the "
             "version that wrote it (environment.json of the run)"
         )
     if marks[_KIND_KEY] != kind.encode():

@@ -1,9 +1,9 @@
-"""What each training step leaves: rollouts and draws as Arrow tables and Parquet files (schema
-version 1), written, found, read and cut here; and its line of metrics.jsonl, one JSON object of
-names to numbers or null, read and cut here (`run_directory.append_metrics` writes it).
+"""Reads and writes the files of training steps: rollouts and draws, as Arrow tables and Parquet
+files (schema version 1), and lines of metrics.jsonl, JSON objects of names to numbers or null
+(`run_directory.append_metrics` writes these).
 
-The Arrow schema of a rollout has two uses: the step logs (rollouts/step_000012.parquet,
-draws/step_000012.parquet), and the buffer's snapshot (`replay.snapshot`). Undefined values are
+The Arrow schema of a rollout is that of the step logs (rollouts/step_000012.parquet,
+draws/step_000012.parquet) and of the buffer's snapshot (`replay.snapshot`). Undefined values are
 null, never NaN.
 """
 
@@ -50,18 +50,18 @@ ROLLOUT_SCHEMA = pa.schema(
         ("reward_scores", pa.list_(pa.float32())),
     ]
 )
-"""A rollout as frozen at birth. `advantage` and `behavior_logprobs` are null if it was dropped
-(`kept` false), `reward` if it is missing, `group_reward_mean` and `group_reward_std` if the group
-has fewer than two rewards. `reward_scores` is empty unless the reward is there and combines several
-scores."""
+"""Columns of a rollout, frozen at birth. `advantage` and `behavior_logprobs` are null if it was
+dropped (`kept` false), `reward` if missing, `group_reward_mean` and `group_reward_std` if the group
+has fewer than two rewards. `reward_scores` is empty unless a reward combines several scores."""
 
 MASK = pa.field("completion_mask", pa.list_(pa.bool_()))
 EXTRA = "extra_"
-"""Columns that a file has if one of its rollouts has a mask, or extras: `extra_<name>`, lists of
-numbers or, for arrays of more dimensions, of lists of fixed size. Null for the others."""
+"""Optional columns, which a file has if one of its rollouts has a mask or extras; null for other
+rollouts. `extra_<name>` has lists of numbers, or of fixed-size lists for arrays of more dimensions.
+"""
 
 LOG_ONLY = ("completion_text", "reward_scores")
-"""Columns of rollouts/ that the buffer and its snapshot do not have."""
+"""Columns of rollouts/ that the buffer's snapshot does not have."""
 
 OUTCOME_SCHEMA = pa.schema(
     [
@@ -76,7 +76,7 @@ OUTCOME_SCHEMA = pa.schema(
         ("entropy", pa.float64()),
     ]
 )
-"""Statistics of the update that trained on a rollout. All null if it was not trained on."""
+"""Statistics of a rollout in the update that trained on it; null if it was not trained on."""
 
 DRAW_SCHEMA = pa.schema(
     [
@@ -91,40 +91,40 @@ DRAW_SCHEMA = pa.schema(
 that of its query if `replay.unit` is query."""
 
 UPDATE_COLUMNS = pa.schema([("update", pa.int64()), ("age_updates", pa.int64())])
-"""Further columns of a run that makes several draws a step, one for each optimizer update: the
-update, counted over the run from 1, and the updates since the first that could draw the rollout."""
+"""Further columns if a step draws several times, once per optimizer update: the update, counted
+over the run from 1, and the number of updates since the first that could draw the rollout."""
 
 ROLLOUT_FILE_SCHEMA = pa.schema(
     [*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA, ("behavior_logprob_mean", pa.float64())]
 )
-"""The last is a mean over `behavior_logprobs` of the tokens that train, for priorities."""
+"""Columns of rollouts/. `behavior_logprob_mean` is the mean over trained tokens, for priorities."""
 
 
-def optional_fields(found: pa.Schema) -> list[pa.Field]:
-    """The fields of a mask and of extras in a file."""
-    return [field for field in found if field.name == MASK.name or field.name.startswith(EXTRA)]
+def optional_fields(schema: pa.Schema) -> list[pa.Field]:
+    """The fields of a schema that are a mask or extras."""
+    return [field for field in schema if field.name == MASK.name or field.name.startswith(EXTRA)]
 
 
 def optional_fields_of(rollouts: Sequence[Rollout]) -> list[pa.Field]:
     """The fields for the masks and extras of `rollouts`."""
     with_extras = [rollout for rollout in reversed(rollouts) if rollout.extras]
-    arrays = {name: array for each in with_extras for name, array in each.extras.items()}
+    arrays = {name: array for rollout in with_extras for name, array in rollout.extras.items()}
     masked = any(rollout.completion_mask is not None for rollout in rollouts)
-    kinds = {name: pa.from_numpy_dtype(arrays[name].dtype) for name in sorted(arrays)}
-    for name, kind in kinds.items():
+    types = {name: pa.from_numpy_dtype(arrays[name].dtype) for name in sorted(arrays)}
+    for name, column_type in types.items():
         for size in reversed(arrays[name].shape[1:]):
-            kind = pa.list_(kind, size)
-        kinds[name] = pa.list_(kind)
-    extras = [pa.field(EXTRA + name, kind) for name, kind in kinds.items()]
+            column_type = pa.list_(column_type, size)
+        types[name] = pa.list_(column_type)
+    extras = [pa.field(EXTRA + name, column_type) for name, column_type in types.items()]
     return [MASK, *extras] if masked else extras
 
 
 def rollouts_to_table(
     rollouts: Sequence[Rollout], optional: Sequence[pa.Field] | None = None
 ) -> pa.Table:
-    """The rollouts as a table with ROLLOUT_SCHEMA and the fields of `optional` (those that they
-    need), in order. Raises ValueError for a reward, advantage or group statistic that is not finite
-    or not exact in float32, and for extras of one name and several types."""
+    """Convert rollouts to a table with ROLLOUT_SCHEMA and `optional` fields (if None, those that
+    the rollouts need), in order. Raises ValueError for a reward, advantage or group statistic that
+    is not finite or not exact in float32, and for extras of one name and several types."""
     if optional is None:
         optional = optional_fields_of(rollouts)
     arrays = [
@@ -135,23 +135,21 @@ def rollouts_to_table(
     scores: list[np.ndarray | None] = [
         np.array(rollout.reward_scores, dtype=np.float32) for rollout in rollouts
     ]
-    kind = ROLLOUT_SCHEMA.field("reward_scores").type
-    arrays.append(_to_lists(kind, scores))
+    arrays.append(_to_lists(ROLLOUT_SCHEMA.field("reward_scores").type, scores))
     for field in optional:
         name = field.name.removeprefix(EXTRA)
-        of_name = [
-            each.completion_mask if field.name == MASK.name else each.extras.get(name)
-            for each in rollouts
+        values = [
+            rollout.completion_mask if field.name == MASK.name else rollout.extras.get(name)
+            for rollout in rollouts
         ]
-        arrays.append(_to_lists(field.type, of_name, f"extras {name}: "))
+        arrays.append(_to_lists(field.type, values, f"extras {name}: "))
     return pa.table(arrays, schema=pa.schema([*ROLLOUT_SCHEMA, *optional]))
 
 
 def table_to_rollouts(table: pa.Table) -> list[Rollout]:
-    """The rollouts of a table with the columns of ROLLOUT_SCHEMA, with their masks and extras if it
-    has them; other columns are ignored.
-    Without the columns of `LOG_ONLY`, texts and scores are empty. Arrays are read-only copies, so
-    that a rollout does not keep the whole table in memory."""
+    """Convert a table with the columns of ROLLOUT_SCHEMA, and masks and extras if present, to
+    rollouts; other columns are ignored. Without the columns of `LOG_ONLY`, texts and scores are
+    empty. Arrays are read-only copies, so that no rollout keeps the whole table in memory."""
     rollouts: list[Rollout] = []
     for batch in table.to_batches():
         columns = {
@@ -161,7 +159,7 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
         }
         columns.setdefault("completion_text", [""] * batch.num_rows)
         scores = columns.get("reward_scores", [()] * batch.num_rows)
-        columns["reward_scores"] = [tuple(map(float, each)) for each in scores]
+        columns["reward_scores"] = [tuple(map(float, row)) for row in scores]
         if MASK.name in batch.schema.names:
             columns[MASK.name] = _to_values(batch.column(MASK.name))
         columns["extras"] = _extras_of(batch)
@@ -196,13 +194,16 @@ def write_step(
     draws: bool = True,
     probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
 ) -> None:
-    """Write the files of a step into a run's folder: all rollouts that it took from its source, and
-    its `draws`. `outcomes[i]` belongs to `batch.entries[i]`; those in rollouts/ are of rollouts
-    that were trained on in the step that took them. With `replay.shadow`, `probe` has outcomes of
-    drawn rollouts by index in the draw."""
-    own = {rollout.rollout_id for rollout in generated}
-    trained = zip(batch.rollouts, outcomes, strict=True)
-    fresh = {each.rollout_id: outcome for each, outcome in trained if each.rollout_id in own}
+    """Write the files of a step into a run's folder: all rollouts taken from the source, and with
+    `draws` the draw. `outcomes[i]` belongs to `batch.entries[i]`; rollouts/ has those of rollouts
+    that were fresh in this step. With `replay.shadow`, `probe` has outcomes of drawn rollouts by
+    index in the draw."""
+    fresh_ids = {rollout.rollout_id for rollout in generated}
+    fresh = {
+        rollout.rollout_id: outcome
+        for rollout, outcome in zip(batch.rollouts, outcomes, strict=True)
+        if rollout.rollout_id in fresh_ids
+    }
     write_rollouts(step_path(folder / "rollouts", step), generated, fresh)
     if draws:
         drawn = batch.drawn_outcomes(outcomes, probe)
@@ -212,17 +213,16 @@ def write_step(
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], outcomes: Mapping[int, RolloutOutcome]
 ) -> None:
-    """Write all rollouts of a step, dropped ones included, in the order in which survivors are
-    inserted into the buffer; `verify_run` relies on this order. `outcomes` maps the ids of rollouts
-    that were trained on as fresh."""
+    """Write all rollouts of a step, including dropped ones, in the order in which survivors enter
+    the buffer (`verify_run` relies on it). `outcomes` are those of trained rollouts, by rollout
+    id."""
     table = rollouts_to_table(rollouts)
-    seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
+    statistics = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
     fields = [*ROLLOUT_FILE_SCHEMA, *optional_fields(table.schema)]
-    known = len(ROLLOUT_SCHEMA)
+    count = len(ROLLOUT_SCHEMA)
     means = pa.array([rollout.behavior_logprob_mean for rollout in rollouts], pa.float64())
-    columns = [*table.columns[:known], *seen, means, *table.columns[known:]]
-    whole = pa.table(columns, schema=pa.schema(fields))
-    _write(path, "rollouts", whole)
+    columns = [*table.columns[:count], *statistics, means, *table.columns[count:]]
+    _write(path, "rollouts", pa.table(columns, schema=pa.schema(fields)))
 
 
 def write_draws(
@@ -239,17 +239,17 @@ def write_draws(
         pa.array(draw.probabilities, pa.float64()),
         *_outcome_columns(outcomes),
     ]
-    whole = pa.table(columns, schema=DRAW_SCHEMA)
+    table = pa.table(columns, schema=DRAW_SCHEMA)
     if draw.update_N is not None:
         update_N = draw.in_updates(np.full(count, step - 1)) + 1
-        both = (update_N, draw.in_updates(draw.ages))
-        for field, values in zip(UPDATE_COLUMNS, both, strict=True):
-            whole = whole.append_column(field, pa.array(values, pa.int64()))
-    _write(path, "draws", whole)
+        values_of_column = (update_N, draw.in_updates(draw.ages))
+        for field, values in zip(UPDATE_COLUMNS, values_of_column, strict=True):
+            table = table.append_column(field, pa.array(values, pa.int64()))
+    _write(path, "draws", table)
 
 
 def _write(path: Path, kind: str, table: pa.Table) -> None:
-    """Not flushed: a checkpoint flushes the files of the steps before it."""
+    """Write a table without flushing: a checkpoint flushes the files of the steps before it."""
     write_parquet(path, kind, ROLLOUT_LOG_VERSION, table.schema, [table], flushed=False)
 
 
@@ -260,9 +260,9 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns if name != MASK.name])
     with open_parquet(path, "rollouts", ROLLOUT_LOG_VERSION) as file:
-        found = optional_fields(file.schema_arrow)
-        wanted = [field for field in found if columns is None or field.name in columns]
-        schema = pa.schema([*schema, *wanted])
+        optional = optional_fields(file.schema_arrow)
+        chosen = [field for field in optional if columns is None or field.name in columns]
+        schema = pa.schema([*schema, *chosen])
         table = file.read(columns=schema.names).cast(schema)
     if columns is not None and MASK.name in columns and MASK.name not in table.column_names:
         table = table.append_column(MASK, pa.nulls(len(table), MASK.type))
@@ -276,9 +276,10 @@ def read_draw_table(path: Path) -> pa.Table:
         return file.read(columns=draw_schema(file.schema_arrow).names)
 
 
-def draw_schema(found: pa.Schema) -> pa.Schema:
-    """DRAW_SCHEMA, with UPDATE_COLUMNS if `found` has them."""
-    return pa.schema([*DRAW_SCHEMA, *(each for each in UPDATE_COLUMNS if each.name in found.names)])
+def draw_schema(schema: pa.Schema) -> pa.Schema:
+    """DRAW_SCHEMA, with those UPDATE_COLUMNS that `schema` has."""
+    updates = [field for field in UPDATE_COLUMNS if field.name in schema.names]
+    return pa.schema([*DRAW_SCHEMA, *updates])
 
 
 def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:
@@ -367,9 +368,9 @@ def _defined(outcome: RolloutOutcome | None, name: str) -> float | None:
 def read_metrics(path: Path, allow_unfinished: bool = True) -> tuple[dict[str, Any], ...]:
     """The lines of metrics.jsonl, in file order; empty if there is no file.
 
-    A last line without a newline is still being written; it is skipped, or with `allow_unfinished`
-    false read as any other. Raises SnapshotError for a file that cannot be read, and naming file
-    and line for a line that is not JSON.
+    A last line without a newline is still being written: it is skipped, or with `allow_unfinished`
+    false read like others. Raises SnapshotError for a file that cannot be read or, with file and
+    line, for a line that is not JSON.
     """
     if not path.exists():
         return ()
@@ -384,14 +385,14 @@ def read_metrics(path: Path, allow_unfinished: bool = True) -> tuple[dict[str, A
 
 
 def mean_over_steps(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """Over the steps in which the metric is defined, each counted once; None if there is none."""
+    """Mean of a metric over the steps in which it is defined; None if there are none."""
     values = [step[name] for step in metrics if step.get(name) is not None]
     return fmean(values) if values else None
 
 
 def first_steps(path: Path, steps: int) -> list[str]:
-    """The lines of steps 1 to `steps` as they are in the file, which a checkpoint of that step
-    needs. Raises CheckpointError if there are fewer complete lines."""
+    """The lines of steps 1 to `steps` of a metrics.jsonl, unparsed; a checkpoint of that step needs
+    them. Raises CheckpointError if there are fewer complete lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except FileNotFoundError:
@@ -420,14 +421,14 @@ _STEP_FILE = re.compile(r"step_(\d{6,})\.(?:parquet|json)(?:\.tmp)?")
 
 
 def step_files(run_dir: Path, first: int, last: int) -> list[Path]:
-    """The files of rollouts/ and draws/ of the steps `first` … `last`."""
+    """The existing files of rollouts/ and draws/ of steps `first` … `last`."""
     steps = range(first, last + 1)
     paths = [step_path(run_dir / kind, step) for step in steps for kind in ("rollouts", "draws")]
     return [path for path in paths if path.exists()]
 
 
 def remove_later(run_dir: Path, step: int) -> None:
-    """Remove the files of the steps after `step`. Files with other names stay."""
+    """Remove the files of steps after `step`. Files with other names stay."""
     for folder in STEP_FOLDERS:
         for file in (run_dir / folder).glob("step_*"):
             match = _STEP_FILE.fullmatch(file.name)

@@ -1,8 +1,8 @@
-"""A run's directory: its lock, its files, and how a resume goes back to a step.
+"""The directory of a run: its lock, its files, and the return to a checkpoint's step.
 
-All files of a step are written and flushed before the step's checkpoint. To go back to a checkpoint
-it is therefore enough to remove later files, once everything that the checkpoint needs is known to
-be whole (`check`, then `go_back`).
+All files of a step are written and flushed before the step's checkpoint. Returning to a checkpoint
+therefore only removes later files, after `check` has found everything that the checkpoint needs
+(`go_back`).
 """
 
 import datetime
@@ -58,19 +58,20 @@ def installed_version(package: str) -> str | None:
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:
     """Versions of the packages that are installed, in the given order."""
-    return {each: found for each in packages if (found := installed_version(each)) is not None}
+    versions = {package: installed_version(package) for package in packages}
+    return {package: found for package, found in versions.items() if found is not None}
 
 
 LOCK, JOURNAL_FOLDER = ".lock", "journal"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
-"""What flock says of a lock that another process holds."""
+"""Error numbers of flock if another process holds the lock."""
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
 
 
 class _AttemptLog(logging.FileHandler):
-    """The log file of one attempt. A process has at most one open. If it cannot be written, on a
-    full disk for example, one line on stderr says so, instead of a traceback for each record."""
+    """The log file of one attempt; a process has at most one open. If it cannot be written, for
+    example on a full disk, prints one line to stderr, instead of a traceback for each record."""
 
     _failed = False
 
@@ -99,7 +100,7 @@ class RunDirectory:
         return self.recipe_path.exists() or self.metrics_path.exists()
 
     def lock(self) -> None:
-        """Lock the directory until this process ends, in whatever way it ends.
+        """Lock the directory until this process ends, even if it is killed.
 
         Raises OutputDirectoryError if another process holds the lock, or the file system has none.
         """
@@ -138,23 +139,25 @@ class RunDirectory:
             self._lock = None
 
     @property
-    def only_opened(self) -> bool:
-        """True for a folder with nothing but what a run that died while it began may leave."""
+    def holds_only_opening_files(self) -> bool:
+        """True for a folder with only the files that a run may leave if it dies while it starts."""
         return self.path.is_dir() and self._names <= set(_OPENING_FILES)
 
     @property
     def is_free(self) -> bool:
-        """True for a folder in which a run may start: there is nothing in it, or a run that ended
-        before its first step, checkpoint or evaluation, and before its journal."""
+        """True for a folder in which a run may start: it is empty, or has a run without steps,
+        checkpoints, evaluations and journal."""
         if not self.path.is_dir():
             return not self.path.exists()
-        # Without a lock what is there is somebody's: a run locks its folder first.
-        begun = {*STEP_FOLDERS, "checkpoints", JOURNAL_FOLDER, self.metrics_path.name}
-        return self.only_opened or ((self.path / LOCK).exists() and not begun & self._names)
+        # A run locks its folder first, so without a lock the files are not those of a run.
+        results = {*STEP_FOLDERS, "checkpoints", JOURNAL_FOLDER, self.metrics_path.name}
+        return self.holds_only_opening_files or (
+            (self.path / LOCK).exists() and not results & self._names
+        )
 
     @property
     def _names(self) -> set[str]:
-        """Of what is in the folder, without folders of a run that are empty."""
+        """Names of files and folders in the directory, except the empty folders of a run."""
         return {
             path.name
             for path in self.path.iterdir()
@@ -162,32 +165,32 @@ class RunDirectory:
         }
 
     def refuse_occupied(self) -> None:
-        """Raises OutputDirectoryError if the directory of a new run already contains files, or can
-        be none."""
+        """Raises OutputDirectoryError if the directory of a new run contains files, or cannot be a
+        directory."""
         if self.path.is_symlink() and not self.path.exists():
             raise OutputDirectoryError(
-                f"output directory {self.path} is a link to {self.path.readlink()}, which is not "
-                "there: make that folder, or choose another --output-dir"
+                f"output directory {self.path} is a link to {self.path.readlink()}, which does "
+                "not exist: make that folder, or choose another --output-dir"
             )
         if self.path.exists() and not self.path.is_dir():
             raise OutputDirectoryError(
                 f"output directory {self.path} is not a directory: choose another --output-dir"
             )
         if not self.is_free:
-            found = "another run" if self.exists else "other files"
+            content = "another run" if self.exists else "other files"
             remedy = ", or continue that run with --resume" if self.exists else ""
             raise OutputDirectoryError(
-                f"output directory {self.path} already holds {found}: choose another "
+                f"output directory {self.path} already holds {content}: choose another "
                 f"--output-dir{remedy}"
             )
 
     def refuse_unwritable(self) -> None:
-        """Raises OutputDirectoryError if this user may not write in the folder, or where it would
-        be made."""
-        there = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
-        if not os.access(there, os.W_OK | os.X_OK):
+        """Raises OutputDirectoryError if this user may not write to the folder, or to the folder
+        that it would be created in."""
+        existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise OutputDirectoryError(
-                f"output directory {self.path}: {there} cannot be written: choose another "
+                f"output directory {self.path}: {existing} cannot be written: choose another "
                 "--output-dir, or change its permissions"
             )
 
@@ -206,9 +209,9 @@ class RunDirectory:
             record_start(self.path, recipe, 0)
 
     def check(self, step: int) -> int:
-        """Check what a resume after `step` needs, and change nothing. Returns the last step that
-        was made. Raises CheckpointError for missing metrics, RecipeError for a recipe that cannot
-        be read."""
+        """Check the files that a resume after `step` needs, and change nothing. Returns the number
+        of steps that were made. Raises CheckpointError for missing metrics, RecipeError for a
+        recipe that cannot be read."""
         first_steps(self.metrics_path, step)
         made = self.metrics_path.read_bytes().count(b"\n") if self.metrics_path.exists() else 0
         every_steps = read_recipe_file(self.recipe_path).checkpoint.every_steps
@@ -221,7 +224,7 @@ class RunDirectory:
         return made
 
     def go_back(self, recipe: Recipe, step: int) -> None:
-        """Go back to the end of `step` (0: the start), and go on from there by `recipe`."""
+        """Go back to the end of `step` (0: the start), and continue from there with `recipe`."""
         with named_if_unwritable(self.path):
             if self.metrics_path.exists():
                 kept = first_steps(self.metrics_path, step)
@@ -231,7 +234,7 @@ class RunDirectory:
                 write_recipe(self.recipe_path, recipe)
             record_start(self.path, recipe, step, step > 0 and not recipe.checkpoint.restore_buffer)
             remove_later(self.path, step)
-            if step == 0 and is_changed:  # that of the base model may be another now
+            if step == 0 and is_changed:  # the evaluation of the base model may have changed
                 for suffix in ("json", "parquet"):
                     (self.path / "eval" / f"step_000000.{suffix}").unlink(missing_ok=True)
             for leftover in leftovers(self.checkpoints):
@@ -254,7 +257,7 @@ class RunDirectory:
             file.flush()
 
     def add_to_last_metrics(self, metrics: Mapping[str, Any]) -> bool:
-        """Add to the line of the last step, unless it has them; returns whether it did."""
+        """Add metrics to the line of the last step, unless it has them. Returns whether it did."""
         lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
         last = json.loads(lines[-1])
         if metrics.keys() <= last.keys():
@@ -269,7 +272,7 @@ class RunDirectory:
         return list(read_metrics(self.metrics_path, allow_unfinished=False))
 
     def flush_steps(self, step: int) -> None:
-        """Flush metrics and files of the steps up to `step`, before its checkpoint."""
+        """Flush metrics and files of steps up to `step`, before its checkpoint is written."""
         files = step_files(self.path, self._flushed_step + 1, step)
         folders = [self.path / name for name in STEP_FOLDERS]
         metrics = [self.metrics_path] if self.metrics_path.exists() else []
@@ -277,7 +280,7 @@ class RunDirectory:
         self._flushed_step = step
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """The end of the run: nothing is written afterwards."""
+        """Write summary.json, the last file of a run."""
         with named_if_unwritable(self.summary_path):
             write_json_whole(self.summary_path, summary)
 
@@ -297,8 +300,8 @@ class RunDirectory:
     def open_log(self, attempt: int, rank: int = 0) -> Path:
         """Send this process's logging to the rank's log file of the attempt, and return its path.
 
-        Log files of earlier runs in this process are closed. This one stays open after the run, for
-        errors that come later.
+        Closes log files of earlier runs in this process. The file stays open after the run, for
+        later errors.
         """
         path = self.log_path(attempt, rank)
         with named_if_unwritable(path):
@@ -315,7 +318,7 @@ class RunDirectory:
 
 
 def default_run_dir(name: str) -> Path:
-    """The directory of a new run of the recipe `name`."""
+    """The default directory of a new run of the recipe `name`."""
     return Path(f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
 
 
@@ -338,7 +341,7 @@ def refuse_missing(run_dir: Path) -> None:
 
 
 def is_of_another_trainer(run_dir: Path) -> bool:
-    """True for a folder that replay in another trainer made (`integrations`)."""
+    """True for a folder that replay in another trainer wrote (`integrations`)."""
     own = any((run_dir / name).exists() for name in ("environment.json", LOCK, "checkpoints"))
     return (run_dir / "metrics.jsonl").exists() and not own
 
@@ -364,7 +367,7 @@ def environment_facts(world_size: int) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The git commit of this checkout; None for an installed package or without git."""
+    """The git commit of the package's checkout; None for an installed package or without git."""
 
     def git(*words: str) -> str | None:
         try:
@@ -381,8 +384,8 @@ def _git_commit() -> str | None:
 
 
 def is_locked(path: Path) -> bool:
-    """True if a process holds the lock of a file; False for a file that is not there, or on a file
-    system without locks."""
+    """True if a process holds the lock of a file; False for a missing file, or on a file system
+    without locks."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""The recipe of a run, in its recipe.yaml: the one that it began with, with what resumes changed by
-`--set` (`training.resuming` has what they may).
+"""Reads and writes the recipe of a run, recipe.yaml: its first recipe, with the changes of resumes
+(`training.resuming` has the keys that may change).
 
-Secrets stay off the disk (a recipe with one is refused where it would be written), and a user's
-hosts and folders out of what people share.
+A recipe with a secret is refused before it is written. Files that people share contain no hosts and
+folders of the user.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,31 +35,33 @@ def read_recipe_file(path: Path) -> Recipe:
 
 
 def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) -> Recipe:
-    """The run's own recipe with `overrides`, the `--set` words of the command line.
+    """The run's recipe with `overrides`, the `--set` arguments of the command line.
 
     `name` is the RECIPE of the command line, if given. Raises UsageError if it differs from the
-    run's in more than the overrides, RecipeError if the run's own is not valid.
+    run's recipe in more than the overrides, RecipeError if the run's recipe is not valid.
     """
     path = run_dir / RECIPE_FILE
     source = f"{path} with --set" if overrides else str(path)
     layers = [read_recipe_layer(path), parse_overrides(overrides)]
     resumed = resolve_recipe(layers, source=source)
     if name is not None:
-        refuse_another(load_recipe(name, overrides), resumed, name, run_dir)
+        refuse_other_recipe_file(load_recipe(name, overrides), resumed, name, run_dir)
     return resumed
 
 
-def refuse_another(
-    given: Recipe, own: Recipe, name: str, run_dir: Path, unlike: Collection[str] = ()
+def refuse_other_recipe_file(
+    given: Recipe, stored: Recipe, name: str, run_dir: Path, unlike: Collection[str] = ()
 ) -> None:
-    """Raises UsageError if `given`, called `name`, differs from a run's `own` recipe in other keys
-    than `unlike`."""
-    found = [each for each in differences(own, given) if each[0] not in unlike]
-    if not found:
+    """Raises UsageError if the recipe `given`, called `name`, differs from a run's `stored` recipe
+    in other keys than `unlike`."""
+    differing = [
+        difference for difference in differences(stored, given) if difference[0] not in unlike
+    ]
+    if not differing:
         return
-    lines = [f"{key} is {ours!r} in the run, {theirs!r} in {name}" for key, ours, theirs in found]
+    lines = [f"{key} is {old!r} in the run, {new!r} in {name}" for key, old, new in differing]
     more = len(lines) - _NAMED_DIFFERENCES
-    key, _, value = found[0]
+    key, _, value = differing[0]
     raise UsageError(
         f"--resume: {name} is not the recipe of the run in {run_dir}: "
         f"{'; '.join(lines[:_NAMED_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
@@ -69,9 +71,10 @@ def refuse_another(
 
 
 def _word(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    """Format a value as an argument of `--set`."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_recipe(path: Path, recipe: Recipe, comment: str = "") -> None:
@@ -88,10 +91,10 @@ def differences(one: BaseModel, other: BaseModel) -> list[tuple[str, Any, Any]]:
     return [(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
 
 
-def other_content(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]]:
-    """The `differences` that are more than the folder of a file, or the host of a URL."""
-    a, b = (flatten(shareable(each.model_dump(mode="json"))) for each in (one, other))
-    return [each for each in differences(one, other) if a.get(each[0]) != b.get(each[0])]
+def content_differences(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]]:
+    """Those `differences` that are not only the folder of a file or the host of a URL."""
+    a, b = (flatten(shareable(recipe.model_dump(mode="json"))) for recipe in (one, other))
+    return [item for item in differences(one, other) if a.get(item[0]) != b.get(item[0])]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -120,30 +123,29 @@ def refuse_secrets(recipe: Recipe) -> None:
 
 
 def shareable_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML for a card or a page: without names of hosts, and of local paths only the
-    last part."""
+    """Format a recipe as `shareable` YAML, for a model card or a page."""
     return to_yaml(shareable(recipe.model_dump(mode="json")))
 
 
 def shareable(value: Any) -> Any:
-    """The last part of a local path; `http://HOST` for a URL; other values unchanged. In mappings
-    and lists, every value so."""
+    """Replace local paths by their last part and URLs by `http://HOST`, also inside mappings and
+    lists. Other values are unchanged."""
     if isinstance(value, dict):
-        return {key: shareable(each) for key, each in value.items()}
+        return {key: shareable(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [shareable(each) for each in value]
+        return [shareable(inner) for inner in value]
     if isinstance(value, str) and value.startswith(("http://", "https://")):
         return f"{urlsplit(value).scheme}://HOST"
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
 def texts_in(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text in nested mappings and lists."""
+    """Yield (dotted key, text) for every text in nested mappings and lists."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from texts_in(each, f"{key}.{name}" if key else str(name))
+        for name, inner in value.items():
+            yield from texts_in(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
-        for each in value:
-            yield from texts_in(each, key)
+        for inner in value:
+            yield from texts_in(inner, key)

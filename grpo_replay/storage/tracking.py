@@ -27,16 +27,17 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in RUN/tensorboard. After a resume, events from `first_step` on are hidden.
+    """Writes event files to RUN/tensorboard. After a resume, events from `first_step` on are
+    hidden.
 
-    A new run loads TensorBoard with its first record: loading takes a second of processor time,
-    which would delay the first step.
+    A new run loads TensorBoard with its first record, because loading it takes a second, which
+    would delay the first step.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder, self._first_step = folder, first_step
         self._opened: SummaryWriter | None = None
-        if first_step > 1:  # the resumed run may make no step, and hides events all the same
+        if first_step > 1:  # hide events even if the resumed run makes no step
             self._writer()
 
     def _writer(self) -> "SummaryWriter":
@@ -63,17 +64,17 @@ class TensorBoardTracker:
 
 
 def _markdown_cell(value: Any) -> str:
-    """The value in a cell: fenced, on one line, without the sign that ends a cell."""
+    """Format a value for a table cell: as code, on one line, without the cell separator."""
     text = " ".join(str(value).split()).replace("`", "'").replace("|", "¦")
     return f"`{text}`" if isinstance(value, str) else text
 
 
 class HostedTracker:
-    """W&B or trackio, which have the same functions. A resumed run continues its own record there:
-    W&B knows it by the id that the run directory keeps, trackio by its name.
+    """Logs to W&B or trackio, which have the same functions. A resumed run continues its record:
+    W&B finds it by an id in the run directory, trackio by its name.
 
-    W&B drops what is logged under a step of its own that it has had, as a resume does from the
-    checkpoint on: there the steps are a metric, and the axis of all others.
+    W&B drops values of its own steps that it has seen before, and a resume repeats steps. So the
+    step is logged as a metric there, and used as the axis of all others.
     """
 
     def __init__(self, name: str, recipe: Recipe, run_dir: Path) -> None:
@@ -111,14 +112,14 @@ class HostedTracker:
 
 
 def _run_id(file: Path) -> str:
-    """The id in the file, chosen at the first attempt."""
+    """Read the id in a file; the first attempt creates it."""
     if not file.exists():
         file.write_text(secrets.token_hex(8))
     return file.read_text()
 
 
 def missing_trackers(tracking: TrackingSection) -> list[str]:
-    """One message per tracker that the recipe names and that is not installed."""
+    """One message for each tracker that the recipe names and that is not installed."""
     return [
         f"tracking.report_to names {name!r}, which is not installed: "
         f"pip install 'grpo-replay[{name}]', or remove it from the list"

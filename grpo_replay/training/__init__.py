@@ -1,5 +1,5 @@
-"""Algorithm 1 (`trainer`) and a whole run of it: metrics, weight sync, summary, model card; and the
-observer of its progress.
+"""Trains: Algorithm 1 (`trainer`), a whole run (`run`) with its metrics, weight sync, summary and
+model card, and the observer of its progress.
 
 Imports the rest of the core, never the laboratory or `cli`; torch only inside functions.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a run says to its user when it opens. `key` is the stage that says it
+    """A message to the user when a run opens. `key` is the stage that wrote it
     (`opening.RunOpener.stages`), or "disk"."""
 
     key: str
@@ -25,22 +25,22 @@ class Notice:
 
 
 class Observer:
-    """Receives progress events. This one ignores them, as on the ranks other than 0."""
+    """Receives progress events; a no-op, used on ranks other than 0."""
 
     def on_start(
         self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: Sequence[Notice]
     ) -> None:
-        """Everything is loaded. `notices` are messages for the user."""
+        """Called when everything is loaded. `notices` are messages for the user."""
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None: ...
 
     def on_step(self, metrics: Mapping[str, Any]) -> None: ...
 
     def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Some completions of the step (`run.sample_rows`)."""
+        """Receives some completions of the step (`run.sample_rows`)."""
 
     def on_notice(self, text: str) -> None:
-        """A message for the user. One about a server may come from another thread."""
+        """Receives a message for the user; about servers, in another thread."""
 
     def on_status(self, text: str) -> None:
-        """Long work begins."""
+        """Called before long work; `text` says what it is."""

@@ -1,12 +1,12 @@
-"""The source of asynchronous runs: a journal's steps, then a collector's groups as they arrive.
+"""The source of rollouts of asynchronous runs: steps from a journal, then groups from a collector.
 
 Rank 0 talks to the collector and keeps the journal (`collection.intake`); the other ranks take part
-in updates and weight gathers. A step takes the groups that have arrived, while the servers go on
+in updates and weight gathers. A step trains on the groups that have arrived, while the servers keep
 sampling (paper B, section 4; paper A's batches without the wait).
 
-Behaviour log-probs are the sampler's, of the versions that sampled each token, and are never
-recomputed; a rollout's birth step is that of the oldest token of its group, so a fresh rollout may
-already have an age.
+Behaviour log-probs are those of the sampler and are never recomputed: each token has the log-prob
+of the policy version that sampled it. The birth step of a rollout is that of the oldest token in
+its group, so a fresh rollout may have an age above 0.
 """
 
 import time
@@ -35,18 +35,18 @@ from grpo_replay.training.rollout_source import (
     StepRecord,
     StepRollouts,
 )
-from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, spread, sync_weights
+from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, evenly_spaced, sync_weights
 from grpo_replay.types import GenerationRequest, RequestKey, Rollout, completion_seed
 
-UNMEASURED_STEPS, PROBED_PROMPTS, PROBED_TOKENS = 5, 8, 16
-"""After so many steps of which the newest weights sampled no rollout alone, so many prompts are
-sampled with them, so long, to compare sampler and trainer."""
+UNCHECKED_STEPS, PROBED_PROMPTS, PROBED_TOKENS = 5, 8, 16
+"""If in this many consecutive steps no rollout was sampled by the newest weights only, that many
+prompts are sampled with them, up to that many tokens, to compare sampler and trainer."""
 
 
-def open_collected(
+def open_async_source(
     parts: Parts, state: RunState, checkpoint: Path | None, stack: ExitStack
 ) -> RolloutSource:
-    """The source of an asynchronous run, at the step of the checkpoint. Collective."""
+    """Open the source of an asynchronous run, at the step of the checkpoint. Collective."""
     if checkpoint is not None:
         _push(parts, state.policy_version)
     intake = run_collectively(parts.comm, lambda: _open_intake(parts, state, stack))
@@ -58,8 +58,8 @@ def open_collected(
 
 
 def _open_intake(parts: Parts, state: RunState, stack: ExitStack) -> Intake | None:
-    """The intake on rank 0. The journal of the run goes on, and is closed with the stack; one that
-    is repeated is only read."""
+    """Open the intake on rank 0. The run's own journal is opened for appending, and closed with the
+    stack; the journal of `sampling.collection.replay_journal` is only read."""
     if not parts.comm.is_main:
         return None
     repeated = parts.recipe.sampling.collection.replay_journal
@@ -72,22 +72,22 @@ def _open_intake(parts: Parts, state: RunState, stack: ExitStack) -> Intake | No
 
 
 def _push(parts: Parts, version: int) -> None:
-    """Gather and stage everything, then switch the servers one after the other."""
+    """Gather and stage the weights, then switch the servers one after the other."""
     with parts.clock.stage("sync"):
         sync_weights(parts.engine, parts.sampler, version)
 
 
 class FollowerSource:
-    """Implements `rollout_source.RolloutSource` for the ranks other than 0, which have no rollouts:
-    they take part in what is collective."""
+    """Implements `rollout_source.RolloutSource` on ranks other than 0, which have no rollouts and
+    take part in collectives only."""
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
         self._is_live = False
 
     def take(self, step: int) -> StepRollouts | None:
-        """A step that the journal has never waits. After its last one, a run that repeats it raises
-        SamplerError; any other goes live, and waits for what the collector delivers."""
+        """Take the step from the journal if it is recorded there, else wait for the collector's
+        groups. Raises SamplerError after the last step of a replayed journal."""
         if self.comm.broadcast(self._is_recorded()):
             return self._take_recorded(step)
         if self.recipe.sampling.collection.replay_journal is not None:
@@ -104,61 +104,62 @@ class FollowerSource:
         return self._take_arrived(step, waited_seconds) if self.comm.broadcast(ready) else None
 
     def _is_recorded(self) -> bool:
-        """On rank 0: whether the next step is in the journal."""
+        """Whether the next step is in the journal; known on rank 0 only."""
         return False
 
     def _wait(self, step: int) -> bool:
-        """On rank 0: whether the rollouts of the step are there, or a stop was requested first."""
+        """Wait on rank 0 for the rollouts of the step. False if a stop was requested first."""
         return False
 
     def _take_recorded(self, step: int) -> StepRollouts:
-        return self._nothing()
+        return self._empty_step()
 
     def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
-        return self._nothing()
+        return self._empty_step()
 
-    def _nothing(self) -> StepRollouts:
+    def _empty_step(self) -> StepRollouts:
         return StepRollouts((), (), self.recipe.rollouts_per_step, 0, 0, None)
 
     def _go_live(self) -> None:
-        """Bring the servers the policy, after the journal's last step."""
+        """Push the policy to the servers, after the last step of the journal."""
         version = self.state.policy_version
         if self.parts.sampler.policy_version != version:
             _push(self.parts, version)
 
     def advance(self, version: int) -> None:
-        """Bring the servers every `run.sync_every_steps`-th version, but not the last one, and not
-        those of steps repeated from the journal."""
-        is_last = version == self.recipe.run.steps
-        if self._is_live and not is_last and version % self.recipe.run.sync_every_steps == 0:
+        """Push every `run.sync_every_steps`-th version to the servers, except the last version and
+        those of steps taken from the journal."""
+        run = self.recipe.run
+        is_due = version % run.sync_every_steps == 0 and version != run.steps
+        if self._is_live and is_due:
             _push(self.parts, version)
 
     def metrics(self, record: StepRecord) -> Metrics:
         return {}
 
     def save(self, folder: Path) -> None:
-        """Rank 0 has everything."""
+        """Write nothing: rank 0 saves the source."""
 
 
 class MainSource(FollowerSource):
-    """Implements it on rank 0, with the journal and the collector: the steps that the journal has,
+    """Implements `rollout_source.RolloutSource` on rank 0: first the steps recorded in the journal,
     then the groups that the collector delivers while the trainer works."""
 
     def __init__(self, parts: Parts, state: RunState, intake: Intake) -> None:
         super().__init__(parts, state)
         self.intake = intake
         self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
-        self._insertable: dict[int, int] = {}  # rollouts of each waiting group that can be stored
+        self._insertable: dict[int, int] = {}  # group number -> rollouts that can be stored
         self._waited_seconds = 0.0
-        # Steps until now that no log-prob checked; the first one, or the first after a resume, is.
-        self._unmeasured = UNMEASURED_STEPS - 1
-        self._metrics: Metrics = {}  # of the step, as far as they are known when it begins
+        # Consecutive steps without a log-prob check. The first step after a start is checked.
+        self._unchecked_steps = UNCHECKED_STEPS - 1
+        self._metrics: Metrics = {}  # those of the step that are known when it begins
 
     def _is_recorded(self) -> bool:
         return self.intake.replaying
 
     def _take_recorded(self, step: int) -> StepRollouts:
-        taken = self._step_rollouts(self.intake.take_recorded(step), ServerShare(None, None))
+        taken = self._to_step_rollouts(self.intake.take_recorded(step), ServerUse(None, None))
         return replace(taken, repeated=True)
 
     def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
@@ -166,23 +167,23 @@ class MainSource(FollowerSource):
         taken = self.intake.close_step(step)
         report, scorer = self.intake.newest_report, self.parts.scorer
         scorer.first_error = scorer.first_error or report.first_error
-        share = self._times.step(report, self._server_sampler().pusher.paused_seconds)
-        found = self._step_rollouts(taken, share)
-        self._unmeasured = 0 if found.measured else self._unmeasured + 1
-        if self._unmeasured < UNMEASURED_STEPS:
-            return found
-        self._unmeasured = 0
-        return replace(found, measured=self._probed(taken, step))
+        use = self._times.step(report, self._server_sampler().pusher.paused_seconds)
+        rollouts = self._to_step_rollouts(taken, use)
+        self._unchecked_steps = 0 if rollouts.measured else self._unchecked_steps + 1
+        if self._unchecked_steps < UNCHECKED_STEPS:
+            return rollouts
+        self._unchecked_steps = 0
+        return replace(rollouts, measured=self._probe(taken, step))
 
-    def _probed(self, taken: Sequence[Rollout], step: int) -> list[Rollout]:
-        """Short completions of a few prompts of the step, sampled now and only measured: servers
-        that run ahead may finish no group with the newest weights alone."""
+    def _probe(self, taken: Sequence[Rollout], step: int) -> list[Rollout]:
+        """Sample short completions of a few prompts with the newest weights, to compare log-probs
+        only. Servers that run ahead may never finish a group with the newest weights."""
         sampler, sampling = self._server_sampler(), self.recipe.sampling
         lags = sampler.policy_version != self.state.policy_version  # run.sync_every_steps
         if lags or not taken:
             return []
-        chosen = enumerate(spread(taken, PROBED_PROMPTS))
-        of_key = {RequestKey(step, index, 0): rollout for index, rollout in chosen}
+        probed = enumerate(evenly_spaced(taken, PROBED_PROMPTS))
+        rollout_of_key = {RequestKey(step, index, 0): rollout for index, rollout in probed}
         requests = [
             GenerationRequest(
                 key,
@@ -191,49 +192,49 @@ class MainSource(FollowerSource):
                 min(PROBED_TOKENS, sampling.max_completion_length),
                 sampling.temperature,
             )
-            for key, rollout in of_key.items()
+            for key, rollout in rollout_of_key.items()
         ]
         try:
             completions = list(sampler.generate(requests))
         except ServersLost:
-            return []  # the next wait ends the run
+            return []  # the next wait for rollouts ends the run
         return [
             replace(
-                of_key[each.key],
-                completion_token_ids=each.token_ids,
-                sampler_logprobs=each.sampler_logprobs,
-                policy_version=each.policy_version,
-                policy_version_end=each.policy_version_end,
+                rollout_of_key[completion.key],
+                completion_token_ids=completion.token_ids,
+                sampler_logprobs=completion.sampler_logprobs,
+                policy_version=completion.policy_version,
+                policy_version_end=completion.policy_version_end,
                 completion_mask=None,
                 extras={},
             )
-            for each in completions
+            for completion in completions
         ]
 
     def _server_sampler(self) -> VllmServerSampler:
-        """The sampler of a run that is live: recipes with another one are refused."""
+        """The sampler. Recipes of asynchronous runs with another sampler are refused."""
         return cast(VllmServerSampler, self.parts.sampler)
 
-    def _step_rollouts(self, taken: Sequence[Rollout], servers: "ServerShare") -> StepRollouts:
-        """What the trainer gets."""
+    def _to_step_rollouts(self, taken: Sequence[Rollout], use: "ServerUse") -> StepRollouts:
+        """Return `taken` as the trainer needs it, and set the metrics of the step."""
         arrivals, state = self.intake.arrivals, self.state
         self._metrics = {
-            "async/sampler_idle": servers.idle,
+            "async/sampler_idle": use.idle,
             "async/partial_rollouts": sum(map(is_partial, taken)),
             "async/outstanding_groups": self.intake.outstanding_groups(),
             **arrivals.ledger.metrics(),
         }
         return StepRollouts(
             generated=taken,
-            measured=sampled_by(taken, state.policy_version),
+            measured=sampled_only_by(taken, state.policy_version),
             nominal_rollouts=self.recipe.rollouts_per_step,
             prompts=arrivals.records - state.prompt_cursor,
             groups=arrivals.arrived_groups - state.next_group_id,
-            generation_seconds=servers.busy_seconds,
+            generation_seconds=use.busy_seconds,
         )
 
     def _go_live(self) -> None:
-        """Open the sampler, and start the collector."""
+        """Push the policy to the servers, and start the collector."""
         super()._go_live()
         self._server_sampler().pusher.on_switch = self.intake.announce
         version = self.state.policy_version
@@ -250,15 +251,17 @@ class MainSource(FollowerSource):
         )
 
     def _wait(self, step: int) -> bool:
-        """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
-        until the buffer can give one batch. False if a stop was requested, or no server is left."""
+        """Wait until the step can begin: for its groups, or with `buffer_only` until buffer and
+        queue have enough rollouts for a batch. False if a stop was requested or no server is left.
+        """
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer.drawable(step))
         groups, version = arrivals.groups_per_step, self.state.policy_version
 
         def is_ready() -> bool:
             if groups is not None:
                 return len(arrivals.young(step)) >= groups
-            return stored + self._rollouts_waiting(step) >= self._rollouts_of_a_batch()
+            available = stored + self._insertable_rollouts(step)
+            return available >= self._rollouts_per_batch()
 
         try:
             ready = self.intake.wait(is_ready, self.parts.stop, version)
@@ -269,24 +272,24 @@ class MainSource(FollowerSource):
             self.parts.stop.end(error)
             return False
 
-    def _rollouts_of_a_batch(self) -> int:
+    def _rollouts_per_batch(self) -> int:
         replay, size = self.recipe.replay, self.recipe.sampling.group_size
         units = draw_count(replay, size, self.recipe.rollouts_per_step)
         return min(units * (size if replay.unit == "query" else 1), replay.capacity_rollouts)
 
-    def _rollouts_waiting(self, step: int) -> int:
-        """Rollouts in the queue that will enter the buffer at `step`. Each group is looked into
-        once."""
-        known, self._insertable = self._insertable, {}
-        for each in self.intake.arrivals.young(step):
-            count = known.get(each.number)
+    def _insertable_rollouts(self, step: int) -> int:
+        """Number of queued rollouts that will enter the buffer at `step`. A group is counted only
+        once, and its count kept for the next call."""
+        counted, self._insertable = self._insertable, {}
+        for group in self.intake.arrivals.young(step):
+            count = counted.get(group.number)
             if count is None:
-                count = rollouts_to_insert(each, self.recipe)
-            self._insertable[each.number] = count
+                count = rollouts_to_insert(group, self.recipe)
+            self._insertable[group.number] = count
         return sum(self._insertable.values())
 
     def advance(self, version: int) -> None:
-        """Push, and let the collector go on, or end it after the last step."""
+        """Push the version and let the collector continue; after the last step, end it."""
         if not self._is_live:
             return
         if version == self.recipe.run.steps:
@@ -307,7 +310,7 @@ class MainSource(FollowerSource):
         }
 
     def save(self, folder: Path) -> None:
-        """The checkpoint relies on the journal: it is on disk first."""
+        """Flush the journal: the checkpoint relies on it."""
         self.intake.sync()
 
     def close(self) -> None:
@@ -315,19 +318,19 @@ class MainSource(FollowerSource):
         self.intake.close()
 
 
-class ServerShare(NamedTuple):
-    """The servers during one step. `busy_seconds` are per trainer rank, None for a step repeated
-    from the journal: its generation was in an earlier attempt. `idle` is the share of their time
-    without a request; None if none was in use."""
+class ServerUse(NamedTuple):
+    """How much the servers were used during one step. `busy_seconds` are per trainer rank; None for
+    a step from the journal, whose rollouts an earlier attempt generated. `idle` is the fraction of
+    time without a request; None if no server was in use."""
 
     busy_seconds: float | None
     idle: float | None
 
 
 class ServerTimes:
-    """Differences between the collector's reports of two steps.
+    """Computes the use of the servers in a step from the collector's cumulative reports.
 
-    A server that loads weights is idle, too. `busy_seconds` are GPU-seconds of the servers per
+    A server that loads weights counts as idle. `busy_seconds` are GPU-seconds of the servers per
     trainer rank, so that μ compares the cost of generating a rollout with that of training on one
     (paper B).
     """
@@ -336,31 +339,31 @@ class ServerTimes:
         self._gpus_per_rank = gpus_per_rank
         self._last = (0.0, 0.0, 0.0)
 
-    def step(self, report: Report, paused_seconds: float) -> ServerShare:
+    def step(self, report: Report, paused_seconds: float) -> ServerUse:
         now = (report.idle_seconds, report.server_seconds, paused_seconds)
-        if now[1] < self._last[1]:  # another collector
+        if now[1] < self._last[1]:  # a new collector counts from zero
             self._last = (0.0, 0.0, self._last[2])
         idle, used, paused = (a - b for a, b in zip(now, self._last, strict=True))
         self._last = now
         if used <= 0:
-            return ServerShare(0.0, None)
+            return ServerUse(0.0, None)
         idle = min(idle + paused, used)
-        return ServerShare((used - idle) * self._gpus_per_rank, idle / used)
+        return ServerUse((used - idle) * self._gpus_per_rank, idle / used)
 
 
-def sampled_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
-    """At most `GAP_SAMPLE_ROLLOUTS` rollouts that `version` sampled alone, spread over the step:
-    there, sampler and trainer must agree."""
-    own = [
+def sampled_only_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
+    """At most `GAP_SAMPLE_ROLLOUTS` rollouts of which `version` sampled every token, evenly spaced
+    over the step. On these, sampler and trainer must agree."""
+    matching = [
         rollout
         for rollout in rollouts
         if (rollout.policy_version, rollout.policy_version_end) == (version, version)
     ]
-    return spread(own, GAP_SAMPLE_ROLLOUTS)
+    return evenly_spaced(matching, GAP_SAMPLE_ROLLOUTS)
 
 
 def trained_ages(record: StepRecord) -> Metrics:
-    """Of everything trained on; in optimizer updates if a step makes several draws."""
+    """Ages of all rollouts trained on, in steps, or in updates if a step makes several draws."""
     births = [rollout.birth_step for rollout in record.batch.rollouts]
     if not births:
         return {"async/age_mean": None, "async/age_max": None}

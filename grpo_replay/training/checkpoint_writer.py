@@ -1,6 +1,6 @@
-"""Writing a checkpoint: shards, then a manifest.
+"""Writes checkpoints: the shards of all ranks, then a manifest.
 
-Every rank flushes and hashes what it wrote itself; rank 0 completes the folder.
+Every rank flushes and hashes its own files; rank 0 completes the folder.
 """
 
 import re
@@ -29,7 +29,7 @@ from grpo_replay.storage.checkpoint import (
     model_cards,
     temporary_folder,
 )
-from grpo_replay.training.disk_room import what_is_left
+from grpo_replay.training.disk_room import how_to_continue
 from grpo_replay.training.rollout_source import Parts, RolloutSource
 
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_")
@@ -43,11 +43,11 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint of `state.step` and drop the oldest. Collective.
 
-    Its files: model/ (weights, tokenizer, card) if the recipe `saves_model`, adapter/ with LoRA,
-    engine/ (each rank's shards), buffer.parquet, those of the source, state.json and the manifest
-    last. Rollouts and draws up to it are flushed.
+    It has model/ (weights, tokenizer, card) if the recipe `saves_model`, adapter/ with LoRA,
+    engine/ (each rank's shards), buffer.parquet, the files of the source, state.json and, written
+    last, the manifest. Rollouts and draws of earlier steps are flushed first.
 
-    Raises OutputDirectoryError if the disk runs full; earlier checkpoints are then as they were.
+    Raises OutputDirectoryError if the disk runs full; earlier checkpoints are unchanged.
     """
     comm = parts.comm
     temporary = temporary_folder(parts.run_dir.checkpoints, state.step)
@@ -71,24 +71,24 @@ def write_checkpoint(
         if parts.recipe.saves_model(state.step):
             parts.engine.save_model(temporary / "model")
         parts.engine.save_adapter(temporary / "adapter")
-        facts = _facts_of_all(comm, temporary)
+        facts = _gather_file_facts(comm, temporary)
     run_on_main(comm, complete)
 
 
-def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
-    """Size and SHA-256 of every file in `folder`, each flushed and read by the rank that wrote it,
-    where it sees it: DeepSpeed's shards name theirs, the rest is rank 0's."""
-    mine = [name for name in _files_in(folder) if _writer(name) % comm.world_size == comm.rank]
-    flush_files([folder / name for name in mine])
+def _gather_file_facts(comm: Comm, folder: Path) -> FileFacts:
+    """Size and SHA-256 of every file in `folder`. Each rank flushes and reads the files that it
+    wrote: DeepSpeed's shards have the rank in their names, rank 0 wrote the others. Collective."""
+    local = [name for name in _files_in(folder) if _writer(name) % comm.world_size == comm.rank]
+    flush_files([folder / name for name in local])
     facts: FileFacts = {}
-    for part in comm.all_gather(file_facts(folder, mine)):
-        facts |= part
+    for rank_facts in comm.all_gather(file_facts(folder, local)):
+        facts |= rank_facts
     return facts
 
 
 def _files_in(folder: Path) -> list[str]:
     names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return [name for name in names if name not in MODEL_CARDS]  # peft writes one of its own
+    return [name for name in names if name not in MODEL_CARDS]  # peft writes a card too
 
 
 def _writer(name: str) -> int:
@@ -98,8 +98,8 @@ def _writer(name: str) -> int:
 
 @contextmanager
 def removed_if_unwritable(temporary: Path) -> Iterator[None]:
-    """Within, a disk that is full or fails, or a folder that may not be changed, becomes an
-    OutputDirectoryError, and what was written of the checkpoint is removed."""
+    """Turn an error of a full or failing disk, or of a folder without write permission, into an
+    OutputDirectoryError, and remove the unfinished checkpoint."""
     try:
         yield
     except Exception as error:
@@ -108,6 +108,6 @@ def removed_if_unwritable(temporary: Path) -> Iterator[None]:
             raise
         shutil.rmtree(temporary, ignore_errors=True)
         raise OutputDirectoryError(
-            f"{temporary} cannot be written: {reason}. What was written of it was removed. "
-            f"{what_is_left(list_checkpoints(temporary.parent))}"
+            f"{temporary} cannot be written: {reason}. The unfinished checkpoint was removed. "
+            f"{how_to_continue(list_checkpoints(temporary.parent))}"
         ) from error

@@ -1,4 +1,4 @@
-"""The size of a checkpoint, and whether the disk has room for those of a run."""
+"""Estimates the size of a checkpoint, and checks that the disk has room for those of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,8 @@ MOMENTS = 8
 
 
 class CheckpointSize(NamedTuple):
-    """Bytes of a checkpoint without the buffer, over all ranks: of every one, and what LoRA's
-    merged model adds where it is written (`Recipe.saves_model`)."""
+    """Bytes of a checkpoint without the buffer, over all ranks. `usual` counts for every
+    checkpoint; `merged` is added where LoRA's merged model is written (`Recipe.saves_model`)."""
 
     usual: int
     merged: int = 0
@@ -26,9 +26,13 @@ class CheckpointSize(NamedTuple):
 def checkpoint_size(
     parameters: int, dtype_bytes: int, zero_stage: int, adapters: int = 0
 ) -> CheckpointSize:
-    """The parameters that train, the model's or the `adapters` alone: in model/ or adapter/, and
-    again in engine/ below ZeRO-3 (which derives them from its fp32 master weights); Adam's moments;
-    and the master weights, except with fp32 parameters and ZeRO-0. The merged model is fp32."""
+    """Estimate the bytes of a checkpoint from numbers of parameters. `adapters` are those of LoRA,
+    the only ones that train then; 0 without LoRA.
+
+    Trained parameters are in model/ or adapter/, and below ZeRO-3 also in engine/ (ZeRO-3 derives
+    them from its fp32 master weights). Adam's moments follow, and master weights unless parameters
+    are fp32 at ZeRO-0. The merged model is fp32.
+    """
     copies = 1 if zero_stage == 3 else 2
     has_masters = dtype_bytes < FP32 or zero_stage > 0
     per_trained = copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0)
@@ -37,29 +41,29 @@ def checkpoint_size(
 
 
 def to_gib(size: float) -> float:
-    """GiB to three places."""
+    """Convert bytes to GiB, rounded to three decimals."""
     return round(size / GIB, 3)
 
 
 def notices_of_room(
     checkpoints: Path, section: CheckpointSection, size: CheckpointSize
 ) -> list[str]:
-    """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
-    another is written. Raises OutputDirectoryError if there is no room for one. What a killed run
-    left of a checkpoint counts as free: the resume removes it."""
+    """Return a notice if the disk cannot hold `keep` checkpoints and one that is being written.
+    Raises OutputDirectoryError if it cannot hold one. Unfinished checkpoints of a killed run count
+    as free, because a resume removes them."""
     free = free_bytes(checkpoints) + sum(map(checkpoint_bytes_on_disk, leftovers(checkpoints)))
-    kept = list_checkpoints(checkpoints)
-    newest = checkpoint_bytes_on_disk(kept[-1]) if kept else 0
-    one = max(size.usual + size.merged, newest)
-    if free < one:
+    existing = list_checkpoints(checkpoints)
+    newest = checkpoint_bytes_on_disk(existing[-1]) if existing else 0
+    largest = max(size.usual + size.merged, newest)
+    if free < largest:
         raise OutputDirectoryError(
-            f"a checkpoint of this run needs {to_gib(one)} GiB, and {checkpoints} has "
+            f"a checkpoint of this run needs {to_gib(largest)} GiB, and {checkpoints} has "
             f"{to_gib(free)} GiB free: nothing was written; free space there. "
-            f"{what_is_left(kept)}"
+            f"{how_to_continue(existing)}"
         )
-    more = max(section.keep + 1 - len(kept), 1)
-    each = max(size.usual, newest)
-    needed = more * each + size.merged * (more if section.merged == "all" else 1)
+    more = max(section.keep + 1 - len(existing), 1)
+    merged_models = more if section.merged == "all" else 1
+    needed = more * max(size.usual, newest) + merged_models * size.merged
     if free >= needed:
         return []
     return [
@@ -69,8 +73,8 @@ def notices_of_room(
     ]
 
 
-def what_is_left(kept: Sequence[Path]) -> str:
-    """A sentence: how a run goes on that the disk stopped after the checkpoints `kept`."""
+def how_to_continue(kept: Sequence[Path]) -> str:
+    """How to continue a run that a full disk stopped after the checkpoints `kept`."""
     if not kept:
         return "There is no earlier checkpoint: start again then"
     return f"{kept[-1].name} is complete: go on from there with --resume then"

@@ -32,10 +32,10 @@ def step_metrics(
     *,
     buffer: BufferStats,
     seconds: Mapping[str, float],
-    of_source: Mapping[str, Any],
+    source_metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
-    `of_source` the metrics of the source of rollouts."""
+    """All metrics of a step in metrics.jsonl but those of an evaluation (docs/metrics.md).
+    `seconds` are by stage; `source_metrics` come from the source of rollouts."""
     generated, trained = record.generated, record.batch.rollouts * recipe.batch.epochs
     loss = recipe.loss
     machines = recipe.replay.machines if recipe.replay.trains_on_draws else None
@@ -49,7 +49,7 @@ def step_metrics(
             **_shadow_metrics(record, recipe, seconds),
             **buffer_metrics(buffer, recipe.draws_per_step),
             **gap_metrics(record.gap),
-            **of_source,
+            **source_metrics,
             **sampler_weight_metrics(trained, loss),
             **cost_metrics(seconds, record.taken.generation_seconds, generated, trained),
             **({} if machines is None else {"cost/gamma": machines.gamma}),
@@ -66,8 +66,8 @@ GENERATION = (
 
 
 def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
-    """Of everything generated in the step, dropped groups included. Rollouts without a reward count
-    only in `reward/missing_fraction`. All null if nothing has arrived."""
+    """Metrics over everything generated in the step, including dropped groups. Rollouts without a
+    reward count only in `reward/missing_fraction`. All None if nothing has arrived."""
     if not rollouts:
         return dict.fromkeys(GENERATION)
     rewarded_N = np.array([rollout.reward is not None for rollout in rollouts])
@@ -96,8 +96,8 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
 
 
 def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
-    """Mean and population standard deviation of each score over the rollouts of the step that
-    have a reward; nothing if there are none, or they have no single scores."""
+    """Mean and population standard deviation of each score, over the rollouts that have a reward.
+    Empty without such rollouts, and if the reward is a single score."""
     scores = [rollout.reward_scores for rollout in rollouts if rollout.reward is not None]
     if not all(scores) or not scores:
         return {}
@@ -111,7 +111,7 @@ def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
 
 
 def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
-    """Means over the step's optimizer updates, and their learning rate; None if there was none."""
+    """Means over the optimizer updates of the step, and their learning rate; None if none."""
     return {
         "updates": len(results),
         "micro_batches": sum(result.micro_batches for result in results),
@@ -129,8 +129,8 @@ def batch_metrics(
     fresh_rollouts: int,
     probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
 ) -> Metrics:
-    """The update seen from the fresh and from the replayed side, and by age. With `replay.shadow`
-    the replayed side is the draw that nothing trains on, as far as the `probe` measured it."""
+    """Statistics of the updates on fresh and on replayed rollouts, and by age. With `replay.shadow`
+    those of replayed rollouts describe the draw, which is not trained on, from the `probe`."""
     fresh = [int(i) for i in np.flatnonzero(~batch.replayed)]
     return {
         "entropy": _token_mean(outcomes, "entropy"),
@@ -147,24 +147,24 @@ def _replay_metrics(
     probe: Mapping[int, RolloutOutcome],
 ) -> Metrics:
     ages_N, rollouts, replayed_N = batch.ages, batch.rollouts, batch.replayed
-    seen: list[RolloutOutcome | None] = list(outcomes)
+    outcomes_N: list[RolloutOutcome | None] = list(outcomes)
     if not batch.trains_on_draw:
         ages_N, rollouts = batch.draw.in_updates(batch.draw.ages), batch.draw.rollouts
-        seen, replayed_N = batch.drawn_outcomes(outcomes, probe), batch.draw.ages > 0
+        outcomes_N, replayed_N = batch.drawn_outcomes(outcomes, probe), batch.draw.ages > 0
     replayed = [int(i) for i in np.flatnonzero(replayed_N)]
     ages = ages_N[replayed]
-    pairs = ((int(ages_N[i]), seen[i]) for i in replayed)
+    pairs = ((int(ages_N[i]), outcomes_N[i]) for i in replayed)
     measured = [(age, outcome) for age, outcome in pairs if outcome is not None]
     positive = [(rollouts[i].advantage or 0.0) > 0 for i in replayed]
-    drew = len(batch.draw.entries) > 0
+    has_draw = len(batch.draw.entries) > 0
     return {
         "replay/rollouts": len(replayed),
         "replay/ratio": len(replayed) / fresh_rollouts if fresh_rollouts else None,
         **_side("replay", [outcome for _, outcome in measured]),
         "replay/age_mean": float(ages.mean()) if replayed else None,
         "replay/age_max": int(ages.max()) if replayed else None,
-        "replay/ess": batch.draw.effective_sample_size if drew else None,
-        "replay/draw_entropy": batch.draw.entropy if drew else None,
+        "replay/ess": batch.draw.effective_sample_size if has_draw else None,
+        "replay/draw_entropy": batch.draw.entropy if has_draw else None,
         "replay/positive_fraction": float(np.mean(positive)) if replayed else None,
         **_by_age(measured),
     }
@@ -188,7 +188,7 @@ def _side(side: str, outcomes: Sequence[RolloutOutcome]) -> Metrics:
 
 
 def age_bin(age: int) -> str:
-    """1, 2, 3-4, 5-8, 9-16, …: few names, however old replay gets. Age 0 is a bin of its own."""
+    """Name of the bin of an age: 0, 1, 2, 3-4, 5-8, 9-16, …. Old rollouts add few names."""
     if age <= 2:
         return str(age)
     high = 1 << math.ceil(math.log2(age))
@@ -196,27 +196,27 @@ def age_bin(age: int) -> str:
 
 
 def _by_age(measured: Sequence[tuple[int, RolloutOutcome]]) -> Metrics:
-    """`measured` are ages and outcomes."""
+    """Statistics for each bin of ages; `measured` are ages and outcomes."""
     bins: dict[str, list[RolloutOutcome]] = {}
     for age, outcome in sorted(measured, key=lambda pair: pair[0]):
         bins.setdefault(age_bin(age), []).append(outcome)
-    found = {
+    metrics = {
         f"replay/age_{name}/{quantity}": _token_mean(members, quantity)
         for name, members in bins.items()
         for quantity in ("clip_fraction", "ratio_mean", "approx_kl")
     }
-    return found | {f"replay/age_{name}/ratio_ess": ratio_ess(bins[name]) for name in bins}
+    return metrics | {f"replay/age_{name}/ratio_ess": ratio_ess(bins[name]) for name in bins}
 
 
 def ratio_ess(outcomes: Sequence[RolloutOutcome]) -> float | None:
-    """(Σρ)² / (N·Σρ²) over the N tokens: the effective share of the sample if ρ = π_θ / π_b weighs
-    it (Kish 1965). Ratios of 1 and 3 give 0.8."""
+    """Effective sample size per token under the importance weights ρ = π_θ / π_b: (Σρ)² / (N·Σρ²)
+    over N tokens (Kish 1965). Ratios of 1 and 3 give 0.8."""
     mean, squared = _token_mean(outcomes, "ratio_mean"), _token_mean(outcomes, "ratio_squared_mean")
     return mean**2 / squared if mean is not None and squared else None
 
 
 def buffer_metrics(stats: BufferStats, draws_per_step: int = 1) -> Metrics:
-    """Ages are those at the last draw of the step."""
+    """Metrics of the buffer. Ages are those at the last draw of the step."""
     mean, oldest, last = stats.age_mean, stats.age_max, draws_per_step - 1
     return {
         "buffer/rollouts": stats.rollouts,
@@ -242,8 +242,8 @@ def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Met
     parts = [rollout.of_trained(sampler_weights(rollout, loss)) for rollout in trained]
     weights_C = np.concatenate([np.zeros(0, np.float32), *parts])
     bounds = loss.sampler_ratio
-    reached = [0.0] if bounds.action == "mask" else [bounds.low, bounds.high or math.inf]
-    capped_C = np.isin(weights_C, np.array(reached, np.float32))
+    limits = [0.0] if bounds.action == "mask" else [bounds.low, bounds.high or math.inf]
+    capped_C = np.isin(weights_C, np.array(limits, np.float32))
     return {
         "sampler/weight_mean": float(weights_C.mean(dtype=np.float64)) if len(weights_C) else None,
         "sampler/weight_capped_fraction": float(capped_C.mean()) if len(weights_C) else None,
@@ -257,11 +257,13 @@ def cost_metrics(
     trained: Sequence[Rollout],
     updated_rows: int | None = None,
 ) -> Metrics:
-    """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one, where
-    the updates had `updated_rows`, `trained` unless a host in shadow trained on others too;
-    γ = paper B's relative compute, (1 + μR/B) / (1 + μR/B'): the step per rollout trained on,
-    relative to training once on each survivor (None without survivors). Both are None if
-    `generation_seconds` is."""
+    """Tokens, rollouts and seconds of the step, and two ratios of costs.
+
+    μ is the seconds to generate a rollout over the seconds to train on one of `updated_rows` (all
+    `trained`, unless a host in shadow trained on more). γ is paper B's relative compute,
+    (1 + μR/B) / (1 + μR/B'): the cost per rollout trained on, relative to training once on each
+    survivor (None without survivors). Both are None if `generation_seconds` is.
+    """
     mu = gamma = None
     survivors = sum(rollout.kept for rollout in generated)
     rows = len(trained) if updated_rows is None else updated_rows

@@ -1,7 +1,7 @@
-"""Opening a run: a list of stages, each with a `check` of what would end it and an `open`.
+"""Opens a run in stages: each has a `check`, which finds what would end the run, and an `open`.
 
-A start runs every check, then opens every stage; the dry run runs the same checks and opens
-nothing. No check changes anything on disk, so a start that is refused leaves nothing.
+A start runs all checks, then opens all stages. A dry run runs the same checks and opens nothing. A
+check changes nothing on disk, so a refused start leaves no files behind.
 """
 
 import logging
@@ -82,16 +82,16 @@ ATTENTION_PACKAGES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
 }
-"""The package of an attention that transformers does not bring."""
+"""The package that implements an attention, if transformers does not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run runs: the number of its ranks, of those on one node, and the memory of a GPU (on
-    a CPU None).
+class Hardware:
+    """The machines of a run: its number of ranks, the ranks of one node, and the bytes of memory of
+    a GPU (None on a CPU).
 
-    A plan fetches no data set. If it is for machines `elsewhere`, what this one lacks, and its
-    folders and servers, say nothing about the run.
+    A plan (`is_plan`) downloads no data sets. A plan for machines `elsewhere` does not look at the
+    packages, folders and servers of this machine.
     """
 
     ranks: int
@@ -105,21 +105,21 @@ class Place:
         return self.gpu_bytes is not None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 class Stage(NamedTuple):
-    """A part of a run. Both functions are collective; `check` only looks."""
+    """A part of a run. Both functions are collective; `check` changes nothing."""
 
     name: str
-    check: Callable[[], None] = _nothing
-    open: Callable[[], None] = _nothing
+    check: Callable[[], None] = _do_nothing
+    open: Callable[[], None] = _do_nothing
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """A run that is ready to step. `notices` are messages for the user, on rank 0."""
+    """A run that is ready for its next step. `notices` are messages for the user, on rank 0."""
 
     parts: Parts
     state: RunState
@@ -129,11 +129,11 @@ class OpenedRun:
 
 
 class RunOpener:
-    """Checks and opens a run, on every rank. What it opens is closed with `stack`.
+    """Checks and opens a run, on every rank. `stack` closes what it opens.
 
-    What a check reads is kept for the stages after it: None if it could not be read, which only
-    `problems` goes on after. `unchecked` are sentences about what a plan does not look at.
-    `known_model` is the model whose configuration is read, if not the recipe's.
+    Checks store what they read (tokenizer, prompts, …) for later stages. It is None if it could not
+    be read; then only `problems` goes on. `unchecked` are sentences about what a plan skips.
+    `known_model` replaces the recipe's model where only its configuration is read.
     """
 
     parts: Parts
@@ -151,41 +151,41 @@ class RunOpener:
         scorer: RewardScorer | None = None,
         stop: StopToken | None = None,
         resume: bool = False,
-        place: Place | None = None,
+        hardware: Hardware | None = None,
         known_model: ModelSection | None = None,
     ) -> None:
         self.recipe, self.comm, self.device, self.scorer = recipe, comm, device, scorer
         self.stop, self.resume = stop or StopToken(), resume
         self.run_dir, self.stack = run_dir, stack
         ranks_here = rank_environment().local_world_size
-        self.place = place or Place(comm.world_size, ranks_here, memory_of_gpu(device))
-        self.sized = recipe.model_copy(update={"model": known_model or recipe.model})
-        self.settled = self._with_zero_stage()
-        self.zero_stage = self.settled.zero_stage(self.place.ranks)
+        self.hardware = hardware or Hardware(comm.world_size, ranks_here, memory_of_gpu(device))
+        self.with_known_model = recipe.model_copy(update={"model": known_model or recipe.model})
+        self.resolved = self._with_zero_stage()
+        self.zero_stage = self.resolved.zero_stage(self.hardware.ranks)
         self.notices: list[Notice] = []
         self.unchecked: list[str] = []
         self.start = StartingPoint(None)
         self.tokenizer: Any = None
         self.prompts: PromptSet | None = None
         self.evaluation: EvaluationPlan | None = None
-        self._held_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
+        self._early_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
 
     def _with_zero_stage(self) -> Recipe:
-        """The recipe with the ZeRO stage that rank 0 finds; as it is for a model that it cannot
-        read, which a check refuses."""
-        recipe, place, given = self.recipe, self.place, None
-        settled = recipe.engine.zero_stage != "auto" or place.ranks == 1
-        if place.gpu_bytes is None or settled:
+        """Resolve `engine.zero_stage: auto` on rank 0. If the model cannot be read, the recipe
+        stays as it is: a check refuses it later."""
+        recipe, hardware, sizes = self.recipe, self.hardware, None
+        is_fixed = recipe.engine.zero_stage != "auto" or hardware.ranks == 1
+        if hardware.gpu_bytes is None or is_fixed:
             return recipe
         with suppress(GrpoReplayError):
-            if self.comm.is_main and (counts := parameter_counts(self.sized.model)):
-                given = place.gpu_bytes, sum(counts), counts[1] or counts[0]
-        given = self.comm.broadcast(given)
-        return recipe if given is None else recipe.on_gpus(place.ranks, *given)
+            if self.comm.is_main and (counts := parameter_counts(self.with_known_model.model)):
+                sizes = hardware.gpu_bytes, sum(counts), counts[1] or counts[0]
+        sizes = self.comm.broadcast(sizes)
+        return recipe if sizes is None else recipe.on_gpus(hardware.ranks, *sizes)
 
     @property
     def stages(self) -> list[Stage]:
-        """In their order: each may use what those before it have read or opened."""
+        """All stages in order. A stage may use what earlier stages have read or opened."""
         return [
             Stage("recipe", self._check_recipe),
             Stage("folder", self._find_start, self._take_folder),
@@ -199,7 +199,7 @@ class RunOpener:
         ]
 
     def problems(self) -> Iterator[GrpoReplayError]:
-        """Check every stage: what each refuses, as a start would raise it. Collective."""
+        """Check every stage, and yield the errors that a start would raise. Collective."""
         for stage in self.stages:
             try:
                 stage.check()
@@ -207,18 +207,18 @@ class RunOpener:
                 yield error
 
     def check(self) -> None:
-        """Check every stage, and raise the first refusal. Collective."""
+        """Check every stage, and raise the first error. Collective."""
         root = logging.getLogger()
-        root.addHandler(self._held_records)  # there is no log yet
+        root.addHandler(self._early_records)  # the log file does not exist yet
         try:
             for error in self.problems():
                 raise error
         finally:
-            root.removeHandler(self._held_records)
+            root.removeHandler(self._early_records)
 
     def open(self) -> OpenedRun:
-        """Check every stage, then open every stage; the last checkpoint is restored if the run is
-        resumed. What comes after it is removed only then. Collective."""
+        """Check every stage, then open every stage. A resumed run is restored from its checkpoint;
+        only then are files of later steps removed. Collective."""
         self.check()
         for stage in self.stages:
             stage.open()
@@ -227,42 +227,42 @@ class RunOpener:
             run_on_main(comm, lambda: go_back(self.recipe, self.run_dir, start))
         return OpenedRun(self.parts, start.state, self.source, self.evaluation, self.notices)
 
-    def _say(self, key: str, *texts: str) -> None:
-        """Each once: the same function may grade training and evaluations."""
-        said = (Notice(key, text) for text in texts)
-        self.notices += [each for each in dict.fromkeys(said) if each not in self.notices]
+    def _add_notices(self, key: str, *texts: str) -> None:
+        """Add notices without repeating one: a function may grade both training and evaluations."""
+        notices = dict.fromkeys(Notice(key, text) for text in texts)
+        self.notices += [notice for notice in notices if notice not in self.notices]
 
     def _check_recipe(self) -> None:
         run_collectively(self.comm, self._check_names)
 
     def _check_names(self) -> None:
-        """What the recipe names is there, and its libraries take their settings."""
+        """Load the functions that the recipe names, and check packages and library settings."""
         recipe, model = self.recipe, self.recipe.model
         load_priority(recipe.replay.priority)
         ADVANTAGES.load(recipe.advantage.estimator)
         LOSSES.load(recipe.loss.kind)
-        if not self.place.on_cuda and model.attn_implementation in PACKING_ATTENTION:
+        if not self.hardware.on_cuda and model.attn_implementation in PACKING_ATTENTION:
             raise RecipeError(
                 f"model.attn_implementation {model.attn_implementation} needs a GPU; use sdpa"
             )
         missing = missing_packages(recipe)
-        if self.place.elsewhere:
+        if self.hardware.elsewhere:
             self.unchecked += missing
         elif missing:
             raise RecipeError("; ".join(missing))
         refuse_stage_3(model.compile, self.zero_stage)
-        check_passed_settings(recipe, self.zero_stage, self.place.on_cuda)
+        check_passed_settings(recipe, self.zero_stage, self.hardware.on_cuda)
 
     def _find_start(self) -> None:
-        if self.place.elsewhere and not self.resume:
+        if self.hardware.elsewhere and not self.resume:
             return
         self.start = find_start(self.recipe, self.run_dir, self.comm, self.resume)
-        self._say("folder", *self.start.notices)
+        self._add_notices("folder", *self.start.notices)
 
     def _take_folder(self) -> None:
-        lacks = take_directory(self.recipe, self.run_dir, self.comm, self.start, self.stack)
-        self._say("folder", *lacks)
-        for record in self._held_records.buffer:
+        notices = take_directory(self.recipe, self.run_dir, self.comm, self.start, self.stack)
+        self._add_notices("folder", *notices)
+        for record in self._early_records.buffer:
             logging.getLogger().handle(record)
 
     def _load_tokenizer(self) -> None:
@@ -270,56 +270,61 @@ class RunOpener:
 
     def _load_prompts(self) -> None:
         recipe = self.recipe
-        if not self._leaves_to_start("prompts", _on_hub(recipe)) and self.tokenizer is not None:
+        is_skipped = self._skips_in_plan("prompts", _hub_sources(recipe))
+        if not is_skipped and self.tokenizer is not None:
             self.prompts = run_collectively(
                 self.comm,
                 lambda: load_prompts(
                     recipe.prompts, self.tokenizer, recipe.run.seed, recipe.reward.reads_rows
                 ),
             )
-            self._say("prompts", *self.prompts.notices)
-            first = self.prompts.sample(1)[0].token_ids.tolist()
-            self._say("prompts", *notices_of_beginning(first, self.tokenizer))
-            self._remember_prompts(self.prompts, self.start.state)
-        longest = 1 if self.prompts is None else self.prompts.longest_prompt
-        run_collectively(self.comm, lambda: check_room(self.sized, longest))
+            self._add_notices("prompts", *self.prompts.notices)
+            first_prompt = self.prompts.sample(1)[0].token_ids.tolist()
+            self._add_notices("prompts", *notices_of_beginning(first_prompt, self.tokenizer))
+            self._store_prompts_digest(self.prompts, self.start.state)
+        longest_prompt = 1 if self.prompts is None else self.prompts.longest_prompt
+        run_collectively(self.comm, lambda: check_room(self.with_known_model, longest_prompt))
 
-    def _leaves_to_start(self, what: str, on_hub: list[str]) -> bool:
-        """Whether this is a plan that would have to fetch data sets."""
-        if on_hub and self.place.is_plan:
-            self.unchecked.append(f"{what} of {', '.join(on_hub)}: a start reads them from the hub")
-        return bool(on_hub) and self.place.is_plan
+    def _skips_in_plan(self, what: str, hub_sources: list[str]) -> bool:
+        """Whether this is a plan that would have to download data sets."""
+        if not hub_sources or not self.hardware.is_plan:
+            return False
+        names = ", ".join(hub_sources)
+        self.unchecked.append(f"{what} of {names}: a start reads them from the hub")
+        return True
 
-    def _remember_prompts(self, prompts: PromptSet, state: RunState) -> None:
-        """In the state. Raises DatasetError for others than at the checkpoint. Collective."""
+    def _store_prompts_digest(self, prompts: PromptSet, state: RunState) -> None:
+        """Store the prompts' digest in the state. Raises DatasetError if it differs from the
+        checkpoint's. Collective."""
         run_collectively(self.comm, lambda: refuse_other_prompts(state.prompts, prompts.sha256))
         state.prompts = prompts.sha256
 
     def _plan_evaluation(self) -> None:
-        recipe = self.sized
+        recipe = self.with_known_model
 
         def plan() -> EvaluationPlan | None:
             if self.tokenizer is None or not recipe.eval.benchmarks:
                 return None
-            on_hub = read_from_hub(recipe.eval, recipe.prompts)
-            if self._leaves_to_start("benchmarks", on_hub):
+            hub_benchmarks = read_from_hub(recipe.eval, recipe.prompts)
+            if self._skips_in_plan("benchmarks", hub_benchmarks):
                 return None
             return plan_evaluation(self.tokenizer, recipe)
 
         self.evaluation = run_collectively(self.comm, plan)
         if self.prompts is not None:
             held_out = self.evaluation.problem_texts if self.evaluation is not None else set()
-            of_step = recipe.sampling.prompts_per_step
-            self._say("prompts", *self.prompts.notices_of_use(of_step, held_out))
+            prompts_per_step = recipe.sampling.prompts_per_step
+            notices = self.prompts.notices_of_use(prompts_per_step, held_out)
+            self._add_notices("prompts", *notices)
 
     def _try_rewards(self) -> None:
-        """The scorer is opened on every rank; rank 0 tries it."""
+        """Open the scorer on every rank, and try it on rank 0."""
         reward = self.recipe.reward
         if self.scorer is None:
-            workers = 1 if self.place.is_plan else reward.workers
+            workers = 1 if self.hardware.is_plan else reward.workers
             section = reward.model_copy(update={"workers": workers})
             self.scorer = self.stack.enter_context(RewardScorer.open(section))
-        self._say("rewards", *(run_on_main(self.comm, self._notices_of_rewards) or []))
+        self._add_notices("rewards", *(run_on_main(self.comm, self._notices_of_rewards) or []))
 
     def _notices_of_rewards(self) -> list[str]:
         recipe, state, scorer, notices = self.recipe, self.start.state, self.scorer, list[str]()
@@ -327,7 +332,7 @@ class RunOpener:
         before, state.reward = state.reward, reward_digests(recipe.reward, scorer.sources())
         refuse_edited_rewards(before, state.reward)
         if self.prompts is not None:
-            text = CompletionText.of(recipe, self.tokenizer)
+            text = CompletionText.from_recipe(recipe, self.tokenizer)
             notices += notices_of_rewards(recipe.reward, scorer, self.prompts, text)
             notices += notices_of_tags(recipe, self.tokenizer)
         if self.evaluation is not None:
@@ -339,44 +344,44 @@ class RunOpener:
         run_collectively(self.comm, self._check_model)
 
     def _check_model(self) -> None:
-        """What can be known of the model without its weights."""
-        recipe, model = self.recipe, self.sized.model
+        """Check the model as far as possible without its weights."""
+        recipe, model = self.recipe, self.with_known_model.model
         config = load_config(model)
         if self.tokenizer is not None:
             check_vocabulary(model, config, self.tokenizer)
         check_attention(model)
-        room = model_length(recipe.sampling, model, recipe.longest_sequence, config)
-        refuse_crossing(model, config, room)
-        self._say("engine", *notices_of_weights(recipe.model))
+        longest = model_length(recipe.sampling, model, recipe.longest_sequence, config)
+        refuse_crossing(model, config, longest)
+        self._add_notices("engine", *notices_of_weights(recipe.model))
 
     def _check_disk(self) -> None:
-        """On rank 0: whether the checkpoints will have room."""
-        counts = parameter_counts(self.sized.model)
-        if counts is None or not self.comm.is_main or self.place.elsewhere:
+        """Check on rank 0 that the checkpoints will fit on the disk."""
+        counts = parameter_counts(self.with_known_model.model)
+        if counts is None or not self.comm.is_main or self.hardware.elsewhere:
             return
         recipe = self.recipe
         size = DTYPES[recipe.model.dtype].itemsize
         expected = checkpoint_size(counts[0], size, self.zero_stage, counts[1])
         checkpoints = self.run_dir.checkpoints
-        self._say("disk", *notices_of_room(checkpoints, recipe.checkpoint, expected))
+        self._add_notices("disk", *notices_of_room(checkpoints, recipe.checkpoint, expected))
 
     def _open_engine(self) -> None:
         recipe, start = self.recipe, self.start
         model = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
-        self._say("engine", *drop_unwritable_settings(model))
-        self._remember_base(base_digest(model), start.state)
+        self._add_notices("engine", *drop_unwritable_settings(model))
+        self._store_base_digest(base_digest(model), start.state)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        engine = DeepSpeedEngine(self.settled, model, self.tokenizer, self.comm, self.device)
+        engine = DeepSpeedEngine(self.resolved, model, self.tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
-        self._say("engine", *engine.notices)
+        self._add_notices("engine", *engine.notices)
         if engine.adapter_parameters:
-            self._say(
+            self._add_notices(
                 "engine",
                 f"LoRA: {engine.adapter_parameters:,} parameters of adapters train, the "
                 f"{parameters:,} of {recipe.model.path} are frozen",
             )
             if not recipe.pushes_adapters and recipe.model.dtype == "bfloat16":
-                self._say(
+                self._add_notices(
                     "engine",
                     "the sampler gets adapters merged in bfloat16, which rounds small changes "
                     "away; sampling.lora adapter and model.dtype float32 keep them",
@@ -385,26 +390,29 @@ class RunOpener:
             engine.load(start.checkpoint / "engine")
         self.engine = engine
 
-    def _remember_base(self, digest: str, state: RunState) -> None:
-        """In the state. Raises ModelError for another than the run began with. Collective."""
+    def _store_base_digest(self, digest: str, state: RunState) -> None:
+        """Store the digest of the base model in the state. Raises ModelError if the run began with
+        another base. Collective."""
         model = self.recipe.model
         run_collectively(self.comm, lambda: refuse_other_base(model, state.base, digest))
         state.base = digest
 
     def _check_sampler(self) -> None:
-        recipe, sampling, place = self.recipe, self.recipe.sampling, self.place
-        found = run_collectively(self.comm, lambda: sampler_class(sampling))
+        recipe, sampling, hardware = self.recipe, self.recipe.sampling, self.hardware
+        sampler_type = run_collectively(self.comm, lambda: sampler_class(sampling))
         if self.tokenizer is None:
             return
-        opening = run_collectively(self.comm, lambda: SamplerOpening.of(
+        opening = run_collectively(self.comm, lambda: SamplerOpening.from_recipe(
             recipe, recipe.model.path, self.comm
         ))  # fmt: skip
         ends = name_stop_tokens(opening.stop_token_ids, self.tokenizer)
-        self._say("sampler", f"completions end at {ends}; sampling.stop_tokens chooses others")
-        if place.elsewhere and sampling.servers.urls:
+        self._add_notices(
+            "sampler", f"completions end at {ends}; sampling.stop_tokens chooses others"
+        )
+        if hardware.elsewhere and sampling.servers.urls:
             self.unchecked.append("servers of sampling.servers.urls: a start asks them")
-        elif hasattr(found, "check"):
-            found.check(opening, place.ranks, place.ranks_here, place.elsewhere)
+        elif hasattr(sampler_type, "check"):
+            sampler_type.check(opening, hardware.ranks, hardware.ranks_here, hardware.elsewhere)
 
     def _open_sampler(self) -> None:
         path = resolve_model_path(self.recipe.model.path)
@@ -415,12 +423,12 @@ class RunOpener:
     def _check_buffer(self) -> None:
         if self.start.checkpoint is not None and not self.recipe.checkpoint.restore_buffer:
             text = "checkpoint.restore_buffer is false: the replay buffer starts empty"
-            self._say("buffer", text)
+            self._add_notices("buffer", text)
 
     def _open_buffer(self) -> None:
-        """The buffer, and the source of rollouts, as they were at the checkpoint."""
+        """Open the buffer and the source of rollouts, as they were at the checkpoint."""
         recipe, start, prompts, scorer = self.recipe, self.start, self.prompts, self.scorer
-        assert prompts is not None and scorer is not None  # else a check has refused the start
+        assert prompts is not None and scorer is not None  # or a check would have failed
         buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
         self.parts = Parts(
             recipe, self.comm, self.engine, self.sampler, scorer, prompts, self.tokenizer, buffer,
@@ -433,7 +441,7 @@ class RunOpener:
 
 
 def missing_packages(recipe: Recipe) -> list[str]:
-    """A sentence for each package that the recipe needs and that is not installed."""
+    """One sentence for each package that the recipe needs and that is not installed."""
     sampling, attention = recipe.sampling, recipe.model.attn_implementation
     missing = missing_trackers(recipe.tracking)
     runs_here = sampling.servers_launched or not sampling.facts.on_servers
@@ -452,6 +460,6 @@ def missing_packages(recipe: Recipe) -> list[str]:
     return missing
 
 
-def _on_hub(recipe: Recipe) -> list[str]:
-    """The sources of prompts that are data sets of the hub."""
+def _hub_sources(recipe: Recipe) -> list[str]:
+    """The prompt sources that are data sets on the hub."""
     return list(filter(is_on_hub, recipe.prompts.source_names))

@@ -1,12 +1,12 @@
-"""Where a run begins: in a new folder, or at the last checkpoint of a run that is resumed; and what
-a resume may change in the recipe.
+"""Finds where a run starts, in a new folder or at the last checkpoint, and refuses what a resume
+may not change in the recipe.
 
-Nothing that a resume will remove is removed before everything that it needs is restored:
-`find_start` only looks, `take_directory` makes or locks the folder, `go_back` comes last.
+A resume removes files only after everything that it needs is restored: `find_start` changes
+nothing, `take_directory` creates or locks the folder, and `go_back` removes later files at the end.
 
-A journal has the groups as they arrived: with their rewards, and sampled by policies of which
-version v is the policy after the first v steps as they were recorded. A resume repeats the steps
-that the journal has after the checkpoint; `sampling.collection.replay_journal` repeats all.
+A journal records the groups as they arrived, with rewards and policy versions; version v is the
+policy after the first v recorded steps. A resume repeats the recorded steps after the checkpoint;
+`sampling.collection.replay_journal` repeats all steps.
 """
 
 import platform
@@ -23,7 +23,7 @@ from grpo_replay.storage.checkpoint import (
     RunState,
     checkpoint_name,
     find_checkpoint,
-    missing_at,
+    missing_file_system_features,
     newest_state,
     point_latest,
     read_state,
@@ -37,8 +37,8 @@ from grpo_replay.storage.run_directory import (
 )
 from grpo_replay.storage.stored_recipe import (
     RECIPE_FILE,
+    content_differences,
     differences,
-    other_content,
     read_recipe_file,
     refuse_secrets,
 )
@@ -68,15 +68,15 @@ MAY_CHANGE = (
     "eval.",
     "tracking.",
 )
-"""What a resume may change: keys, and sections that end with a dot."""
+"""Keys, and sections (with a dot at the end), that a resume may change."""
 
-CHANGE_WHAT_IS_SAMPLED = (
+CHANGE_SAMPLING = (
     "sampling.vllm.dtype",
     "sampling.vllm.hf_overrides",
     "sampling.vllm.quantization",
     "sampling.vllm.kv_cache_dtype",
 )
-"""Of these, what it may not change."""
+"""Exceptions to `MAY_CHANGE`: they change what is sampled."""
 
 CHANGE_UPDATES = (
     "model.dtype",
@@ -84,7 +84,7 @@ CHANGE_UPDATES = (
     "run.steps",
     "checkpoint.restore_buffer",
 )
-"""Keys that a resume may change, but not while it repeats the steps of a journal."""
+"""Keys that a resume may change, but not while it repeats steps from a journal."""
 
 JOURNAL_RULES = (
     "sampling.prompts_per_step",
@@ -103,14 +103,13 @@ JOURNAL_RULES = (
     "replay.drop_zero_variance",
     "replay.shadow",
 )
-"""Keys that decide which groups of a journal a step takes, how each of them ends, and the rewards
-that they were given."""
+"""Keys that decide which recorded groups a step takes, how they are used, and their rewards."""
 
 
 @dataclass(slots=True)
 class StartingPoint:
-    """Where a run begins: its first step, or `checkpoint`. With `is_new` the folder gets a run;
-    else it has one. `notices` are for the user."""
+    """Where a run starts: at `checkpoint`, or at its first step if that is None. `is_new` says that
+    the folder has no run yet; `notices` are messages for the user."""
 
     checkpoint: Path | None
     is_new: bool = True
@@ -119,35 +118,37 @@ class StartingPoint:
 
 
 def find_start(recipe: Recipe, run_dir: RunDirectory, comm: Comm, resume: bool) -> StartingPoint:
-    """Where the run would begin in its folder, which stays as it is. Raises for a folder or a
-    checkpoint in which it cannot. Collective."""
-    start = run_on_main(comm, lambda: _look(recipe, run_dir, resume)) or StartingPoint(None)
-    start.checkpoint = _seen_by_all(start.checkpoint, run_dir.checkpoints, comm)
+    """Find where the run would start, and change nothing in its folder. Raises
+    OutputDirectoryError, CheckpointError or RecipeError if it cannot start there. Collective."""
+    start = run_on_main(
+        comm, lambda: _find_start_on_main(recipe, run_dir, resume)
+    ) or StartingPoint(None)
+    start.checkpoint = _visible_on_all_ranks(start.checkpoint, run_dir.checkpoints, comm)
     if start.checkpoint:
         start.state = read_state(start.checkpoint)
     return start
 
 
-def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
-    """Called on rank 0 only."""
+def _find_start_on_main(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
+    """`find_start` without the other ranks; called on rank 0 only."""
     refuse_other_journal(recipe)
     refuse_secrets(recipe)
-    if not resume or run_dir.only_opened:
+    if not resume or run_dir.holds_only_opening_files:
         run_dir.refuse_occupied()
         run_dir.refuse_unwritable()
         notices = ["the run had not begun yet: it starts now"] if resume else []
         return StartingPoint(None, notices=notices)
     refuse_missing(run_dir.path)
     run_dir.refuse_in_use()
-    own = read_recipe_file(run_dir.recipe_path)
-    refuse_other_recipe(own, recipe, run_dir.path)
+    stored = read_recipe_file(run_dir.recipe_path)
+    refuse_other_recipe(stored, recipe, run_dir.path)
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
     made = run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
-    refuse_other_updates(own, recipe, run_dir.path, step)
+    refuse_other_updates(stored, recipe, run_dir.path, step)
     notices = [f"the recipe changes from here on: {key}: {old!r} -> {new!r}"
-               for key, old, new in differences(own, recipe)]  # fmt: skip
+               for key, old, new in differences(stored, recipe)]  # fmt: skip
     if not checkpoint:
         notices.insert(0, "the run had no checkpoint yet: it starts again from its first step")
     elif made > step:
@@ -160,9 +161,9 @@ def _look(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
 def take_directory(
     recipe: Recipe, run_dir: RunDirectory, comm: Comm, start: StartingPoint, stack: ExitStack
 ) -> list[str]:
-    """Create the directory of the run, or lock the one that `start` was found in, and open the logs
-    of all ranks. Returns what the user should know of its file system, on rank 0. Collective;
-    `stack` unlocks the directory."""
+    """Create the directory of a new run, or lock that of a resumed one, and open the logs of all
+    ranks. Returns notices about the file system, on rank 0. `stack` unlocks the directory.
+    Collective."""
     stack.callback(run_dir.unlock)
 
     def take() -> list[str]:
@@ -170,21 +171,21 @@ def take_directory(
             run_dir.create(recipe)
         else:
             run_dir.lock()
-            _refuse_moved(run_dir, start)
+            _refuse_newer_checkpoint(run_dir, start)
         attempt = run_dir.next_attempt()
         run_dir.open_log(attempt)
         run_dir.write_environment(attempt, environment_facts(comm.world_size))
         with named_if_unwritable(run_dir.checkpoints):
-            return missing_at(run_dir.checkpoints)
+            return missing_file_system_features(run_dir.checkpoints)
 
     notices = run_on_main(comm, take) or []
     if start.checkpoint:
         start.checkpoint = run_dir.checkpoints / checkpoint_name(start.state.step)
-    open_other_logs(run_dir, comm)
+    open_follower_logs(run_dir, comm)
     return notices
 
 
-def _refuse_moved(run_dir: RunDirectory, start: StartingPoint) -> None:
+def _refuse_newer_checkpoint(run_dir: RunDirectory, start: StartingPoint) -> None:
     """Raises OutputDirectoryError if another process wrote a checkpoint after `find_start`."""
     if newest_state(run_dir.checkpoints).step > start.state.step:
         raise OutputDirectoryError(
@@ -193,26 +194,26 @@ def _refuse_moved(run_dir: RunDirectory, start: StartingPoint) -> None:
         )
 
 
-def refuse_other_recipe(own: Recipe, recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError if `recipe` changes more of a run's `own` recipe than a resume may. The
-    folder of a file may be another one: what matters in files is compared by digests."""
+def refuse_other_recipe(stored: Recipe, recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if `recipe` changes more of a run's `stored` recipe than a resume may.
+    Folders of files may differ: the contents that matter are compared by digests."""
     refused = [
         f"{key} is {old!r} in the run, and {new!r} is asked for"
-        for key, old, new in other_content(own, recipe)
-        if not key.startswith(MAY_CHANGE) or key.startswith(CHANGE_WHAT_IS_SAMPLED)
+        for key, old, new in content_differences(stored, recipe)
+        if not key.startswith(MAY_CHANGE) or key.startswith(CHANGE_SAMPLING)
     ]
     if refused:
         allowed = ", ".join(f"{key}*" if key.endswith(".") else key for key in MAY_CHANGE)
         raise RecipeError(
             f"--resume: the run in {run_dir} keeps its recipe: {'; '.join(refused)}. Leave these "
             f"keys as they were, or {new_run(run_dir)}. A resume may change {allowed} (but not "
-            f"{', '.join(CHANGE_WHAT_IS_SAMPLED)}), and the folders of files"
+            f"{', '.join(CHANGE_SAMPLING)}), and the folders of files"
         )
 
 
 def refuse_other_prompts(before: str, now: str) -> None:
-    """Raises DatasetError if the prompts have another digest `now` than `before`, at the
-    checkpoint; an empty one is of none."""
+    """Raises DatasetError if the prompts' digest `now` differs from that at the checkpoint,
+    `before`; an empty digest means that there were no prompts yet."""
     if before and before != now:
         raise DatasetError(
             "prompts.source: problems, answers or their order are others than at the checkpoint, "
@@ -222,7 +223,7 @@ def refuse_other_prompts(before: str, now: str) -> None:
 
 
 def new_run(run_dir: Path) -> str:
-    """What to do instead of a resume that is refused."""
+    """Advice for a refused resume: how to start a new run instead."""
     return (
         "start a new run from the model of the last checkpoint (--set model.path="
         f"{run_dir}/checkpoints/latest/model): its optimizer and KL reference begin anew"
@@ -230,7 +231,7 @@ def new_run(run_dir: Path) -> str:
 
 
 def refuse_fewer_steps(steps: int, done: int) -> None:
-    """Raises RecipeError if the run has `done` more steps than the recipe's `steps`."""
+    """Raises RecipeError if the run has `done` steps, more than the recipe's `steps`."""
     if steps < done:
         raise RecipeError(
             f"run.steps {steps}: the run has a checkpoint of step {done}, and a resume goes on "
@@ -238,41 +239,41 @@ def refuse_fewer_steps(steps: int, done: int) -> None:
         )
 
 
-def _seen_by_all(found: Path | None, checkpoints: Path, comm: Comm) -> Path | None:
-    """Broadcast the checkpoint that rank 0 verified. Raises OutputDirectoryError on a rank that
+def _visible_on_all_ranks(verified: Path | None, checkpoints: Path, comm: Comm) -> Path | None:
+    """Broadcast the checkpoint that rank 0 has verified. Raises OutputDirectoryError on a rank that
     does not see it."""
-    name = comm.broadcast(found.name if found else None)
+    name = comm.broadcast(verified.name if verified else None)
     if name is None:
         return None
     checkpoint = checkpoints / name
-    run_collectively(comm, lambda: _refuse_unseen(checkpoint))
+    run_collectively(comm, lambda: _refuse_not_shared(checkpoint))
     return checkpoint
 
 
-def _refuse_unseen(path: Path) -> None:
-    """Raises OutputDirectoryError if a file or folder that rank 0 has is not there."""
+def _refuse_not_shared(path: Path) -> None:
+    """Raises OutputDirectoryError if this rank does not see a file or folder of rank 0."""
     if not path.exists():
         raise OutputDirectoryError(
-            f"{path} is not there on {platform.node()}, though rank 0 sees it: --output-dir must "
+            f"{path} is missing on {platform.node()}, though rank 0 sees it: --output-dir must "
             "be on a file system that all nodes share"
         )
 
 
-def open_other_logs(run_dir: RunDirectory, comm: Comm) -> None:
-    """Open the logs of ranks other than 0, next to rank 0's, which has the newest number. Raises
+def open_follower_logs(run_dir: RunDirectory, comm: Comm) -> None:
+    """Open the logs of ranks other than 0, beside rank 0's log of this attempt. Raises
     OutputDirectoryError on a rank that does not see rank 0's."""
     attempt = comm.broadcast(run_dir.next_attempt() - 1 if comm.is_main else 0)
 
     def open_log() -> None:
         if not comm.is_main:
-            _refuse_unseen(run_dir.log_path(attempt))
+            _refuse_not_shared(run_dir.log_path(attempt))
             run_dir.open_log(attempt, comm.rank)
 
     run_collectively(comm, open_log)
 
 
 def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> None:
-    """Remove what comes after the checkpoint, now that it is restored. Called on rank 0 only."""
+    """Remove the files of steps after the restored checkpoint. Called on rank 0 only."""
     run_dir.go_back(recipe, start.state.step)
     if start.checkpoint:
         point_latest(start.checkpoint)
@@ -280,8 +281,8 @@ def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> None
 
 
 def refuse_other_journal(recipe: Recipe) -> None:
-    """Raises RecipeError if the journal that `recipe` repeats is not there, or was recorded by
-    other rules or rewards: groups would be trained on in other steps, twice, or not at all."""
+    """Raises RecipeError if the journal that `recipe` replays is missing, or was recorded with
+    other rules or rewards: groups would be trained on in other steps, twice, or never."""
     repeated = recipe.sampling.collection.replay_journal
     if repeated is None:
         return
@@ -302,12 +303,12 @@ def refuse_other_journal(recipe: Recipe) -> None:
         )
 
 
-def refuse_other_updates(own: Recipe, recipe: Recipe, run_dir: Path, step: int) -> None:
-    """Raises RecipeError if `recipe` changes the updates of steps that the journal in `run_dir` has
-    after `step`, that of the checkpoint."""
-    changes = _changes(own, recipe, CHANGE_UPDATES)
-    if own.optimizer.schedule == recipe.optimizer.schedule == "constant":
-        changes = [each for each in changes if not each.startswith("run.steps ")]
+def refuse_other_updates(stored: Recipe, recipe: Recipe, run_dir: Path, step: int) -> None:
+    """Raises RecipeError if `recipe` would change updates of steps that the journal in `run_dir`
+    has recorded after the checkpoint of `step`."""
+    changes = _changes(stored, recipe, CHANGE_UPDATES)
+    if stored.optimizer.schedule == recipe.optimizer.schedule == "constant":
+        changes = [change for change in changes if not change.startswith("run.steps ")]
     if not changes or not (run_dir / JOURNAL_FOLDER).is_dir():
         return  # reading a journal takes time
     from grpo_replay.collection.journal import JournalRecords
@@ -324,6 +325,6 @@ def refuse_other_updates(own: Recipe, recipe: Recipe, run_dir: Path, step: int) 
 
 
 def _changes(before: Recipe, now: Recipe, keys: tuple[str, ...]) -> list[str]:
-    """Those of `keys` (and of what begins with them) that differ, with both values."""
-    return [f"{key} {new!r}, was {old!r}" for key, old, new in other_content(before, now)
+    """Describe the differences in recipe keys that begin with one of `keys`, with both values."""
+    return [f"{key} {new!r}, was {old!r}" for key, old, new in content_differences(before, now)
             if key.startswith(keys)]  # fmt: skip

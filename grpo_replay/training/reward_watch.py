@@ -1,4 +1,4 @@
-"""What a run says about its rewards: at the start, at a resume, and in each step."""
+"""Notices and refusals about rewards: at a start, at a resume, and in each step."""
 
 import math
 from collections import Counter
@@ -16,15 +16,14 @@ from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.types import FAILED, Rollout, first_score
 
 FIRST_NOTICE_STEPS = 5
-"""Consecutive steps without signal before the first notice. Each further notice waits twice as
-long."""
+"""Consecutive steps without signal before the first notice. The wait then doubles each time."""
 
 
 def notices_of_rewards(
     reward: RewardSection, scorer: RewardScorer, prompts: PromptSet, text: CompletionText
 ) -> list[str]:
-    """Notices about the reward functions, which are tried on a few problems. Raises RecipeError or
-    DatasetError if no completion could earn a reward."""
+    """Try the reward functions on a few problems, and return notices about them. Raises RecipeError
+    or DatasetError if no completion could earn a reward."""
     sample = Sample(prompts.sample(CHECKED_ANSWERS), len(prompts), "prompts.source", text.encode)
     return try_rewards(reward, scorer, sample)
 
@@ -32,7 +31,7 @@ def notices_of_rewards(
 def notices_of_verifier(
     verifier: str, reward: RewardSection, evaluation: EvaluationPlan
 ) -> list[str]:
-    """The same about `verifier`, which grades the run's evaluations."""
+    """Try the `verifier` of evaluations on a few problems, and return notices about it."""
     trained = reward.main_function
     if verifier not in BUILTIN_VERIFIERS:
         return try_verifier(reward, evaluation)
@@ -45,16 +44,17 @@ def notices_of_verifier(
 
 
 def reward_digests(reward: RewardSection, sources: Mapping[str, str]) -> dict[str, str | None]:
-    """The SHA-256 of the source file of each reward function, by its name, as the scorer's
-    `sources` have it; None if it is built in. What the file imports is not in it."""
+    """SHA-256 of the source file of each reward function, by function name; None if it is built in.
+    `sources` are those of the scorer. Imported files are not included."""
     return {
-        str(each.name): sources.get(VERIFIERS.place(each.function)) for each in reward.functions
+        str(weighted.name): sources.get(VERIFIERS.import_path(weighted.function))
+        for weighted in reward.functions
     }
 
 
 def refuse_edited_rewards(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> None:
-    """Raises RecipeError for a function whose source file has another digest `now` than `before`,
-    at the checkpoint."""
+    """Raises RecipeError if the digest of a function's source file `now` differs from that at the
+    checkpoint, `before`."""
     edited = [name for name in before if now.get(name, before[name]) != before[name]]
     if edited:
         raise RecipeError(
@@ -67,13 +67,13 @@ def refuse_edited_rewards(before: Mapping[str, str | None], now: Mapping[str, st
 def refuse_failed_verdicts(
     rollouts: Sequence[Rollout], step: int, reward: RewardSection, first_error: str | None
 ) -> None:
-    """Raise RewardError if a reward function gave no score for more than `reward.max_failed_share`
-    of a step's completions. `first_error` is the first exception, if one is known."""
+    """Raises RewardError if a reward function failed on more than `reward.max_failed_share` of a
+    step's completions. `first_error` is the first exception, if known."""
     failed = [rollout.verdict for rollout in rollouts if rollout.verdict in FAILED]
     limit = reward.max_failed_share
     if not rollouts or len(failed) <= limit * len(rollouts):
         return
-    functions = ", ".join(each.function for each in reward.functions)
+    functions = ", ".join(weighted.function for weighted in reward.functions)
     raise RewardError(
         f"step {step}: the reward function ({functions}) failed on {len(failed)} of "
         f"{len(rollouts)} completions ({describe_failures(failed)}), more than "
@@ -84,43 +84,46 @@ def refuse_failed_verdicts(
 
 
 def _described(first_error: str | None, failed: Sequence[str]) -> str:
-    """The first error of the reward function on any rank, or why there is none."""
+    """The first error of the reward function on any rank, or the reason why there is none."""
     if first_error is None and set(failed) <= {"timeout", "memory"}:
         return "none was raised, the function exceeded its limits (reward.time_limit_seconds)"
     return first_error or "none was raised; see log/"
 
 
-def notices_of_ids(step: int, generated: Sequence[Rollout], known: int) -> list[str]:
-    """A notice if completions have ids that are not among the `known` ones of the tokenizer."""
-    beyond = sum(bool((each.completion_token_ids >= known).any()) for each in generated)
+def notices_of_ids(step: int, generated: Sequence[Rollout], vocabulary: int) -> list[str]:
+    """A notice if completions have token ids beyond the `vocabulary` of the tokenizer."""
+    unknown = sum(bool((r.completion_token_ids >= vocabulary).any()) for r in generated)
+    if unknown == 0:
+        return []
     return [
-        f"step {step}: {beyond} of {len(generated)} completions have token ids from {known} on, "
-        "which the tokenizer does not have (the model's vocabulary is padded): no text shows them"
-    ] * bool(beyond)
+        f"step {step}: {unknown} of {len(generated)} completions have token ids from {vocabulary} "
+        "on, which the tokenizer does not have (the model's vocabulary is padded): no text shows "
+        "them"
+    ]
 
 
 class CorrectWatch:
-    """Says once that scores of the user's function differ, and none counts as correct."""
+    """Reports once that the user's scores vary, but none of them counts as correct."""
 
     def __init__(self, reward: RewardSection) -> None:
         self._reward = reward
-        self._steps, self._best = 0, -math.inf  # the best score of so many steps
-        self._over = reward.main_function in BUILTIN_VERIFIERS
+        self._steps, self._best = 0, -math.inf  # the best score of these steps
+        self._is_done = reward.main_function in BUILTIN_VERIFIERS
 
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
         """The notice, after the first `FIRST_NOTICE_STEPS` steps; else nothing."""
         scores = [
-            first_score(each.reward_scores, each.reward)
-            for each in generated
-            if each.reward is not None
+            first_score(rollout.reward_scores, rollout.reward)
+            for rollout in generated
+            if rollout.reward is not None
         ]
-        self._over = self._over or any(rollout.group_correct for rollout in generated)
-        if self._over or not scores:
+        self._is_done = self._is_done or any(rollout.group_correct for rollout in generated)
+        if self._is_done or not scores:
             return []
         self._steps, self._best = self._steps + 1, max(self._best, *scores)
         if self._steps < FIRST_NOTICE_STEPS or min(scores) == max(scores):
             return []
-        self._over = True
+        self._is_done = True
         return [
             f"step {step}: no completion of {self._steps} steps was correct: that is a score of at "
             f"least reward.correct {self._reward.correct} by {self._reward.main_function}; the "
@@ -130,7 +133,7 @@ class CorrectWatch:
 
 
 class SlowWatch:
-    """Says once that most of the first steps' time went into the reward functions."""
+    """Reports once that the first steps spent most of their time in the reward functions."""
 
     def __init__(self, reward: RewardSection) -> None:
         self._reward, self._seconds = reward, Counter[str]()
@@ -163,11 +166,11 @@ def advice_on_cut_off(sampling: SamplingSection) -> str:
 
 
 class LearningWatch:
-    """Counts consecutive steps in which no rollout had an advantage, and says why."""
+    """Counts consecutive steps in which no rollout had an advantage, and reports why."""
 
     def __init__(self, reward: RewardSection, sampling: SamplingSection, last_step: int) -> None:
         self._reward, self._sampling, self._last_step = reward, sampling, last_step
-        self._counts: Counter[str] = Counter()  # of steps and rollouts since the last signal
+        self._counts: Counter[str] = Counter()  # steps and rollouts since the last signal
         self._next_notice = FIRST_NOTICE_STEPS
 
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
@@ -214,21 +217,22 @@ class LearningWatch:
         )
 
     def _advice(self) -> str:
-        """What most completions have in common, and what to do about it."""
-        counts, most = self._counts, self._counts["rollouts"] / 2
-        if counts["failed"] > most:
+        """What is wrong with most completions, and what to do about it."""
+        counts, half = self._counts, self._counts["rollouts"] / 2
+        if counts["failed"] > half:
             return "The reward function fails: see log/ for its first error"
-        if counts["correct"] > most:
+        if counts["correct"] > half:
             if counts["failed"]:
                 return (
                     "The reward function fails on what is not right: see log/ for its first error"
                 )
-            own = self._reward.main_function not in BUILTIN_VERIFIERS
-            mend = f", or {self._reward.main_function} gives all the same: mend it" * own
-            return f"The problems are too easy: choose harder ones{mend}"
-        if counts["truncated"] > most:
+            if self._reward.main_function in BUILTIN_VERIFIERS:
+                return "The problems are too easy: choose harder ones"
+            function = f"{self._reward.main_function} gives all the same: fix it"
+            return f"The problems are too easy: choose harder ones, or {function}"
+        if counts["truncated"] > half:
             return f"The completions are cut off: {advice_on_cut_off(self._sampling)}"
-        if counts["unparsable"] > most:
+        if counts["unparsable"] > half:
             return (
                 "The completions have no answer in the form that the verifier reads: check "
                 "prompts.user_template and reward.function"

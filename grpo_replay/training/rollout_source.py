@@ -1,10 +1,10 @@
-"""Where the rollouts of a training step come from: the protocol of a source, and what a run shares
-with it. The sources that there are (`open_source.open_source`):
+"""The protocol of a source of rollouts, and the components that it shares with the trainer. The
+sources (`open_source.open_source`):
 
-    SynchronousSource   the sampler generates them while the trainer waits; a lagging sampler
-                        (`run.sync_every_steps`) is a setting of it
-    MainSource          those that have arrived while the trainer worked (`run.mode: async`), or
-                        that a journal has recorded; on the other ranks a FollowerSource
+    SynchronousSource   the sampler generates while the trainer waits; with
+                        `run.sync_every_steps` above 1 the sampler lags
+    MainSource          rollouts that arrived while the trainer worked (`run.mode: async`), or that
+                        a journal has recorded; on ranks other than 0 a FollowerSource
 
 The trainer is the same for all: it calls `take` once at the beginning of a step, `advance` after
 its updates, and never asks which source it has.
@@ -44,7 +44,7 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins."""
+        """Reset all times; called at the beginning of a step."""
         self._start = time.perf_counter()
         self.seconds: dict[str, float] = dict.fromkeys((*STAGES, "shadow"), 0.0)
 
@@ -85,31 +85,30 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRollouts:
-    """What a step takes from its source. On ranks other than 0 the sequences are empty."""
+    """The rollouts that a source gives a step. On ranks other than 0 the sequences are empty."""
 
     generated: Sequence[Rollout]
-    """By rollout id, whole groups; `kept` is False for those that are neither trained on nor
-    stored. Behaviour log-probs are not known yet."""
+    """Whole groups, ordered by rollout id. Rollouts with `kept` False are neither trained on nor
+    stored. Behaviour log-probs are not set yet."""
     measured: Sequence[Rollout]
-    """Those whose log-probs the trainer computes, to compare them with the sampler's. All that are
-    kept are among them if `loss.behavior_logprobs` is trainer, which freezes these log-probs. May
-    be empty."""
+    """Rollouts whose log-probs the trainer computes and compares with the sampler's; may be empty.
+    With `loss.behavior_logprobs: trainer` they include all kept rollouts."""
     nominal_rollouts: int
-    """R, from which `buffer_only` takes the size of its draw (`replay.compose`)."""
+    """R, which sets the size of the draw of `buffer_only` (`replay.compose`)."""
     prompts: int
-    """Prompts used up, those included of which no group arrived."""
+    """Prompts used, including those whose groups did not arrive."""
     groups: int
     """Groups that got ids."""
     generation_seconds: float | None
-    """What generating took, per trainer rank; None if it is unknown."""
+    """Seconds of generation, per trainer rank; None if unknown."""
     repeated: bool = False
-    """Whether they are those of an earlier attempt, from the journal."""
+    """Whether they come from the journal of an earlier attempt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """One training step. `fresh` are the survivors among what was `taken`; `outcomes[i]` belongs to
-    rollout i of the batch. `gap` is None if there was no rollout to measure it on."""
+    """One training step. `fresh` are the survivors of `taken`; `outcomes[i]` belongs to rollout i
+    of the batch; `gap` is None if no rollout was measured."""
 
     step: int
     taken: StepRollouts
@@ -128,36 +127,36 @@ class StepRecord:
 
 
 class RolloutSource(Protocol):
-    """Gives each training step its rollouts, and brings the sampler each new policy.
+    """Delivers the rollouts of each training step, and pushes new policies to the sampler.
 
     To add a source, write these four methods and name it in `open_source.open_source`. `take` and
-    `advance` are called on every rank, in this order, once a step: they may use collectives
-    (`parts.comm`) and the engine's. Rank 0 alone has the rollouts, the buffer and the files. A
-    source must give a resumed run what the run would have had without the stop: what it needs for
-    that beyond the counters of `RunState` it writes in `save`.
+    `advance` are called on every rank, in this order, once a step; both may use collectives of
+    `parts.comm` and of the engine. Only rank 0 has the rollouts, the buffer and the files. A
+    resumed run must get the same rollouts as one that was never stopped: what a source needs for
+    that beyond the counters of `RunState`, it writes in `save`.
     """
 
     def take(self, step: int) -> StepRollouts | None:
-        """The graded rollouts of `step` (from 1), with advantages, as `assemble_rollouts` makes
-        them. May wait; None on every rank if `parts.stop` was requested on rank 0 meanwhile, or if
-        it has an error on any.
+        """Return the graded rollouts of `step` (from 1), with advantages, as `assemble_rollouts`
+        makes them. May wait. None on every rank if meanwhile `parts.stop` was requested on rank 0,
+        or has an error on any rank.
 
-        `rollout.birth_step` must be at most `step`, and `rollout.policy_version` and
-        `policy_version_end` those that sampled its first and its last token: ages, the gap between
-        sampler and trainer, and `--verify` rely on them. Time is measured with `parts.clock`."""
+        `rollout.birth_step` must be at most `step`; `rollout.policy_version` and
+        `policy_version_end` must be the versions that sampled its first and last token. Ages, the
+        log-prob gap and `--verify` rely on them. Measure times with `parts.clock`."""
         ...
 
     def advance(self, version: int) -> None:
-        """The updates of a step are made, and the policy is now `version`, which counts steps:
-        push it to the sampler if one is due."""
+        """Called after the updates of a step, which made the policy `version` (it counts steps).
+        Pushes it to the sampler if a push is due."""
         ...
 
     def metrics(self, record: StepRecord) -> Metrics:
-        """Metrics of the finished step, on rank 0: `sampler/policy_version`, and what only this
-        source has."""
+        """Return metrics of the finished step, on rank 0: `sampler/policy_version`, and those that
+        only this source has."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what a resume needs into the folder of a checkpoint, on rank 0. What it relies on
-        elsewhere must be on disk when this returns."""
+        """Write the files that a resume needs into the folder of a checkpoint, on rank 0. Other
+        files that they refer to must be flushed when this returns."""
         ...

@@ -1,4 +1,4 @@
-"""A whole run: open, step, evaluate, record, checkpoint, summarise."""
+"""Runs a recipe from start to end: open, step, evaluate, record, checkpoint, summarise."""
 
 import faulthandler
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended. `summary` is what summary.json holds; None if it was interrupted."""
+    """How a run ended. `summary` is the content of summary.json; None if it was interrupted."""
 
     run_dir: Path
     step: int
@@ -56,13 +56,13 @@ def run_training(
     scorer: RewardScorer | None = None,
     stop: StopToken | None = None,
 ) -> RunResult:
-    """Train as the recipe says, in `run_path`. Called on every rank. `scorer` is the recipe's, if
-    the caller has opened it already; the caller closes it. `stop` asks for an end, as signals do.
+    """Train by the recipe, in `run_path`. Called on every rank. A caller that has already opened
+    the recipe's scorer passes it as `scorer`, and closes it. `stop` can end the run, as signals do.
     """
     stop = stop or StopToken()
     with ExitStack() as stack, stop.on_signals():
         comm, device = initialize_processes(recipe)
-        # Ranks that a launcher started apart would name a directory after different times.
+        # Ranks name a new directory after the time, which differs if a launcher starts them apart.
         run_dir = RunDirectory(Path(comm.broadcast(str(run_path))))
         opener = RunOpener(recipe, comm, device, run_dir, stack, scorer, stop, resume)
         run = Run(opener.open(), observer, stack)
@@ -71,13 +71,13 @@ def run_training(
 
 
 WARNINGS_SHOWN = ("grpo_replay.sampling", "grpo_replay.collection", "grpo_replay.rewards")
-"""Loggers whose warnings are for the user at once: a server or a collector is lost, or back; a
+"""Loggers whose warnings are shown to the user at once: a server or a collector is lost or back, a
 reward function has failed for the first time."""
 
 
 class _ShownWarnings(logging.Handler):
-    """Gives warnings to the observer. They come from the threads that look after servers, which an
-    error of the observer must not end."""
+    """Passes warnings to the observer. An error of the observer must not end the threads of
+    servers, which log these warnings."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__(logging.WARNING)
@@ -100,7 +100,7 @@ class Run:
         self.trainer = Trainer(parts, state, opened.source)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
-        self._told_of_stop = False
+        self._stop_is_logged = False
         self._started = 0.0
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if self.comm.is_main:
@@ -121,14 +121,14 @@ class Run:
             stack.callback(logging.getLogger(name).removeHandler, shown)
 
     def train(self) -> RunResult:
-        """Step until the recipe's last step, or until something asks to stop. Raises what ended its
-        source on any rank, after a checkpoint."""
+        """Train until the recipe's last step or a request to stop. Raises the error that ended the
+        source of rollouts on any rank, after a checkpoint."""
         state, recipe = self.state, self.recipe
         self._started = time.perf_counter() - state.wall_seconds
-        going_on = self._evaluate_pending()
-        while going_on and state.step < recipe.run.steps:
-            going_on = self._step()
-        if not going_on:
+        continues = self._evaluate_pending()
+        while continues and state.step < recipe.run.steps:
+            continues = self._step()
+        if not continues:
             run_collectively(self.comm, self.stop.raise_error)
             return RunResult(self.run_dir.path, state.step, True, None)
         summary = None
@@ -139,28 +139,30 @@ class Run:
         return RunResult(self.run_dir.path, state.step, False, summary)
 
     def _step(self) -> bool:
-        """One step, with its evaluation, record and checkpoint as they are due; returns whether to
-        go on. A request to stop saves first: an evaluation that is due waits for the resume."""
+        """Make one step, with its record, and an evaluation and a checkpoint if they are due.
+        Returns whether to continue. After a request to stop, a due evaluation is left to the
+        resume."""
         state, recipe = self.state, self.recipe
         if self.comm.world_size > 1:
             log_stacks_after(recipe.engine.timeout_seconds * HANG_SHARE)
         metrics = self.trainer.train_step()
         if metrics is None:
-            self._save_what_is_unsaved()
+            self._save_last_step()
             return False
-        step, last = state.step, state.step == recipe.run.steps
+        step, is_last = state.step, state.step == recipe.run.steps
         report, is_evaluated = self._evaluate(step)
         stop = self._is_asked_to_stop()
         state.wall_seconds = time.perf_counter() - self._started
         if self.comm.is_main:
             self._record(metrics, report)
-        if last or stop or step % recipe.checkpoint.every_steps == 0:
+        if is_last or stop or step % recipe.checkpoint.every_steps == 0:
             self._checkpoint()
-        return not stop or (last and is_evaluated)
+        run_is_complete = is_last and is_evaluated
+        return run_is_complete or not stop
 
     def _evaluate(self, step: int) -> tuple[EvaluationReport | None, bool]:
-        """The report on rank 0 if an evaluation is due, which is in eval/step_NNNNNN.json then, and
-        whether nothing of it is left to do."""
+        """Evaluate if an evaluation is due, into eval/step_NNNNNN.json. Returns the report (on rank
+        0), and whether no evaluation is pending."""
         if not self.evaluation.is_due(step):
             return None, True
         if self._is_asked_to_stop():
@@ -168,25 +170,25 @@ class Run:
         try:
             report = self.evaluation.evaluate(step)
         except ServersLost as error:
-            if self.comm.world_size > 1:  # the others still evaluate
+            if self.comm.world_size > 1:  # other ranks still evaluate
                 raise
             self.stop.end(error)
             return None, False
         return report, self.comm.broadcast(report is not None)
 
     def _evaluate_pending(self) -> bool:
-        """Evaluate the base model, or after a resume what the stop did not wait for. Returns
-        whether to go on."""
+        """Evaluate the base model, or after a resume the step that was saved without its
+        evaluation. Returns whether to continue."""
         step = self.state.step
         report, is_evaluated = self._evaluate(step)
-        if report is not None and (step == 0 or self._adds_to_its_step(step, report)):
+        if report is not None and (step == 0 or self._complete_step(step, report)):
             for tracker in self.trackers:
                 tracker.log(step, _accuracies(report))
         return is_evaluated
 
-    def _adds_to_its_step(self, step: int, report: EvaluationReport) -> bool:
-        """Complete the model card and the line of metrics of a step that was saved without its
-        evaluation. Returns whether the line lacked it."""
+    def _complete_step(self, step: int, report: EvaluationReport) -> bool:
+        """Add a late evaluation to the model card and the metrics of its step. Returns whether the
+        metrics did not have it yet."""
         for card in model_cards(self.run_dir.checkpoints / checkpoint_name(step)):
             if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
                 write_text_whole(card, self._model_card())
@@ -200,18 +202,18 @@ class Run:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop. Collective."""
-        asked = any(self.comm.all_gather(self.stop.requested))
-        if asked and not self._told_of_stop:
-            self._told_of_stop = True
+        requested = any(self.comm.all_gather(self.stop.requested))
+        if requested and not self._stop_is_logged:
+            self._stop_is_logged = True
             reason = self.stop.reason or "another rank"
             logger.warning("stopping, asked by %s, with a checkpoint first", reason)
-        return asked
+        return requested
 
-    def _save_what_is_unsaved(self) -> None:
-        """Write the checkpoint of the last step, unless there is one."""
+    def _save_last_step(self) -> None:
+        """Write the checkpoint of the last step that was made, unless it exists."""
         step = self.state.step
-        written = self.run_dir.checkpoints / checkpoint_name(step)
-        if not self.comm.broadcast(step == 0 or written.is_dir()):
+        checkpoint = self.run_dir.checkpoints / checkpoint_name(step)
+        if not self.comm.broadcast(step == 0 or checkpoint.is_dir()):
             self._checkpoint()
 
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
@@ -230,7 +232,7 @@ class Run:
 
     def _show_samples(self, step: int) -> None:
         rows = sample_rows(self.trainer.generated, SAMPLES, self.trainer.parts.tokenizer)
-        if not rows:  # nothing has arrived since the step before (`buffer_only`, asynchronous)
+        if not rows:  # nothing has arrived since the last step (`buffer_only`, asynchronous)
             return
         for tracker in self.trackers:
             tracker.log_samples(step, rows)
@@ -246,12 +248,12 @@ class Run:
 
 
 HANG_SHARE = 1 / 6
-"""Of the time-out of collectives, after which the stacks of a step are in the log."""
+"""Fraction of the time-out of collectives after which a step logs the stacks of all threads."""
 
 
 def log_stacks_after(seconds: float) -> None:
-    """Have the stacks of all threads written to this rank's log unless this is called again within
-    `seconds`, and again after as long: a rank that waits for another one shows where."""
+    """Write the stacks of all threads to this rank's log every `seconds` until this is called
+    again. They show where a rank waits for another one."""
     for handler in logging.root.handlers:
         if isinstance(handler, logging.FileHandler) and handler.stream:
             faulthandler.dump_traceback_later(seconds, repeat=True, file=handler.stream)
@@ -266,14 +268,14 @@ SAMPLES, SAMPLES_EVERY_STEPS = 2, 50
 
 
 def samples_are_due(step: int, last_step: int) -> bool:
-    """Whether completions are shown after this step: the first, every n-th and the last."""
+    """Whether completions are shown after this step: the first, the last, and every 50th."""
     return step in (1, last_step) or step % SAMPLES_EVERY_STEPS == 0
 
 
 def sample_rows(rollouts: Sequence[Rollout], count: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Up to `count` rollouts, evenly spaced over the step, so that they are of different prompts
-    where there are as many."""
-    places = np.linspace(0, len(rollouts) - 1, min(count, len(rollouts))).round().astype(int)
+    """Describe up to `count` rollouts, evenly spaced over the step so that their prompts differ if
+    possible."""
+    indices = np.linspace(0, len(rollouts) - 1, min(count, len(rollouts))).round().astype(int)
     return [
         {
             "rollout_id": rollout.rollout_id,
@@ -283,5 +285,5 @@ def sample_rows(rollouts: Sequence[Rollout], count: int, tokenizer: Any) -> list
             "verdict": rollout.verdict,
             "tokens": len(rollout.completion_token_ids),
         }
-        for rollout in (rollouts[place] for place in places)
+        for rollout in (rollouts[index] for index in indices)
     ]

@@ -1,5 +1,5 @@
-"""The evaluations of a run, before, during and after training; and their result: summary.json,
-and the README of a checkpoint's model."""
+"""Evaluates a run before, during and after training, and writes the results: summary.json, and the
+README of a checkpoint's model."""
 
 import logging
 import time
@@ -44,8 +44,8 @@ class RunEvaluation:
         return step == self.recipe.run.steps or self.recipe.eval.is_due(step)
 
     def evaluate(self, step: int) -> EvaluationReport | None:
-        """Evaluate the current policy into eval/, or read the report if it is there already.
-        Returns the report on rank 0, None if any rank was asked to stop first. Collective."""
+        """Evaluate the current policy into eval/, or read the report if it exists. Returns the
+        report on rank 0; None if a stop was requested on any rank first. Collective."""
         if self.plan is None:
             return None
         path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
@@ -55,7 +55,7 @@ class RunEvaluation:
             self.observer.on_status(f"evaluating step {step}")
         started = time.perf_counter()
         parts = self.parts
-        self._catch_up()
+        self._push_if_lagging()
         with self._scorer() as scorer:
             report = evaluate(
                 parts.sampler,
@@ -63,11 +63,11 @@ class RunEvaluation:
                 self.plan,
                 self.comm,
                 scorer,
-                model=self._described(step),
-                # Ranks that sample together: none can leave alone.
+                model=self._model_facts(step),
+                # Ranks that sample together cannot stop one by one.
                 stop=None if parts.sampler.ranks_sample_together else parts.stop,
             )
-            parts.sampler.sleep()  # with its weights: the next step samples before any push
+            parts.sampler.sleep()  # keep weights: the next step samples before any push
         if report is None:
             return None
         report.write(path)
@@ -75,15 +75,15 @@ class RunEvaluation:
         self.observer.on_evaluation(step, report)
         return report
 
-    def _described(self, step: int) -> dict[str, Any]:
+    def _model_facts(self, step: int) -> dict[str, Any]:
         """The `model` section of a report."""
         sampled = {"dtype": self.recipe.sampled_dtype, **sampler_facts(self.recipe.sampling)}
         return {"run": self.run_dir.path.name, "step": step, **sampled}
 
-    def _catch_up(self) -> None:
-        """Push the policy to a sampler that lags: after the last step, when no more training
-        rollouts are sampled (see `recipe.find_contradictions`), and while an asynchronous run
-        repeats steps from its journal, when the sampler gets no weights."""
+    def _push_if_lagging(self) -> None:
+        """Push the policy to a sampler that lags. It lags after the last step, which pushes nothing
+        (see `recipe.find_contradictions`), and while an asynchronous run repeats steps from its
+        journal."""
         parts, version = self.parts, self.state.policy_version
         if parts.sampler.policy_version != version:
             sync_weights(parts.engine, parts.sampler, version)
@@ -91,13 +91,13 @@ class RunEvaluation:
     def _scorer(self) -> AbstractContextManager[RewardScorer]:
         """The run's own scorer if it grades as evaluations do, else one with its limits."""
         reward, function = self.recipe.reward, self.recipe.eval.reward
-        if function in BUILTIN_VERIFIERS and reward == reward.alone(function):
+        if function in BUILTIN_VERIFIERS and reward == reward.with_single_function(function):
             return nullcontext(self.parts.scorer)
-        return RewardScorer.open(reward.alone(function), as_verdicts=True)
+        return RewardScorer.open(reward.with_single_function(function), as_verdicts=True)
 
     def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
-        """The reports of the base model and of the current step; None where there is none. A recipe
-        that was changed at a resume can make the two incomparable."""
+        """The reports of the base model and of the current step; None if missing. If a resume
+        changed the recipe, the two may not be comparable."""
         folder = self.run_dir.path / "eval"
         paths = (folder / f"step_{step:06d}.json" for step in (0, self.state.step))
         first, last = (read_report(p, with_samples=False) if p.exists() else None for p in paths)
@@ -111,7 +111,7 @@ RUN_MEANS = (
     *("fresh/rollouts", "fresh/clip_fraction", "replay/clip_fraction"),
     *("groups/all_correct_fraction", "groups/all_wrong_fraction", "reward/missing_fraction"),
 )
-"""Metrics of which the summary has the mean over the run (paper A, tables 2 and 8)."""
+"""Metrics whose mean over the run is in the summary (paper A, tables 2 and 8)."""
 
 
 def summarise_run(
@@ -121,20 +121,20 @@ def summarise_run(
     final: EvaluationReport | None,
     metrics: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Totals, held-out accuracy before and after (null where nothing was evaluated), and means over
-    the training steps, whose `metrics` these are. `comparable` is false if the two evaluations have
-    other settings, null if one is missing."""
+    """The content of summary.json: totals, accuracy before and after training (null if not
+    evaluated), and means over the training steps (`metrics`). `comparable` is false if the settings
+    of the two evaluations differ, null if one is missing."""
     return {
         "recipe": recipe.name,
         "preset": recipe.replay.preset,
         "steps": state.step,
         "wall_seconds": state.wall_seconds,
-        "base": _of(base, EvaluationReport.accuracies),
-        "final": _of(final, EvaluationReport.accuracies),
-        "base_stderr": _of(base, EvaluationReport.standard_errors),
-        "final_stderr": _of(final, EvaluationReport.standard_errors),
-        "base_greedy": _of(base, EvaluationReport.greedy_accuracies),
-        "final_greedy": _of(final, EvaluationReport.greedy_accuracies),
+        "base": _read_if_given(base, EvaluationReport.accuracies),
+        "final": _read_if_given(final, EvaluationReport.accuracies),
+        "base_stderr": _read_if_given(base, EvaluationReport.standard_errors),
+        "final_stderr": _read_if_given(final, EvaluationReport.standard_errors),
+        "base_greedy": _read_if_given(base, EvaluationReport.greedy_accuracies),
+        "final_greedy": _read_if_given(final, EvaluationReport.greedy_accuracies),
         "comparable": are_comparable(base, final) if base and final else None,
         "generated_tokens": state.generated_tokens,
         "trained_tokens": state.trained_tokens,
@@ -145,7 +145,7 @@ def summarise_run(
     }
 
 
-def _of(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:
+def _read_if_given(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:
     return None if report is None else read(report)
 
 
@@ -154,7 +154,8 @@ def model_card(
     state: RunState,
     reports: tuple[EvaluationReport | None, EvaluationReport | None],
 ) -> str:
-    """Markdown with Hugging Face metadata. `reports` are of the base model and of this step."""
+    """The model card, in Markdown with Hugging Face metadata. `reports` are those of the base model
+    and of this step."""
     replay = recipe.replay
     limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
     metadata = _metadata(recipe.model.path, recipe.prompts.source_names)
@@ -180,8 +181,8 @@ composition {replay.composition}, ratio {replay.ratio}, age limit {limit}).
 
 
 def _metadata(base: str, prompts: Sequence[str]) -> str:
-    """The metadata at the top of a card, between lines of dashes. The hub makes links of the names
-    of base model and data set; what is not on the hub is left out."""
+    """The metadata at the top of a card, between lines of dashes. The hub links base model and data
+    sets, so those that are not on the hub are left out."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -189,7 +190,7 @@ def _metadata(base: str, prompts: Sequence[str]) -> str:
         pipeline_tag="text-generation",
         tags=TAGS,
         base_model=base if is_on_hub(base) else None,
-        datasets=[each for each in prompts if is_on_hub(each)] or None,
+        datasets=list(filter(is_on_hub, prompts)) or None,
     )
     return f"---\n{data.to_yaml()}\n---\n\n"
 

@@ -1,8 +1,8 @@
-"""Replay in shadow (`replay.shadow`): training is plain GRPO, and the buffer beside it says what
+"""Replay in shadow (`replay.shadow`): training is plain GRPO, and a buffer beside it measures what
 replay would train on, how off-policy that would be, and what it would cost.
 
-A probe scores drawn rollouts under the policy that is about to be updated, as an update would see
-them. Nothing here draws random numbers, so that a run in shadow keeps the bits of plain GRPO.
+A probe scores drawn rollouts under the policy just before its update. Nothing here draws random
+numbers, so a run in shadow equals plain GRPO bit for bit.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from grpo_replay.storage.rollout_log import mean_over_steps
 from grpo_replay.types import Draw, Rollout
 
 RARE_SUCCESS = 0.25
-"""Largest share of correct completions in the group of a rare success."""
+"""Maximum fraction of correct completions in the group of a rare success."""
 
 
 def probe_is_due(settings: ReplaySection, step: int) -> bool:
@@ -26,8 +26,8 @@ def probe_is_due(settings: ReplaySection, step: int) -> bool:
 
 
 def probe_indices(draw: Draw, limit: int) -> list[int]:
-    """Indices of at most `limit` drawn rollouts, in the order drawn, from all ages by turns: the
-    first of each age, then the second, and so on."""
+    """Indices of at most `limit` drawn rollouts, ascending. Ages take turns: the first rollout of
+    each age is chosen, then the second of each, and so on."""
     turns: Counter[int] = Counter()
     ranked = []
     for index, age in enumerate(draw.ages.tolist()):
@@ -39,8 +39,8 @@ def probe_indices(draw: Draw, limit: int) -> list[int]:
 def shadow_metrics(
     draw: Draw, fresh: Sequence[Rollout], group_size: int, seconds: float
 ) -> dict[str, Any]:
-    """What the draw would add to the fresh survivors of the step, and the `seconds` of buffer and
-    probe.
+    """Metrics of what the draw would add to the fresh survivors of the step, and the `seconds`
+    spent on buffer and probe.
 
     `shadow/rare_success_fraction`: share of the draw that is a rare success (A > 0, at most a
     quarter of the group correct) of a prompt without a success in the fresh batch.
@@ -67,7 +67,7 @@ def shadow_metrics(
 
 
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of metrics.jsonl."""
+"""Lines of a metrics.jsonl."""
 
 RUN_MEANS = (
     *("replay/rollouts", "replay/clip_fraction", "replay/ratio_ess", "replay/approx_kl"),
@@ -76,14 +76,15 @@ RUN_MEANS = (
 
 
 def summarise_replay(metrics: Lines, settings: ReplaySection) -> dict[str, Any]:
-    """What replay cost in a run, or in shadow would have cost, by its `metrics`.
+    """Summarise the cost of replay in a run, or what it would have cost in shadow.
 
-    `mu` is the median over steps, None if it is unknown. `compute_share` is replay's share of the
-    compute B + μR, in units of training on one rollout. `means` are of a run in shadow, and
-    `shadow_time_share` the share of its time that buffer and probe took. `advice` is a sentence.
+    `mu` is the median over steps, None if unknown. `compute_share` is the fraction of the compute
+    B + μR that replay takes, in units of training on one rollout. `advice` is a sentence. In shadow
+    there are also `means` of metrics, and `shadow_time_share`, the fraction of time that buffer and
+    probe took.
     """
-    known = [line["cost/mu"] for line in metrics if line.get("cost/mu") is not None]
-    mu = median(known) if known else None
+    mus = [line["cost/mu"] for line in metrics if line.get("cost/mu") is not None]
+    mu = median(mus) if mus else None
     replayed, trained, generated = (
         sum(line.get(name) or 0 for line in metrics)
         for name in ("replay/rollouts", "cost/trained_rollouts", "cost/generated_rollouts")
@@ -105,7 +106,7 @@ def summarise_replay(metrics: Lines, settings: ReplaySection) -> dict[str, Any]:
 
 
 def advice(mu: float | None) -> str | None:
-    """What docs/results.md says of replay at a cost ratio μ; None if it is unknown."""
+    """What docs/results.md measured for replay at a cost ratio μ; None if μ is unknown."""
     if mu is None:
         return None
     if mu < 1:

@@ -1,4 +1,4 @@
-"""Notices about prompts and rewards that would hide something without a word."""
+"""Notices about settings of prompts and rewards that have silent effects."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from grpo_replay.recipe.open_lists import VERIFIERS
 
 
 def notices_of_beginning(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """A notice if a prompt begins with no BOS, or with two, where the tokenizer begins every text
-    with one."""
+    """A notice if a prompt begins with no BOS token, or with two, though the tokenizer adds one to
+    every text."""
     bos, word = tokenizer.bos_token_id, tokenizer.bos_token
     count = sum(token == bos for token in ids[:2])
     if bos is None or count == 1 or tokenizer("a")["input_ids"][0] != bos:
@@ -25,23 +25,26 @@ def notices_of_beginning(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def notices_of_tags(recipe: Recipe, tokenizer: Any) -> list[str]:
-    """A notice if a reward function of the user, or the prompt beside one, names special tokens
-    that completions are graded without."""
-    functions = [each.function for each in recipe.reward.functions]
+    """A notice if the user's reward function, or the prompt template, names special tokens that are
+    removed before grading."""
+    functions = [weighted.function for weighted in recipe.reward.functions]
     functions += [recipe.eval.reward] if recipe.eval.benchmarks else []
-    own = [each for each in dict.fromkeys(functions) if each not in BUILTIN_VERIFIERS]
-    if not own or recipe.reward.special_tokens == "keep":
+    user_functions = [name for name in dict.fromkeys(functions) if name not in BUILTIN_VERIFIERS]
+    if not user_functions or recipe.reward.special_tokens == "keep":
         return []
     prompts = recipe.prompts
-    asked = prompts.user_template + (prompts.system_prompt or "") * prompts.in_chat
-    source = "".join(source_text(VERIFIERS.place(each)) for each in own)
+    template = prompts.user_template + (prompts.system_prompt or "") * prompts.in_chat
+    source = "".join(source_text(VERIFIERS.import_path(name)) for name in user_functions)
     usual = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     usual.update(eos_token_ids(recipe.model, tokenizer))
     added = tokenizer.added_tokens_decoder.items()
     special = [token.content for number, token in added if token.special and number not in usual]
-    tags = [each for each in special if each[0] == "<" and each[1] != "|"]
-    hidden = [each for each in special if each in source or (each in tags and each in asked)]
+    tags = {text for text in special if text[0] == "<" and text[1] != "|"}
+    removed = [text for text in special if text in source or (text in tags and text in template)]
+    if not removed:
+        return []
+    names = ", ".join(user_functions)
     return [
-        f"{', '.join(own)} may look for {', '.join(hidden)}, but rewards and evaluations see "
-        "completions without what the tokenizer calls special: set reward.special_tokens keep"
-    ] * bool(hidden)
+        f"{names} may look for {', '.join(removed)}, but rewards and evaluations see completions "
+        "without what the tokenizer calls special: set reward.special_tokens keep"
+    ]

@@ -12,7 +12,7 @@ from grpo_replay.errors import ServersLost
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
 from grpo_replay.rewards.scorer import GradingRequest
 from grpo_replay.sampling.completion_text import CompletionText
-from grpo_replay.sampling.sampler_protocol import completions_of
+from grpo_replay.sampling.sampler_protocol import checked_completions
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.rollout_source import Metrics, Parts, StepRecord, StepRollouts
 from grpo_replay.training.weight_sync import (
@@ -40,37 +40,40 @@ class SynchronousSource:
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
-        self._text = CompletionText.of(parts.recipe, parts.tokenizer)
+        self._text = CompletionText.from_recipe(parts.recipe, parts.tokenizer)
         lags = parts.recipe.run.sync_every_steps > 1
         self._pushed = PushedWeights() if lags and parts.comm.is_main else None
 
     @classmethod
     def open(cls, parts: Parts, state: RunState, checkpoint: Path | None) -> "SynchronousSource":
-        """With the weights that the sampler had at `checkpoint`: the policy, or older ones."""
+        """Open the source. After a resume the sampler gets the weights that it had at `checkpoint`:
+        the policy, or older ones if it lags."""
         source = cls(parts, state)
         if checkpoint is not None:
             source._restore(checkpoint)
         return source
 
     def _restore(self, checkpoint: Path) -> None:
-        """A sampler that takes adapters now, and took merged weights before, gets the policy."""
+        """Bring the sampler its older weights, or the policy if it does not lag or if
+        `sampling.lora` was changed between adapters and merged weights."""
         lags = self.recipe.run.sync_every_steps > 1
         older = read_pushed_weights(checkpoint) if lags else None
         if older is not None and older[1] == 0:
-            return  # it was opened with version 0
-        adapters = older is not None and any(".lora_A." in name for name in older[0])
-        if older is None or adapters != self.recipe.pushes_adapters:
+            return  # the sampler was opened with version 0
+        are_adapters = older is not None and any(".lora_A." in name for name in older[0])
+        if older is None or are_adapters != self.recipe.pushes_adapters:
             self._push(self.state.policy_version)
             return
         weights, version = older
         tensors, pushed = iter(weights.items()), self._pushed
-        kept = pushed.keep(tensors, version) if pushed else tensors
-        self.parts.sampler.load_weights(kept, version)
+        self.parts.sampler.load_weights(
+            pushed.keep(tensors, version) if pushed else tensors, version
+        )
 
     def take(self, step: int) -> StepRollouts | None:
         """Take prompts, sample G completions of each, score them as they finish, and compute
         group advantages; again for dropped groups, up to `sampling.max_refills` times (DAPO).
-        None if no server was left on a rank."""
+        None if no server is left on a rank."""
         settings = self.recipe.sampling
         generated: list[Rollout] = []
         taken, missing = 0, settings.prompts_per_step
@@ -88,10 +91,10 @@ class SynchronousSource:
             if missing == 0:
                 self._sleep()
                 break
-        of_trainer = self.recipe.loss.behavior_logprobs == "trainer"
+        uses_trainer_logprobs = self.recipe.loss.behavior_logprobs == "trainer"
         return StepRollouts(
             generated=generated,
-            measured=gap_sample(generated, every_survivor=of_trainer),
+            measured=gap_sample(generated, every_survivor=uses_trainer_logprobs),
             nominal_rollouts=taken * settings.group_size,
             prompts=taken,
             groups=taken,
@@ -101,14 +104,14 @@ class SynchronousSource:
     def _sample_prompts(
         self, step: int, first: int, count: int, is_last: bool
     ) -> list[Rollout] | None:
-        """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0; None on
-        every rank if no server was left on one. The sampler sleeps after the last ones."""
+        """Rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. None on every
+        rank if no server is left on one. If `is_last`, the sampler sleeps afterwards."""
         parts, comm, run = self.parts, self.comm, self.recipe.run
         taken = parts.prompts.take(self.state.prompt_cursor + first, count)
         prompts = dict(enumerate(taken, start=first))
         with parts.clock.stage("generation"):
-            of_all = group_requests(prompts, step, self.recipe.sampling, run.seed)
-            requests = share_of_rank(of_all, comm.rank, comm.world_size)
+            all_requests = group_requests(prompts, step, self.recipe.sampling, run.seed)
+            requests = share_of_rank(all_requests, comm.rank, comm.world_size)
             sampled: list[tuple[Completion, str]] = []
             try:
                 sampled += self._sample(requests, prompts)
@@ -122,8 +125,8 @@ class SynchronousSource:
             verdicts = parts.scorer.results()
             errors = comm.all_gather(parts.scorer.first_error)  # rank 0 tells the user
             parts.scorer.first_error = next(filter(None, errors), None)
-            mine = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
-            graded = gather_graded(comm, mine)
+            local_results = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
+            graded = gather_graded(comm, local_results)
             if not comm.is_main:
                 return []
             return assemble_rollouts(
@@ -138,15 +141,15 @@ class SynchronousSource:
     def _sample(
         self, requests: Sequence[GenerationRequest], prompts: Mapping[int, Prompt]
     ) -> Iterator[tuple[Completion, str]]:
-        """Completions with their texts as they finish, each given to the scorer at once."""
+        """Yield completions with their texts as they finish, and submit them to the scorer."""
         parts = self.parts
         sizes = Counter(request.key.prompt_index for request in requests)
-        finished = completions_of(parts.sampler, requests)
+        finished = checked_completions(parts.sampler, requests)
         for completion in finished:
             step, number = completion.key.step, completion.key.prompt_index
             token_ids = completion.token_ids.tolist()
             text = self._text.decode(token_ids)
-            request = GradingRequest.of(
+            request = GradingRequest.for_prompt(
                 prompts[number], text, token_ids, step=step,
                 truncated=completion.finish_reason == "length",
                 group=f"{step}.{number}", group_size=sizes[number],
@@ -155,9 +158,9 @@ class SynchronousSource:
             yield completion, text
 
     def _sleep(self) -> None:
-        # A step that ends with a push brings the sampler its weights, also if nothing trained.
-        due = self._push_is_due(self.state.policy_version + 1)
-        self.parts.sampler.sleep(keep_weights=not due)
+        # The push at the end of the step replaces the weights, even if nothing was trained on.
+        push_follows = self._push_is_due(self.state.policy_version + 1)
+        self.parts.sampler.sleep(keep_weights=not push_follows)
 
     def advance(self, version: int) -> None:
         """Push every `run.sync_every_steps`-th version."""
@@ -175,7 +178,7 @@ class SynchronousSource:
         return {"sampler/policy_version": record.generated[0].policy_version}
 
     def save(self, folder: Path) -> None:
-        """The weights of a sampler that lags."""
+        """Write the older weights of a sampler that lags."""
         if self._pushed is not None and self._pushed.version != self.state.policy_version:
             self._pushed.save(folder)
 
@@ -183,13 +186,16 @@ class SynchronousSource:
 def share_of_rank(
     requests: Sequence[GenerationRequest], rank: int, ranks: int
 ) -> Sequence[GenerationRequest]:
-    """The requests that one rank samples: a run of consecutive ones, so that requests of one prompt
-    stay together. Numbers of requests differ by at most one between ranks."""
+    """The consecutive requests that one rank samples, so that those of a prompt mostly stay on one
+    rank. The counts of two ranks differ by at most one."""
     count = len(requests)
     return requests[count * rank // ranks : count * (rank + 1) // ranks]
 
 
-def gather_graded(comm: Comm, mine: Mapping[RequestKey, Graded]) -> dict[RequestKey, Graded]:
+def gather_graded(
+    comm: Comm, local_results: Mapping[RequestKey, Graded]
+) -> dict[RequestKey, Graded]:
     """All ranks' completions by key, on rank 0; empty on other ranks. Collective."""
-    gathered = comm.gather(list(mine.values()))
-    return {each.completion.key: each for of_rank in gathered or () for each in of_rank}
+    gathered = comm.gather(list(local_results.values()))
+    results = (graded for rank_results in gathered or () for graded in rank_results)
+    return {graded.completion.key: graded for graded in results}

@@ -4,11 +4,11 @@ Departures from textbook GRPO: the behaviour log-probs of a rollout are fixed on
 takes it; a batch is composed of fresh and stored rollouts; nothing about a rollout is recomputed
 when it is replayed. docs/algorithm.md names the function and the test of every equation.
 
-Where rollouts come from, and how the sampler gets new weights, is the source's
-(`rollout_source.RolloutSource`): synchronous and asynchronous runs have the same steps.
+A `rollout_source.RolloutSource` delivers rollouts and brings new weights to the sampler, so
+synchronous and asynchronous runs have the same steps.
 
-Rank 0 owns the buffer, the draw and the files. On the other ranks, which train their share, the
-lists of rollouts are empty.
+Rank 0 owns the buffer, the draw and the files. Other ranks train their share; their lists of
+rollouts are empty.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ class Trainer:
         taken = self.source.take(step)
         if taken is None:
             return None
-        if not taken.repeated:  # else they failed when they arrived, and the run stopped there
+        if not taken.repeated:  # failures of repeated rollouts have stopped an earlier attempt
             refuse_failed_verdicts(
                 taken.generated, step, self.recipe.reward, self.parts.scorer.first_error
             )
@@ -89,19 +89,19 @@ class Trainer:
         return self._report(record) if self.comm.is_main else {}
 
     def trainer_logprobs(self, rollouts: Sequence[Rollout]) -> dict[int, np.ndarray]:
-        """float32 [T] of each completion under the trainer's weights, by rollout id, on rank 0."""
+        """Log-probs under the trainer's weights, float32 [T], by rollout id; on rank 0 only."""
         if not self.comm.broadcast(len(rollouts)):
             return {}
         with self.parts.clock.stage("logprob"):
             rows = [logprob_row(r.prompt_token_ids, r.completion_token_ids) for r in rollouts]
-            computed = self.parts.engine.logprobs(rows if self.comm.is_main else None)
-        return {r.rollout_id: lp for r, lp in zip(rollouts, computed, strict=True)}
+            logprobs = self.parts.engine.logprobs(rows if self.comm.is_main else None)
+        return {r.rollout_id: lp for r, lp in zip(rollouts, logprobs, strict=True)}
 
     def check_sampler(
         self, measured: Sequence[Rollout], logprobs: Mapping[int, np.ndarray], step: int
     ) -> LogprobGap | None:
-        """The gap between the sampler's and the trainer's log-probs of `measured`; None without
-        tokens. Raises LogprobGapError if it is too large although the present policy sampled all.
+        """Measure the gap between the sampler's and the trainer's log-probs; None without tokens.
+        Raises LogprobGapError if it is too large although the current policy sampled every token.
         """
         gap = measure_gap(measured, [logprobs[rollout.rollout_id] for rollout in measured])
         if gap is None:
@@ -115,9 +115,9 @@ class Trainer:
     def freeze_behavior(
         self, generated: Sequence[Rollout], trainer_logprobs: Mapping[int, np.ndarray]
     ) -> list[Rollout]:
-        """The survivors with their behaviour log-probs, once and for all: the trainer's, under the
-        policy that sampled (every survivor is then among those measured), or the sampler's, which
-        asynchronous runs and `run.sync_every_steps` above 1 require."""
+        """Return the survivors with behaviour log-probs, which never change again: the trainer's
+        (the policy that sampled is still the current one, and every survivor is measured), or the
+        sampler's, which asynchronous runs and `run.sync_every_steps` above 1 require."""
         if self.recipe.loss.behavior_logprobs == "trainer":
             return with_behavior_logprobs(generated, trainer_logprobs)
         return with_behavior_logprobs(
@@ -125,8 +125,8 @@ class Trainer:
         )
 
     def probe(self, draw: Draw, step: int) -> dict[int, RolloutOutcome]:
-        """The outcomes that drawn rollouts would have in an update now, by index in the draw; empty
-        unless `replay.shadow` asks for a probe in this step, and off rank 0."""
+        """Score drawn rollouts as an update would now, without training on them. Returns outcomes
+        by index in the draw; empty on ranks other than 0, and if no probe is due."""
         settings, loss = self.recipe.replay, self.recipe.loss
         if not probe_is_due(settings, step):
             return {}
@@ -143,8 +143,8 @@ class Trainer:
     def update(
         self, batch: ComposedBatch, step: int
     ) -> tuple[list[UpdateResult], list[RolloutOutcome]]:
-        """Make the optimizer updates of the step. Returns them, and the outcome of every rollout
-        of the batch, in the last pass if there are several."""
+        """Make the optimizer updates of the step. Returns their results, and the outcome of every
+        rollout of the batch (that of the last epoch)."""
         rng = stream(self.recipe.run.seed, step, SPLIT_STREAM)
         parts = update_indices(batch, self.recipe.batch, rng)
         results: list[UpdateResult] = []
@@ -172,22 +172,22 @@ class Trainer:
         return engine.update(rows if is_main else None)
 
     def advance(self) -> None:
-        """The updated policy is the next version, also if nothing was trained on. The source
-        pushes every `run.sync_every_steps`-th version to the sampler."""
+        """Increase the policy version, even if nothing was trained on, and let the source push it
+        if a push is due."""
         version = self.state.policy_version + 1
         self.source.advance(version)
         self.state.policy_version = version
 
     def _report(self, record: StepRecord) -> dict[str, Any]:
-        """Write the files of the step, and notice what goes wrong. Returns its metrics."""
+        """Write the files of the step, and collect notices about it. Returns its metrics."""
         self.generated = record.generated
         recipe, step = self.recipe, record.step
         if record.generated:
             self.notices += self._learning.observe(step, record.generated)
             self.notices += self._correct.observe(step, record.generated)
             if not self._ids_reported:
-                found = notices_of_ids(step, record.generated, len(self.parts.tokenizer))
-                self.notices, self._ids_reported = self.notices + found, bool(found)
+                notices = notices_of_ids(step, record.generated, len(self.parts.tokenizer))
+                self.notices, self._ids_reported = self.notices + notices, bool(notices)
         fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
         taken = [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated]
         folder = self.parts.run_dir.path
@@ -199,7 +199,7 @@ class Trainer:
             recipe,
             buffer=self.buffer.stats(step),
             seconds=seconds,
-            of_source=self.source.metrics(record),
+            source_metrics=self.source.metrics(record),
         )
         return {**metrics, "num_tokens": self.state.processed_tokens}
 
@@ -212,8 +212,8 @@ def count_step(state: RunState, record: StepRecord, group_size: int, epochs: int
     state.next_group_id += taken.groups
     state.next_rollout_id += taken.groups * group_size
     state.generated_tokens += sum(len(r.completion_token_ids) for r in taken.generated)
-    of_a_pass = sum(rollout.trained_tokens for rollout in record.batch.rollouts)
-    state.trained_tokens += epochs * of_a_pass
+    tokens_per_epoch = sum(rollout.trained_tokens for rollout in record.batch.rollouts)
+    state.trained_tokens += epochs * tokens_per_epoch
     state.processed_tokens += sum(
         len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
     )

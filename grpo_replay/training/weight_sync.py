@@ -1,9 +1,10 @@
-"""A push of the policy to the sampler, what is kept of it, and the gap between the two.
+"""Pushes the policy to the sampler, keeps a copy for a sampler that lags, and measures the log-prob
+gap between the two.
 
-The push itself is the sampler's `load_weights` (for servers `sampling/server/push.py`).
+The sampler's `load_weights` receives the push (for servers `sampling/server/push.py`).
 
-With `run.sync_every_steps` above 1 the sampler lags on purpose (a stand-in for asynchrony, paper
-B): between pushes it samples with an older policy than the trainer's.
+With `run.sync_every_steps` above 1 the sampler lags on purpose, to simulate asynchrony (paper B):
+between pushes it samples with an older policy than the trainer's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 
 GAP_SAMPLE_ROLLOUTS = 64
-"""The gap is measured on this many fresh rollouts of every step, or on all if they are fewer; on
-more where the trainer computes the log-probs of every survivor."""
+"""Minimum number of fresh rollouts per step used to measure the gap; all if fewer. More are used if
+the trainer computes the log-probs of every survivor anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """|sampler - trainer| log-prob per token, in nats, over the fresh tokens measured."""
+    """|sampler - trainer| log-prob per token, in nats, over the measured fresh tokens."""
 
     mean: float
     max: float
@@ -41,9 +42,9 @@ SAMPLER_WEIGHTS = "sampler_weights.safetensors"
 
 
 class PushedWeights:
-    """A copy of what a lagging sampler holds, in host memory, for checkpoints between pushes.
+    """A copy of the weights of a lagging sampler, in host memory, for checkpoints between pushes.
 
-    `version` is its policy version; version 0 is the initial model, of which no copy is needed.
+    `version` is their policy version. Version 0, the initial model, needs no copy.
     """
 
     def __init__(self) -> None:
@@ -51,15 +52,15 @@ class PushedWeights:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def keep(self, tensors: NamedTensors, version: int) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Pass the tensors on, and hold copies of them once all have passed."""
-        kept = {}
+        """Yield the tensors, and store copies of them once all are consumed."""
+        copies = {}
         for name, tensor in tensors:
-            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
             yield name, tensor
-        self.version, self._tensors = version, kept
+        self.version, self._tensors = version, copies
 
     def save(self, folder: Path) -> None:
-        """Write them into a checkpoint's folder."""
+        """Write the copies into the folder of a checkpoint."""
         from safetensors.torch import save_file
 
         metadata = {"policy_version": str(self.version)}
@@ -67,8 +68,8 @@ class PushedWeights:
 
 
 def read_pushed_weights(folder: Path) -> tuple[dict[str, "torch.Tensor"], int] | None:
-    """What `PushedWeights.save` wrote into a checkpoint, and its version; None if it is not
-    there, the sampler having been in step."""
+    """Read the weights that `PushedWeights.save` wrote, and their version; None if there are none,
+    because the sampler did not lag."""
     from safetensors import safe_open
 
     path = folder / SAMPLER_WEIGHTS
@@ -85,35 +86,35 @@ def sync_weights(
     version: int,
     pushed: PushedWeights | None = None,
 ) -> None:
-    """Make the sampler hold the engine's policy, as `version`. Collective. `pushed` keeps a copy
-    (on the rank that has one)."""
+    """Push the engine's policy to the sampler, as `version`; `pushed` keeps a copy. Collective."""
     tensors = engine.pushed_tensors(SYNC_BUCKET_BYTES)
     sampler.load_weights(tensors if pushed is None else pushed.keep(tensors, version), version)
 
 
 def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list[Rollout]:
-    """The rollouts whose log-probs the trainer computes, by rollout id: every survivor, and
-    dropped ones to make up `GAP_SAMPLE_ROLLOUTS`, spread over the step.
+    """The rollouts whose log-probs the trainer computes, by rollout id: every survivor, and evenly
+    spaced dropped ones up to `GAP_SAMPLE_ROLLOUTS` in all.
 
-    Without `every_survivor` (behaviour log-probs are the sampler's) so many of all, spread alike.
+    Without `every_survivor` (behaviour log-probs are the sampler's), `GAP_SAMPLE_ROLLOUTS` evenly
+    spaced rollouts of any kind.
     """
     kept = [rollout for rollout in rollouts if rollout.kept] if every_survivor else []
     others = [rollout for rollout in rollouts if not (every_survivor and rollout.kept)]
-    chosen = spread(others, max(GAP_SAMPLE_ROLLOUTS - len(kept), 0))
+    chosen = evenly_spaced(others, max(GAP_SAMPLE_ROLLOUTS - len(kept), 0))
     return sorted([*kept, *chosen], key=lambda rollout: rollout.rollout_id)
 
 
-def spread(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
-    """At most so many, at equal distances."""
-    count = min(most, len(rollouts))
+def evenly_spaced(rollouts: Sequence[Rollout], limit: int) -> list[Rollout]:
+    """At most `limit` rollouts, at equal distances."""
+    count = min(limit, len(rollouts))
     return [rollouts[i * len(rollouts) // count] for i in range(count)]
 
 
 def measure_gap(
     rollouts: Sequence[Rollout], trainer_logprobs: Sequence[np.ndarray]
 ) -> LogprobGap | None:
-    """The gap between the log-probs sampled with and the trainer's, for the same tokens; None if
-    there are none, or masks leave none."""
+    """Measure the gap between the sampler's and the trainer's log-probs of the same tokens; None if
+    there are no tokens, or all are masked."""
     gaps = np.concatenate(
         [
             np.zeros(0),
@@ -129,8 +130,8 @@ def measure_gap(
 def refuse_gap(
     gap: LogprobGap, limit: float, step: int, policy_version: int, is_repeated: bool = False
 ) -> None:
-    """Raises LogprobGapError if the mean gap is above `limit` (or not a number). A step that
-    `is_repeated` at a resume would stop it again."""
+    """Raises LogprobGapError if the mean gap is above `limit` or NaN. `is_repeated`: a resume would
+    repeat this step, and stop again."""
     if gap.mean <= limit:
         return
     again = ", but a resume repeats this step: start a new run from its model"

@@ -144,7 +144,7 @@ def test_each_wave_of_eight_has_its_own_seed(tokenizer):
 
 
 def test_more_samples_reuse_the_existing_ones(tmp_path, tokenizer):
-    sampler = HfSampler.open(SamplerOpening.of(recipe(), str(BASE_DIR), Comm()))
+    sampler = HfSampler.open(SamplerOpening.from_recipe(recipe(), str(BASE_DIR), Comm()))
     settings = {"benchmarks": ["tiny_add"], "greedy": False}
     with RewardScorer.open(recipe().reward) as scorer:
         four, six = (
@@ -204,7 +204,7 @@ def test_paper_b_has_pass_at_1_at_temperature_0_1_and_pass_at_k_at_1(tokenizer, 
         tokenizer, benchmarks=["paper_b"], data_folder=str(tmp_path), samples=None,
         temperature=0.1, top_p=0.95, greedy=False,
     )  # fmt: skip
-    sampler = HfSampler.open(SamplerOpening.of(recipe(), str(BASE_DIR), Comm()))
+    sampler = HfSampler.open(SamplerOpening.from_recipe(recipe(), str(BASE_DIR), Comm()))
     with RewardScorer.open(recipe().reward.model_copy(update={"function": "minerva"})) as scorer:
         report = evaluate(sampler, tokenizer, planned, Comm(), scorer)
     laws = {}

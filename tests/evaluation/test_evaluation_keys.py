@@ -156,7 +156,7 @@ def of_two(completions, answers):
 def test_the_greedy_completion_is_in_no_group_of_sampled_ones(tmp_path):
     file = tmp_path / "two.py"
     file.write_text(ONE_OF_TWO)
-    reward = RECIPE.reward.alone(f"{file}:of_two").model_copy(update={"workers": 1})
+    reward = RECIPE.reward.with_single_function(f"{file}:of_two").model_copy(update={"workers": 1})
     own = plan(tmp_path, reward=f"{file}:of_two", greedy=True)
     with RewardScorer.open(reward, as_verdicts=True) as scorer:
         report = evaluate(SaysTwo(), Bytes(), own, Comm(), scorer)

@@ -86,7 +86,7 @@ def test_points_are_those_of_the_last_box_or_answer_tag_by_the_family_s_own_rule
     # chain_sum gives the share of the text that the answer is
     assert score(rf"\boxed{{{gold} cows}}", row) == len(gold) / len(f"{gold} cows")
     assert score(f"The answer is {gold}.", row) == 0
-    with pytest.raises(KeyError, match="no problem of reasoning_gym"):
+    with pytest.raises(KeyError, match="not a problem of reasoning_gym"):
         score("", {"problem": "1+1"})
 
 

@@ -13,7 +13,7 @@ from processes_left import ends, is_alive
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.pool import LOGGED_LINES
-from grpo_replay.rewards.scorer import GradingRequest, RewardScorer, _Graded
+from grpo_replay.rewards.scorer import GradingRequest, RewardScorer, _Submission
 from grpo_replay.types import Verdict
 
 SYMBOLIC_SECONDS = 2.0
@@ -123,10 +123,10 @@ def test_a_verdict_is_taken_once(symbolic):
     assert symbolic.take_graded() == {}
 
 
-def test_completions_wait_for_their_group_only_where_a_function_takes_many():
+def test_completions_wait_for_their_group_only_where_a_function_needs_the_whole_group():
     both = ["minerva", "judge_rewards:prints"]
     with RewardScorer.open(RewardSection(function=both)) as opened:
-        assert not opened._takes_many()
+        assert not opened._needs_whole_group()
 
 
 def test_what_a_function_prints_goes_to_the_log_escaped_and_not_without_end(caplog, capfd):
@@ -247,7 +247,7 @@ def test_a_limit_is_the_completions_doing_in_a_verifier_and_the_functions_in_a_u
     section = RewardSection(function=["minerva", *others], workers=1, time_limit_seconds=5.0)
     with RewardScorer.open(section) as opened:
         (late,) = opened.score([("hang", "1", {})])
-        in_the_verifier = opened._verdict(_Graded("1", [{"status": "timeout"}]))
+        in_the_verifier = opened._verdict(_Submission("1", [{"status": "timeout"}]))
     assert late == Verdict(None, "timeout", ())
     assert in_the_verifier == Verdict(-1.0, "timeout", (-1.0, 0.0))
 

@@ -67,7 +67,7 @@ def test_a_score_below_what_counts_as_correct_is_a_notice_with_the_value_to_set(
         "def part(completion, answer):\n    return 0.777 if answer in completion else 0\n"
     )
     (notice,) = tried(RewardSection(function=f"{path}:part", workers=1), "1", "2")
-    assert "own.py:part gives 0.777 at most" in notice and "reward.correct is 1.0" in notice
+    assert "own.py:part gives at most 0.777" in notice and "reward.correct is 1.0" in notice
     assert notice.endswith("set reward.correct 0.777")
     assert tried(RewardSection(function=f"{path}:part", workers=1, correct=0.777), "1", "2") == []
 

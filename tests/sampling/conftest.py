@@ -43,7 +43,7 @@ def _opened_sampler(policy: Policy) -> Iterator:
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     sampler = VllmLocalSampler.open(
-        SamplerOpening.of(tiny_recipe(policy.folder), str(policy.folder), Comm())
+        SamplerOpening.from_recipe(tiny_recipe(policy.folder), str(policy.folder), Comm())
     )
     yield sampler
     sampler.close()

@@ -25,7 +25,7 @@ LORA = {"model": {"lora": {"r": 4}}, "run": {"steps": 2}, "replay": {"preset": "
 def toy(monkeypatch):
     facts = SamplerFacts("toy_sampler:ToySampler", packages=("numpy", "pyarrow"))
     monkeypatch.setitem(SHIPPED_SAMPLERS, "toy", facts)
-    monkeypatch.setitem(SAMPLERS._places, "toy", facts.place)
+    monkeypatch.setitem(SAMPLERS._import_paths, "toy", facts.import_path)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_an_entry_on_servers_may_sample_while_the_trainer_works(monkeypatch):
     for name, on_servers in (("here", False), ("there", True)):
         facts = SamplerFacts("toy_sampler:ToySampler", on_servers=on_servers)
         monkeypatch.setitem(SHIPPED_SAMPLERS, name, facts)
-        monkeypatch.setitem(SAMPLERS._places, name, facts.place)
+        monkeypatch.setitem(SAMPLERS._import_paths, name, facts.import_path)
     sections = {"run": {"mode": "async"}, "loss": {"behavior_logprobs": "sampler"}}
     servers = {"servers": {"launch": 2}}
     recipe = small_recipe(**sections, sampling={"backend": "there", **servers})

@@ -19,7 +19,7 @@ from grpo_replay.errors import GrpoReplayError, ModelError
 from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, model_shape
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.batch import TrainRow, logprob_row
-from grpo_replay.sampling.decode_ways import DECODE_ATTENTION
+from grpo_replay.sampling.decode_modes import DECODE_ATTENTION
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -94,8 +94,8 @@ def outcome(kind: str, processes, folder: Path) -> str:
         assert max(before, after) < LARGEST_GAP, f"{kind}: {before:.1e}, then {after:.1e} nats"
     except GrpoReplayError as error:
         return f"refused: {type(error).__name__}"
-    way = sampler._way
-    if not way.own_cache:
+    way = sampler._mode
+    if not way.hf_cache:
         return "our cache" if way.attention == DECODE_ATTENTION else f"our cache, {way.attention}"
     return "transformers' cache" + ("" if way.padded else ", prompts of one length at a time")
 

@@ -21,7 +21,7 @@ SECTIONS = {
 
 def opened() -> HfSampler:
     recipe = engine_recipe(**SECTIONS)
-    return HfSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
+    return HfSampler.open(SamplerOpening.from_recipe(recipe, recipe.model.path, Comm()))
 
 
 def requests() -> list[GenerationRequest]:

@@ -23,7 +23,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.sampling import decode_ways, decoding
+from grpo_replay.sampling import decode_modes, decoding
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.types import GenerationRequest, RequestKey
@@ -110,7 +110,7 @@ def test_rows_leave_between_parts_of_prefill_blocks_of_numbers_and_growths_of_th
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 8)
     monkeypatch.setattr(decoding, "UNIFORM_BLOCK", 16)
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 10)
-    monkeypatch.setattr(decode_ways, "GROWTH_TOKENS", 5)
+    monkeypatch.setattr(decode_modes, "GROWTH_TOKENS", 5)
     completions = assert_like_naive(model, requests, eos_ids=(VOCABULARY + 5,))
     assert sorted(len(c.token_ids) for c in completions.values()) == sorted(lengths)
 
@@ -127,7 +127,7 @@ def beginning_alike(prefix: int) -> list[GenerationRequest]:
 
 
 def test_what_all_prompts_begin_with_is_prefilled_once(model, monkeypatch):
-    requests = beginning_alike(decoding.LEAST_PREFIX + 4)
+    requests = beginning_alike(decoding.MIN_SHARED_PREFIX + 4)
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 60)  # several parts behind the one prefix
     seen = []
     forward = type(model).forward
@@ -136,7 +136,7 @@ def test_what_all_prompts_begin_with_is_prefilled_once(model, monkeypatch):
     sampler = sampler_of(model)
     seen.clear()
     completions = by_key(sampler.generate(requests))
-    assert seen[0] == decoding.LEAST_PREFIX + 3  # the shortest prompt has one token more
+    assert seen[0] == decoding.MIN_SHARED_PREFIX + 3  # the shortest prompt has one token more
     monkeypatch.undo()
     for request in requests:
         tokens, logprobs, _ = naive_completion(model, request, BOTH_EOS)
@@ -259,7 +259,7 @@ def test_what_a_model_raises_refuses_it_and_an_error_of_ours_is_one(model, monke
 
 def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():
     recipe = resolve_recipe([{"model": {"path": "builtin:tiny"}}])
-    sampler = HfSampler.open(SamplerOpening.of(recipe, "builtin:tiny", Comm()))
+    sampler = HfSampler.open(SamplerOpening.from_recipe(recipe, "builtin:tiny", Comm()))
     from grpo_replay.engine.models import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)
@@ -275,7 +275,7 @@ def test_a_random_initialisation_opens_from_its_own_path_and_is_the_trainers():
     small = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
     model = {"path": "builtin:qwen3-0.6b", "tokenizer": "builtin:bytes", "random_init": small}
     recipe = resolve_recipe([{"model": model}])
-    sampler = HfSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
+    sampler = HfSampler.open(SamplerOpening.from_recipe(recipe, recipe.model.path, Comm()))
     ours, theirs = sampler._model.state_dict(), load_policy(recipe.model, 42).state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(ours) == len(theirs) > 10

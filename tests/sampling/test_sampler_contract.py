@@ -11,7 +11,7 @@ from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.sampler_protocol import (
     WeightState,
-    completions_of,
+    checked_completions,
     refuse_impossible,
     sampler_class,
 )
@@ -69,13 +69,13 @@ def test_one_completion_for_each_request_passes_in_any_order():
     requests = make_requests(prompts=1, group=3)
     mask = np.array([True, False, True])
     given = [completion(each, completion_mask=mask) for each in reversed(requests)]
-    assert list(completions_of(Returns(given), requests)) == given
+    assert list(checked_completions(Returns(given), requests)) == given
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda a, b: [completion(a), completion(a)], "has a key that is not asked; give one"),
+        (lambda a, b: [completion(a), completion(a)], "has a key of no open request; give one"),
         (lambda a, b: [completion(b)], r"no completion for 1 of 2 requests, among them RequestKey"),
         (lambda a, b: [completion(a, token_ids=[1, 2, 3])], "token_ids that are no array of int"),
         (
@@ -91,7 +91,7 @@ def test_one_completion_for_each_request_passes_in_any_order():
 def test_what_a_sampler_of_ones_own_may_not_return_is_named(make, message):
     requests = make_requests(prompts=1, group=2)
     with pytest.raises(SamplerError, match=rf"Returns.generate: .*{message}"):
-        list(completions_of(Returns(make(*requests)), requests))
+        list(checked_completions(Returns(make(*requests)), requests))
 
 
 def a_function(opening):

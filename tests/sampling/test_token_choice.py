@@ -15,7 +15,7 @@ def parameters_of(*settings):
         GenerationRequest(RequestKey(1, 0, i), np.ones(1, np.int32), 0, 1, t, p)
         for i, (t, p) in enumerate(settings)
     ]
-    return SamplingParameters.of(requests, torch.device("cpu"))
+    return SamplingParameters.from_requests(requests, torch.device("cpu"))
 
 
 def chosen(logits_RV, uniforms_R, parameters):

@@ -21,7 +21,7 @@ def opened(tied: Policy) -> Iterator[tuple]:
 
     with cuda_sleep() as allocator:
         sampler = VllmLocalSampler.open(
-            SamplerOpening.of(lora_recipe(tied), str(tied.folder), Comm())
+            SamplerOpening.from_recipe(lora_recipe(tied), str(tied.folder), Comm())
         )
         adopt_engine(allocator, sampler)
         yield sampler, allocator
@@ -88,7 +88,9 @@ def test_adapters_that_vllm_does_not_take_are_refused_when_it_opens(tied, monkey
 
     monkeypatch.setattr(PEFTHelper, "_validate_features", lambda _: ["no such target"])
     with pytest.raises(SamplerError, match=r"no such target.*set sampling.lora merged"):
-        VllmLocalSampler.open(SamplerOpening.of(lora_recipe(tied), str(tied.folder), Comm()))
+        VllmLocalSampler.open(
+            SamplerOpening.from_recipe(lora_recipe(tied), str(tied.folder), Comm())
+        )
 
 
 def test_a_rank_takes_the_room_of_the_next_that_vllm_has(tied):

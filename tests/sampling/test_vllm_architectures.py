@@ -30,7 +30,9 @@ def gemma(tmp_path_factory) -> Policy:
 
 
 def open_in_process(folder: Path) -> VllmLocalSampler:
-    return VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(folder), str(folder), Comm()))
+    return VllmLocalSampler.open(
+        SamplerOpening.from_recipe(tiny_recipe(folder), str(folder), Comm())
+    )
 
 
 def check(sampler: Sampler, policy: Policy) -> None:

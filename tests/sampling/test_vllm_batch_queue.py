@@ -57,7 +57,7 @@ def sampler(tied) -> Iterator:
 
     with asynchronous_scheduling(), cuda_sleep() as allocator:
         sampler = VllmLocalSampler.open(
-            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+            SamplerOpening.from_recipe(tiny_recipe(tied.folder), str(tied.folder), Comm())
         )
         adopt_engine(allocator, sampler)
         yield sampler

@@ -43,7 +43,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 def test_vllm_has_an_fp32_head_and_takes_new_weights_with_it(tied):
     vllm = {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}
     recipe = tiny_recipe(tied.folder, vllm=vllm)
-    sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
+    sampler = VllmLocalSampler.open(SamplerOpening.from_recipe(recipe, str(tied.folder), Comm()))
     try:
         assert sampler._open_engine().vllm_config.model_config.head_dtype == torch.float32
         model, requests = changed(tied, seed=1), make_requests()
@@ -66,7 +66,7 @@ def test_vllm_has_an_fp32_head_and_takes_new_weights_with_it(tied):
 def test_an_engine_argument_that_vllm_does_not_take_is_refused(tied, vllm, message):
     recipe = tiny_recipe(tied.folder, vllm=vllm)
     with pytest.raises(SamplerError, match=message):
-        VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
+        VllmLocalSampler.open(SamplerOpening.from_recipe(recipe, str(tied.folder), Comm()))
 
 
 def test_every_sync_replaces_all_weights(opened):
@@ -189,7 +189,7 @@ def test_raw_logprobs_are_detected(tied, monkeypatch, capfd):
     monkeypatch.setattr(vllm_local, "engine_arguments", planted)
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
     sampler = vllm_local.VllmLocalSampler.open(
-        SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        SamplerOpening.from_recipe(tiny_recipe(tied.folder), str(tied.folder), Comm())
     )
     try:
         requests = make_requests(temperature=0.7)

@@ -160,7 +160,7 @@ def test_every_argument_is_one_that_vllm_has(tied):
     arguments = engine_arguments(
         recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True
     )
-    opening = SamplerOpening.of(recipe, recipe.model.path, Comm(0, 2))
+    opening = SamplerOpening.from_recipe(recipe, recipe.model.path, Comm(0, 2))
     arguments |= _colocation_arguments(replace(opening, on_gpu=True))
     assert len(arguments) > 12
     assert not arguments.keys() - {field.name for field in fields(EngineArgs)}
@@ -171,7 +171,9 @@ def test_experts_whose_new_weights_vllm_takes_wrongly_are_refused_on_a_cpu(tmp_p
     random_model("qwen3_moe").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SamplerError, match=r"experts .* use sampling\.backend hf"):
-        VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(tmp_path), str(tmp_path), Comm()))
+        VllmLocalSampler.open(
+            SamplerOpening.from_recipe(tiny_recipe(tmp_path), str(tmp_path), Comm())
+        )
 
 
 def test_a_server_is_not_launched_on_a_port_that_stays_taken(tied, tmp_path, monkeypatch):
@@ -195,7 +197,7 @@ def test_an_engine_does_not_span_nodes(tied, monkeypatch):
     for name, value in six.variables().items():
         monkeypatch.setenv(name, value)
     recipe = tiny_recipe(tied.folder, vllm={"tensor_parallel_size": 2})
-    opening = SamplerOpening.of(recipe, recipe.model.path, Comm(0, 6))
+    opening = SamplerOpening.from_recipe(recipe, recipe.model.path, Comm(0, 6))
     with pytest.raises(RecipeError, match="2 does not divide the 3 ranks of a node"):
         _colocation_arguments(opening)
 
@@ -393,7 +395,7 @@ def test_the_ranks_of_an_engine_have_the_requests_of_all_of_them_in_rank_order()
     sampler = object.__new__(VllmLocalSampler)
     sampler._tensor_parallel_size = 2
     sampler._comm = SimpleNamespace(rank=3, all_gather=lambda _: of_rank)
-    found, offset = sampler._requests_of_engine(of_rank[3])
+    found, offset = sampler._gather_requests(of_rank[3])
     assert offset == 2 and [(*each.key,) for each in found] == [
         (2, 0, 0), (2, 1, 0), (3, 0, 0), (3, 1, 0), (3, 2, 0),
     ]  # fmt: skip

@@ -21,7 +21,7 @@ def opened_allocator(tied) -> Iterator[tuple]:
 
     with cuda_sleep() as allocator:
         sampler = VllmLocalSampler.open(
-            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+            SamplerOpening.from_recipe(tiny_recipe(tied.folder), str(tied.folder), Comm())
         )
         adopt_engine(allocator, sampler)
         yield sampler, allocator
@@ -95,7 +95,7 @@ def test_closing_asleep_frees_nothing_twice(tied):
 
     with cuda_sleep() as allocator:
         sampler = VllmLocalSampler.open(
-            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+            SamplerOpening.from_recipe(tiny_recipe(tied.folder), str(tied.folder), Comm())
         )
         adopt_engine(allocator, sampler)
         sampler.sleep()

@@ -15,7 +15,7 @@ from grpo_replay.storage.checkpoint import (
     RunState,
     begin_checkpoint,
     complete_checkpoint,
-    missing_at,
+    missing_file_system_features,
     point_latest,
     temporary_folder,
 )
@@ -148,7 +148,7 @@ def test_a_file_system_that_renames_no_folders_is_refused_when_the_run_begins(
 
     monkeypatch.setattr(os, "rename", lacking)
     with pytest.raises(OSError, match="no"):
-        missing_at(tmp_path)
+        missing_file_system_features(tmp_path)
 
 
 def test_a_flush_that_fails_is_no_flush_that_is_missing(tmp_path, monkeypatch):

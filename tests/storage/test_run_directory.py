@@ -143,7 +143,7 @@ def test_sigkill_at_any_moment_of_the_opening_blocks_nothing(tmp_path):
     assert len(unborn) >= 7 and folders[-1] not in unborn
     for folder in unborn:
         directory = RunDirectory(folder)
-        assert directory.only_opened
+        assert directory.holds_only_opening_files
         directory.create(load_recipe("tiny"))
         directory.unlock()
 

@@ -55,7 +55,9 @@ def evaluate_tiny(output: Path, rank: int, ranks: int, generations: Path | None)
         group = torch.distributed.group.WORLD
     settings = recipe()
     tokenizer = load_tokenizer(settings.model)
-    sampler = CountingSampler(HfSampler.open(SamplerOpening.of(settings, str(BASE_DIR), Comm())))
+    sampler = CountingSampler(
+        HfSampler.open(SamplerOpening.from_recipe(settings, str(BASE_DIR), Comm()))
+    )
     plan = plan_evaluation(tokenizer, settings)
     comm = Comm(rank, ranks, group)
     with RewardScorer.open(settings.reward) as scorer:

@@ -24,7 +24,7 @@ def main(folder: Path, output: Path, tensor_parallel_size: int) -> None:
     dist.init_process_group("gloo")
     comm = Comm(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
     recipe = tiny_recipe(folder, vllm={"tensor_parallel_size": tensor_parallel_size})
-    sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(folder), comm))
+    sampler = VllmLocalSampler.open(SamplerOpening.from_recipe(recipe, str(folder), comm))
     policy = Policy(folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     # A tensor that is missing on one rank alone stops every rank.

@@ -80,7 +80,7 @@ def http_sampler(
     """A sampler on the URLs of running servers, closed afterwards; the servers go on."""
     section = {"urls": [server.url for server in servers], **settings}
     recipe = tiny_recipe(policy.folder, backend="vllm_server", servers=section)
-    sampler = VllmServerSampler.open(SamplerOpening.of(recipe, str(policy.folder), Comm()))
+    sampler = VllmServerSampler.open(SamplerOpening.from_recipe(recipe, str(policy.folder), Comm()))
     try:
         yield sampler
     finally:
@@ -128,7 +128,7 @@ def frozen(server: LaunchedServer) -> Iterator[None]:
 
 def open_sampler(recipe: Recipe) -> VllmServerSampler:
     """The sampler of a run of one rank, for the recipe's own model."""
-    return VllmServerSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
+    return VllmServerSampler.open(SamplerOpening.from_recipe(recipe, recipe.model.path, Comm()))
 
 
 def wait_for(condition: Any, seconds: float) -> bool:

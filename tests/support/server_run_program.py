@@ -16,7 +16,7 @@ from grpo_replay.sampling.server.sampler import VllmServerSampler
 folder, port, logs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 servers = {"launch": 1, "address": f"127.0.0.1:{port}"}
 recipe = tiny_recipe(folder, backend="vllm_server", servers=servers)
-sampler = VllmServerSampler.open(SamplerOpening.of(recipe, str(folder), Comm(), logs))
+sampler = VllmServerSampler.open(SamplerOpening.from_recipe(recipe, str(folder), Comm(), logs))
 assert len(list(sampler.generate(make_requests(count=4)))) == 4
 print(sampler._launched[0].guard.pid, flush=True)
 time.sleep(600)

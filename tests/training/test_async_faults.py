@@ -143,7 +143,7 @@ def test_a_run_whose_judge_was_down_goes_on_when_it_is_up(
 def test_servers_that_run_ahead_are_probed(fake_server, tmp_path, processes, monkeypatch):
     """As if no group were of the newest weights alone. The server is no policy: its log-probs are
     random."""
-    monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
+    monkeypatch.setattr(asynchronous, "sampled_only_by", lambda rollouts, version: [])
     recipe = async_recipe([fake_server.url], {"sampling": {"logprob_gap_limit": 1e-3}})
     with pytest.raises(LogprobGapError, match=r"^step 1, "):
         train_async_run(recipe, tmp_path / "run")
@@ -152,9 +152,9 @@ def test_servers_that_run_ahead_are_probed(fake_server, tmp_path, processes, mon
 
 
 def test_a_probe_is_only_measured(fake_server, tmp_path, processes, monkeypatch):
-    monkeypatch.setattr(asynchronous, "sampled_by", lambda rollouts, version: [])
+    monkeypatch.setattr(asynchronous, "sampled_only_by", lambda rollouts, version: [])
     run = train_async_run(async_recipe([fake_server.url]), tmp_path / "run")
     measured = [line["step"] for line in run.metrics if line["sampler/logprob_gap_mean"]]
-    assert measured == [1, 1 + asynchronous.UNMEASURED_STEPS]
+    assert measured == [1, 1 + asynchronous.UNCHECKED_STEPS]
     assert verify_run(run.path).passed
     assert same_weights_as_journal(run, tmp_path / "again")

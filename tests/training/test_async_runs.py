@@ -27,7 +27,7 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.training.asynchronous import UNMEASURED_STEPS
+from grpo_replay.training.asynchronous import UNCHECKED_STEPS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -83,13 +83,13 @@ def test_ages_follow_the_oldest_version_of_a_group_and_stay_within_the_bound(anc
 
 def test_the_gap_is_measured_where_the_present_policy_sampled(anchored):
     """Or on a probe. The fake server invents its log-probs, so the gap is far from 0."""
-    unmeasured = UNMEASURED_STEPS - 1
+    unmeasured = UNCHECKED_STEPS - 1
     for step, line in enumerate(anchored.metrics, start=1):
         versions = [(r["policy_version"], r["policy_version_end"]) for r in anchored.rollouts(step)]
         unmeasured = 0 if (step - 1, step - 1) in versions else unmeasured + 1
         gap = line["sampler/logprob_gap_mean"]
-        assert gap > 0 if unmeasured in (0, UNMEASURED_STEPS) else gap is None
-        unmeasured %= UNMEASURED_STEPS
+        assert gap > 0 if unmeasured in (0, UNCHECKED_STEPS) else gap is None
+        unmeasured %= UNCHECKED_STEPS
     assert anchored.metrics[0]["sampler/logprob_gap_mean"] > 0
 
 

@@ -24,8 +24,8 @@ from grpo_replay.training import asynchronous
 from grpo_replay.training.asynchronous import (
     FollowerSource,
     MainSource,
-    ServerShare,
     ServerTimes,
+    ServerUse,
     trained_ages,
 )
 from grpo_replay.training.rollout_source import Parts, StepRecord, StepRollouts
@@ -37,16 +37,16 @@ def test_shares_of_the_servers_time_are_differences_of_two_reports():
     """Two servers, two ranks. First step: 20 s of servers, 5 idle and 3 paused. Second: 10 more,
     4 idle and 1 paused. Another collector counts from zero, and pauses go on."""
     times = ServerTimes(gpus_per_rank=1 / 2)
-    assert times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0) == ServerShare(6.0, 0.4)
-    assert times.step(Report(idle_seconds=9.0, server_seconds=30.0), 4.0) == ServerShare(2.5, 0.5)
-    assert times.step(Report(idle_seconds=1.0, server_seconds=8.0), 5.0) == ServerShare(3.0, 0.25)
+    assert times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0) == ServerUse(6.0, 0.4)
+    assert times.step(Report(idle_seconds=9.0, server_seconds=30.0), 4.0) == ServerUse(2.5, 0.5)
+    assert times.step(Report(idle_seconds=1.0, server_seconds=8.0), 5.0) == ServerUse(3.0, 0.25)
 
 
 def test_without_a_server_in_use_there_is_no_share_and_no_more_than_all_is_idle():
     times = ServerTimes(gpus_per_rank=1)
-    assert times.step(Report(), 0.0) == ServerShare(0.0, None)
-    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, 1.0)
-    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, None)
+    assert times.step(Report(), 0.0) == ServerUse(0.0, None)
+    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerUse(0.0, 1.0)
+    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerUse(0.0, None)
 
 
 class Waiting:
@@ -216,7 +216,7 @@ def test_what_a_step_takes_by_hand():
         intake.arrivals.apply_record(group((0, index)))
     intake.arrivals.apply_record(Drop(0, 3, "lost", 0, 0))
     generated = (make_rollout(8, birth_step=3), make_rollout(9, birth_step=2))
-    taken = source._step_rollouts(generated, ServerShare(3.0, 0.5))
+    taken = source._to_step_rollouts(generated, ServerUse(3.0, 0.5))
     assert (taken.prompts, taken.groups, taken.generation_seconds) == (1, 1, 3.0)
     assert (len(taken.measured), len(taken.generated)) == (1, 2)
     assert taken.nominal_rollouts == PROMPTS * GROUP
@@ -250,7 +250,7 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(asynchronous, "time", clock)
     monkeypatch.setattr(source, "_go_live", lambda: intake.went_live())
-    monkeypatch.setattr(source, "_probed", lambda *_: [])
+    monkeypatch.setattr(source, "_probe", lambda *_: [])
     monkeypatch.setattr(intake, "wait", lambda *_: now.append(now.pop() + 6) or True)
     arrived = [
         replace(make_rollout(index, birth_step=birth), policy_version_end=3)
@@ -327,7 +327,7 @@ def test_a_resumed_source_brings_servers_the_policy_and_reads_the_journal_that_i
         sampler=None,
     )  # fmt: skip
     state = RunState(step=3, policy_version=4)
-    source = asynchronous.open_collected(parts, state, tmp_path, stack)
+    source = asynchronous.open_async_source(parts, state, tmp_path, stack)
     assert done == [("push", 4)]
     folder = Path("before") if repeats else tmp_path
     assert source.intake.records == folder / "journal" and source.intake.step == 3

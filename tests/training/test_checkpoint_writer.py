@@ -45,7 +45,7 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
 def facts_of(rank: int, folder: Path) -> dict:
     """What a rank of three adds to the facts."""
     comm = SimpleNamespace(rank=rank, world_size=3, all_gather=lambda mine: [mine])
-    return checkpoint_writer._facts_of_all(comm, folder)
+    return checkpoint_writer._gather_file_facts(comm, folder)
 
 
 def test_every_rank_hashes_its_own_shards_and_rank_0_the_rest(tmp_path):

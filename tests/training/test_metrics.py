@@ -11,7 +11,7 @@ from grpo_replay.engine import UpdateResult
 from grpo_replay.recipe import LossSection, SamplerRatio
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.insertion import entries_of
-from grpo_replay.training.asynchronous import sampled_by
+from grpo_replay.training.asynchronous import sampled_only_by
 from grpo_replay.training.metrics import (
     GENERATION,
     age_bin,
@@ -324,13 +324,13 @@ def test_an_asynchronous_gap_is_measured_where_the_present_policy_sampled_every_
         make_rollout(i, 2, policy_version=first, policy_version_end=last)
         for i, (first, last) in enumerate(versions)
     ]
-    sample = sampled_by(rollouts, 3)
+    sample = sampled_only_by(rollouts, 3)
     ids = [rollout.rollout_id for rollout in sample]
     assert len(set(ids)) == 64 and ids == sorted(ids)
     assert all(i % 2 for i in ids) and ids[0] == 1 and ids[-1] > 190
     few = rollouts[:10]
-    assert [rollout.rollout_id for rollout in sampled_by(few, 3)] == [1, 3, 5, 7, 9]
-    assert sampled_by(few, 5) == []
+    assert [rollout.rollout_id for rollout in sampled_only_by(few, 3)] == [1, 3, 5, 7, 9]
+    assert sampled_only_by(few, 5) == []
 
 
 def test_the_gap_by_hand():

@@ -17,7 +17,7 @@ from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import opening
 from grpo_replay.training.opening import RunOpener, missing_packages
-from grpo_replay.training.resuming import open_other_logs
+from grpo_replay.training.resuming import open_follower_logs
 from grpo_replay.training.run import run_training
 
 
@@ -67,7 +67,7 @@ def test_a_start_opens_the_workers_of_the_recipe_and_a_plan_one(tmp_path, monkey
     monkeypatch.setattr(opening.RewardScorer, "open", note)
     monkeypatch.setattr(opened, "_notices_of_rewards", list)
     opened._try_rewards()
-    opened.scorer, opened.place = None, replace(opened.place, is_plan=True)
+    opened.scorer, opened.hardware = None, replace(opened.hardware, is_plan=True)
     opened._try_rewards()
     assert [section.workers for section in sections] == [3, 1]
 
@@ -107,7 +107,7 @@ def test_every_other_rank_logs_beside_rank_0(tmp_path, rank, logs):
         broadcast=lambda value: value or 4,
         all_gather=lambda value: [value],
     )  # fmt: skip
-    open_other_logs(RunDirectory(tmp_path), comm)
+    open_follower_logs(RunDirectory(tmp_path), comm)
     assert sorted(path.name for path in folder.glob("*rank*")) == logs
 
 
@@ -115,25 +115,25 @@ def test_a_rank_whose_folder_is_on_another_disk_is_refused_and_leaves_nothing(tm
     comm = SimpleNamespace(
         rank=1, is_main=False, broadcast=lambda _: 1, all_gather=lambda mine: [None, mine]
     )
-    with pytest.raises(OutputDirectoryError, match=r"attempt_001\.log is not there .* all nodes"):
-        open_other_logs(RunDirectory(tmp_path / "run"), comm)
+    with pytest.raises(OutputDirectoryError, match=r"attempt_001\.log is missing .* all nodes"):
+        open_follower_logs(RunDirectory(tmp_path / "run"), comm)
     assert not (tmp_path / "run").exists()
 
 
 def test_other_prompts_than_at_the_checkpoint_are_refused(tmp_path):
     opened, state = opener(tmp_path), RunState()
     for _ in range(2):
-        opened._remember_prompts(SimpleNamespace(sha256="some"), state)
+        opened._store_prompts_digest(SimpleNamespace(sha256="some"), state)
     assert state.prompts == "some"
     with pytest.raises(DatasetError, match=r"prompts\.source: .* restore them"):
-        opened._remember_prompts(SimpleNamespace(sha256="others"), state)
+        opened._store_prompts_digest(SimpleNamespace(sha256="others"), state)
 
 
 def test_another_model_than_the_run_began_with_is_refused(tmp_path):
     opened = opener(tmp_path)
-    opened._remember_base("the base", RunState(base="the base"))
+    opened._store_base_digest("the base", RunState(base="the base"))
     with pytest.raises(ModelError, match="builtin:tiny"):
-        opened._remember_base("another", RunState(base="the base"))
+        opened._store_base_digest("another", RunState(base="the base"))
     opened.comm = SimpleNamespace(rank=1, all_gather=lambda mine: [mine, mine])
     with pytest.raises(PeerFailure, match="rank 0"):  # which says it once for both
-        opened._remember_base("another", RunState(base="the base"))
+        opened._store_base_digest("another", RunState(base="the base"))

@@ -232,9 +232,9 @@ def test_a_finished_run_is_resumed_by_its_directory_alone(ours_run, tmp_path, pr
 
 def test_a_checkpoint_that_a_rank_does_not_see_is_named(tmp_path):
     """Rank 0 found it; --output-dir of another node is another disk."""
-    assert resuming._seen_by_all(None, tmp_path, Comm()) is None
+    assert resuming._visible_on_all_ranks(None, tmp_path, Comm()) is None
     seen = tmp_path / "step_000003"
     seen.mkdir()
-    assert resuming._seen_by_all(Path("of/rank/0/step_000003"), tmp_path, Comm()) == seen
-    with pytest.raises(OutputDirectoryError, match="step_000004 is not there"):
-        resuming._seen_by_all(Path("step_000004"), tmp_path, Comm())
+    assert resuming._visible_on_all_ranks(Path("of/rank/0/step_000003"), tmp_path, Comm()) == seen
+    with pytest.raises(OutputDirectoryError, match="step_000004 is missing"):
+        resuming._visible_on_all_ranks(Path("step_000004"), tmp_path, Comm())

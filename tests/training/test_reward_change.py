@@ -36,7 +36,7 @@ def test_an_edited_source_file_is_refused_before_anything_changes(tmp_path, proc
 
 
 def test_a_registered_function_is_known_by_its_file(monkeypatch):
-    monkeypatch.setitem(VERIFIERS._places, "mine", "/a/score.py:f")
+    monkeypatch.setitem(VERIFIERS._import_paths, "mine", "/a/score.py:f")
     assert reward_digests(RewardSection(function="mine"), {"/a/score.py:f": "1"}) == {"mine": "1"}
 
 

@@ -55,8 +55,11 @@ def test_the_text_has_the_tags_but_not_the_end_token(tagged, ids, dropped, kept)
     tokenizer = load_tokenizer(ModelSection(path=tagged))
     for special_tokens, expected in (("drop", dropped), ("keep", kept)):
         recipe = small_recipe(**sections_of(tagged, special_tokens))
-        assert CompletionText.of(recipe, tokenizer).decode(ids) == expected
-        assert CompletionText.of(recipe, tokenizer).decode(np.array(ids, np.int32)) == expected
+        assert CompletionText.from_recipe(recipe, tokenizer).decode(ids) == expected
+        assert (
+            CompletionText.from_recipe(recipe, tokenizer).decode(np.array(ids, np.int32))
+            == expected
+        )
 
 
 def test_spaces_before_punctuation_stay_as_the_model_wrote_them(tmp_path):

@@ -90,7 +90,9 @@ def test_the_final_evaluation_is_of_the_final_policy(lagging_run):
     recipe = lagging_run.recipe
     rows = read_report(lagging_run.path / "eval/step_000010.json").samples
     sampler = HfSampler.open(
-        SamplerOpening.of(recipe, str(lagging_run.path / "checkpoints/latest/model"), Comm())
+        SamplerOpening.from_recipe(
+            recipe, str(lagging_run.path / "checkpoints/latest/model"), Comm()
+        )
     )
     tokenizer = load_tokenizer(recipe.model)
     plan = plan_evaluation(tokenizer, recipe)

@@ -145,15 +145,15 @@ def _check_start(
     from grpo_replay.distributed.comm import Comm
     from grpo_replay.engine.processes import choose_device
     from grpo_replay.terminal.quiet import quiet_libraries
-    from grpo_replay.training.opening import Place, RunOpener
+    from grpo_replay.training.opening import Hardware, RunOpener
 
     ranks, elsewhere = max(machines.ranks), machines.elsewhere or len(machines.ranks) > 1
     stack.enter_context(quiet_libraries())
     gpu_bytes = machines.capacity if machines.on_cuda else None
-    place = Place(machines.total_ranks, ranks, gpu_bytes, is_plan=True, elsewhere=elsewhere)
+    hardware = Hardware(machines.total_ranks, ranks, gpu_bytes, is_plan=True, elsewhere=elsewhere)
     opener = RunOpener(
         recipe, Comm(), None, folder, stack,
-        resume=resume, place=place, known_model=with_known_model(recipe.model),
+        resume=resume, hardware=hardware, known_model=with_known_model(recipe.model),
     )  # fmt: skip
     try:
         for rank in () if elsewhere else range(ranks):

@@ -270,8 +270,8 @@ def hf_memory(
 
 def hf_cache_tokens(prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
     """Tokens that a row of the decoder's cache has room for when the longest completion ends, and
-    had before it last grew; 0 if it never grew (`sampling.decode_ways.RowLayer`)."""
-    from grpo_replay.sampling.decode_ways import GROWTH_TOKENS
+    had before it last grew; 0 if it never grew (`sampling.decode_modes.RowLayer`)."""
+    from grpo_replay.sampling.decode_modes import GROWTH_TOKENS
     from grpo_replay.sampling.decoding import INITIAL_CAPACITY
 
     capacity, before = prompt_tokens + min(completion_tokens, INITIAL_CAPACITY), 0

@@ -1,4 +1,4 @@
-"""Validate that a server matches the recipe, before it gets weights."""
+"""Validates that a server matches the recipe, before it gets weights."""
 
 import json
 import re
@@ -17,17 +17,17 @@ from grpo_replay.sampling.server.routes import (
     block_on,
 )
 
-OLDEST_VLLM = (0, 32)
-"""The first whose completions say which weights sampled which token."""
+MIN_VLLM = (0, 32)
+"""The first version that reports which weights sampled which token."""
 
-HOW_TO_START = (
+START_COMMAND = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
     "--model MODEL --dtype {dtype} --max-model-len {length} --logprobs-mode processed_logprobs "
     "--generation-config vllm --skip-tokenizer-init --enable-scale-out{lora} (on a CPU also "
     "--no-enable-chunked-prefill, and VLLM_CPU_KVCACHE_SPACE=1 before it)"
 )
 
-HOW_WITH_LORA = (
+LORA_OPTIONS = (
     " --enable-lora --max-lora-rank {max_lora_rank} --max-loras {max_loras} --max-cpu-loras "
     "{max_cpu_loras}, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 before it"
 )
@@ -37,7 +37,7 @@ def check_server(
     server: VllmServer, config: PretrainedConfig, arguments: Mapping[str, Any]
 ) -> None:
     """Raises Unreachable, or SamplerError that lists every mismatch between the server and one that
-    the run would launch with these EngineArgs for a model of this configuration."""
+    the run would launch: with these EngineArgs (`arguments`), for a model of this `config`."""
     try:
         block_on(server.check_health(CONTROL_SECONDS))
         problems = [
@@ -49,19 +49,19 @@ def check_server(
     except (Refused, KeyError, IndexError, TypeError, ValueError) as error:
         problems = [f"it does not answer like vLLM 0.32 in development mode ({error!r})"]
     if problems:
-        lora = HOW_WITH_LORA.format_map(arguments) if "enable_lora" in arguments else ""
+        lora = LORA_OPTIONS.format_map(arguments) if "enable_lora" in arguments else ""
         length = arguments["max_model_len"]
-        how = HOW_TO_START.format(dtype=arguments["dtype"], length=length, lora=lora)
+        how = START_COMMAND.format(dtype=arguments["dtype"], length=length, lora=lora)
         raise SamplerError(
             f"the vLLM server {server.url} does not match this run: {'; '.join(problems)}; {how}"
         )
 
 
 def _version_problems(server: VllmServer) -> Iterator[str]:
-    """Of a server whose version has no numbers (a build from source), none."""
+    """Yield a problem if vLLM is too old. A build from source has no number, and is accepted."""
     version = server.get("/version")["version"]
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
+    if numbers and (int(numbers[1]), int(numbers[2])) < MIN_VLLM:
         yield (
             f"it runs vLLM {version}, which does not say which weights sampled a token: use 0.32 "
             "or newer"
@@ -74,19 +74,19 @@ def _model_problems(server: VllmServer, config: PretrainedConfig, longest: int) 
         yield f"its longest sequence is {model['max_model_len']}, not {longest}"
     answer = server.post("/collective_rpc", {"method": "get_model_inspection"})
     outline = json.loads(answer)["results"][0]
-    found = read_outline(outline)
+    facts = read_outline(outline)
     for name, expected in (
         ("vocabulary", config.vocab_size),
         ("hidden size", config.hidden_size),
         ("number of layers", config.num_hidden_layers),
     ):
-        if found.get(name) != expected:
-            yield f"its model ({model['root']}) has {name} {found.get(name)}, not {expected}"
+        if facts.get(name) != expected:
+            yield f"its model ({model['root']}) has {name} {facts.get(name)}, not {expected}"
 
 
 def read_outline(outline: str) -> dict[str, int]:
-    """Vocabulary, hidden size and number of layers in vLLM's outline of a model; missing facts are
-    left out.
+    """Read vocabulary, hidden size and number of layers from vLLM's outline of a model. What it
+    does not contain is left out.
 
     A tree of 28 layers contains `(embed_tokens): VocabParallelEmbedding(… embedding_dim=1024,
     org_vocab_size=151936 …)` and, one level below `(layers): ModuleList()(`, `(0-27): 28 x …`.
@@ -101,7 +101,7 @@ def read_outline(outline: str) -> dict[str, int]:
     stack = re.search(r"^( *)\(layers\): ModuleList\(\)\(\n((?:\1  .*\n)+)", outline, re.MULTILINE)
     if stack:
         entry = re.compile(rf"^{stack[1]}  \(\d+(?:-\d+)?\): (?:(\d+) x )?", re.MULTILINE)
-        facts["number of layers"] = sum(int(each[1] or 1) for each in entry.finditer(stack[2]))
+        facts["number of layers"] = sum(int(layer[1] or 1) for layer in entry.finditer(stack[2]))
     return facts
 
 
@@ -148,4 +148,4 @@ def _adapter_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Itera
         server.load_adapter("", "", CONTROL_SECONDS)
     except Refused as error:
         if error.status == HTTPStatus.NOT_FOUND:
-            yield "it loads no adapters later: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is missing"
+            yield "it loads no adapters at run time: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is missing"

@@ -1,10 +1,10 @@
-"""Requests kept in flight on several servers: bounded, retried elsewhere, never lost silently.
+"""Keeps requests in flight on several servers: bounded, retried elsewhere, never lost silently.
 
-A waiting request goes to the server in use that has the fewest. A server that fails a request is
-looked at: it is used again if it is well and has weights of this run. If not, or if it generates
-nothing for too long, it is lost: its requests go to the others, and it is used again only when it
-has confirmed another version. Without a server left, everything ends. All of this runs in one event
-loop.
+A waiting request goes to the used server with the fewest running requests. A server that fails a
+request is checked: it is used again if it is healthy and has weights of this run. If not, or if it
+generates nothing for too long, it is lost: its requests go to other servers, and it is used again
+only after it has confirmed another version. If no server is left, the dispatcher fails. All of this
+runs in one event loop.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ from grpo_replay.types import Completion, GenerationRequest, Span
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-"""Time between two looks at a server that is being updated."""
+"""Seconds between two checks of a server that is being updated."""
 
 HEALTH_SECONDS = 60.0
-"""Longest wait for the answer to a look. A server that is gone refuses the connection at once; one
-that is busy with hundreds of requests may answer late."""
+"""Maximum wait for the answer to a check. A server that has ended refuses the connection at once;
+one with hundreds of requests may answer late."""
 
 MAX_RETRIES = 2
-"""How often a failed request is sent again, to another server if there is one."""
+"""Maximum retries of a failed request, on another server if possible."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. `version` is that of the server when the request was sent."""
+    """One request. `version` is the server's policy version when it was sent."""
 
     request: GenerationRequest
     tries: int = 0
@@ -59,8 +59,8 @@ J = TypeVar("J", bound=Job)
 
 
 class Servers:
-    """The servers of a run. `lost` maps the URL of one that is not used to the reason. Of several
-    ranks that share them, each has its part of the requests in flight."""
+    """The servers of a run. `lost` maps the URLs of lost servers to reasons. `ranks` that share the
+    servers divide the requests in flight."""
 
     def __init__(
         self, servers: Iterable[VllmServer], section: ServersSection, ranks: int = 1
@@ -74,7 +74,7 @@ class Servers:
         return [server for server in self.all if server.url not in self.lost]
 
     def lose(self, server: VllmServer, reason: str) -> None:
-        """Do without a server from now on."""
+        """Mark a server as lost: it is not used any more."""
         if server.log is not None:  # the run started it
             reason = f"{reason}; its log is {server.log}"
         self.lost[server.url] = reason
@@ -82,7 +82,7 @@ class Servers:
             "the vLLM server %s is lost: %s; %d left", server.url, reason, len(self.live())
         )
 
-    def refuse_none(self) -> None:
+    def refuse_all_lost(self) -> None:
         """Raises ServersLost if all are lost."""
         if not self.live():
             reasons = "; ".join(f"{url}: {reason}" for url, reason in self.lost.items())
@@ -94,8 +94,8 @@ class Servers:
 
 @dataclass(slots=True, eq=False)
 class ServerState(Generic[J]):
-    """One server. `version` is the newest policy version that it confirmed; `failure` says why it
-    is being looked at, None if it is used or lost."""
+    """The state of one server. `version` is the newest policy version that it confirmed; `failure`
+    is the reason why it is being checked, None if it is used or lost."""
 
     client: VllmServer
     version: int | None
@@ -107,10 +107,10 @@ class ServerState(Generic[J]):
 
 
 class Dispatcher(Generic[J]):
-    """Sends jobs to servers. `admit()` gives further jobs, or none; `on_sampled` and `on_lost` are
-    called with jobs that finished, or failed for good. The servers hold `version`; if it is None,
-    they are asked before they are used. `failure` has the first error: ServersLost, SamplerError
-    for what no other server would mend, or any of a callback."""
+    """Sends jobs to servers. `admit()` returns further jobs, if any; `on_sampled` is called with
+    finished jobs, `on_lost` with jobs that failed for good. The servers have `version`; if it is
+    None, they are asked for theirs first. `failure` has the first error: ServersLost, SamplerError
+    where another server would fail too, or an error of a callback."""
 
     def __init__(
         self,
@@ -125,56 +125,56 @@ class Dispatcher(Generic[J]):
         self._stop_token_ids = stop_token_ids
         self._admit, self._on_sampled, self._on_lost = admit, on_sampled, on_lost
         self.servers: dict[str, ServerState[J]] = {
-            each.url: ServerState(each, version) for each in servers.all
+            server.url: ServerState(server, version) for server in servers.all
         }
         self.waiting: deque[J] = deque()
         self.oldest_usable = 0  # policy version
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task] = set()
-        for server in self.servers.values():
-            self._spawn(self._watch_progress(server))
-            if version is None and not self._is_lost(server):
-                self._suspect(server, "not asked yet")
+        for state in self.servers.values():
+            self._spawn(self._watch_progress(state))
+            if version is None and not self._is_lost(state):
+                self._start_check(state, "its version is not known yet")
 
     def fill(self) -> None:
-        """Send waiting jobs, and further ones, to the servers that have room."""
-        room = [server for server in self.servers.values() if self._has_room(server)]
-        while room:
-            server = min(room, key=lambda each: len(each.running))
+        """Send waiting jobs, and further ones, to servers with room."""
+        free = [server for server in self.servers.values() if self._has_room(server)]
+        while free:
+            server = min(free, key=lambda server: len(server.running))
             job = self._next_job(server)
             if job is None:
-                room.remove(server)
+                free.remove(server)
                 continue
             self._account(server)
             job.version = server.version
             server.running[self._spawn(self._sample(job, server))] = job
             # `admit` may have changed which servers are used.
-            room = [each for each in room if self._has_room(each)]
+            free = [server for server in free if self._has_room(server)]
 
     def withdraw(self, jobs: Iterable[J]) -> None:
-        """Cancel these, whether they run or wait."""
-        gone = {id(job) for job in jobs}
-        self.waiting = deque(job for job in self.waiting if id(job) not in gone)
+        """Cancel running and waiting jobs."""
+        ids = {id(job) for job in jobs}
+        self.waiting = deque(job for job in self.waiting if id(job) not in ids)
         for server in self.servers.values():
-            self._cancel(server, gone)
+            self._cancel(server, ids)
 
     def set_version(self, url: str, version: int | None) -> None:
-        """A server confirmed a version, or (None) did not."""
+        """Record the version that a server confirmed after a push; None: it did not confirm."""
         server = self.servers[url]
         if version is None:
             self._lose(server, "its weights could not be updated")
         else:
             self._use(server, version)
 
-    def time_of_servers(self) -> tuple[float, float]:
-        """Seconds without a request running, and all seconds, of the servers while in use."""
+    def server_seconds(self) -> tuple[float, float]:
+        """Seconds without a running request, and all seconds, in which servers were in use."""
         for server in self.servers.values():
             self._account(server)
         idle = sum(server.idle_seconds for server in self.servers.values())
         return idle, sum(server.used_seconds for server in self.servers.values())
 
     async def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -184,47 +184,47 @@ class Dispatcher(Generic[J]):
         return server.client.url in self._servers.lost
 
     def _is_used(self, server: ServerState[J]) -> bool:
-        """One whose weights are too old for the next step waits for newer ones."""
-        held = server.version
-        is_well = server.failure is None and not self._is_lost(server)
-        return is_well and held is not None and held >= self.oldest_usable
+        """Whether the server is healthy, and its weights are not too old for the next step."""
+        version = server.version
+        is_healthy = server.failure is None and not self._is_lost(server)
+        return is_healthy and version is not None and version >= self.oldest_usable
 
     def _has_room(self, server: ServerState[J]) -> bool:
         room = self._servers.in_flight_per_server - len(server.running)
-        return room > 0 and self._is_used(server) and self._can_name_its_version(server)
+        return room > 0 and self._is_used(server) and self._has_adapter_slot(server)
 
-    def _can_name_its_version(self, server: ServerState[J]) -> bool:
-        """Whether vLLM would run a request with the newest adapter beside those of older versions.
-        One that waited there might find its adapter gone, which ends the engine."""
+    def _has_adapter_slot(self, server: ServerState[J]) -> bool:
+        """Whether vLLM would run a request with the newest adapter at once. If it waited inside
+        vLLM, its adapter might be removed meanwhile, which ends the engine."""
         if not server.client.with_adapters:
             return True
-        named = {server.version, *(job.version for job in server.running.values())}
-        return len(named) <= ADAPTERS_AT_ONCE
+        versions = {server.version, *(job.version for job in server.running.values())}
+        return len(versions) <= ADAPTERS_AT_ONCE
 
     def _next_job(self, server: ServerState[J]) -> J | None:
-        """The next waiting job that has not failed at this server, or failed at all that are used;
-        else a further one."""
-        used = {each.client.url for each in self.servers.values() if self._is_used(each)}
+        """The next waiting job that has not failed at this server, or has failed at all used
+        servers; if no job waits, a further one."""
+        used = {other.client.url for other in self.servers.values() if self._is_used(other)}
         for index, job in enumerate(self.waiting):
             if server.client.url not in job.failed_at or used <= job.failed_at:
                 del self.waiting[index]
                 return job
-        if not self.waiting:
-            self.waiting.extend(self._admit())
-            return self.waiting.popleft() if self.waiting else None
-        return None
+        if self.waiting:
+            return None
+        self.waiting.extend(self._admit())
+        return self.waiting.popleft() if self.waiting else None
 
-    def _cancel(self, server: ServerState[J], gone: set[int]) -> list[J]:
-        """Stop those of its jobs whose ids are in `gone`, and return them."""
+    def _cancel(self, server: ServerState[J], ids: set[int]) -> list[J]:
+        """Cancel the server's running jobs whose `id` is in `ids`, and return them."""
         self._account(server)
-        ended = [(task, job) for task, job in server.running.items() if id(job) in gone]
-        for task, _ in ended:
+        cancelled = [(task, job) for task, job in server.running.items() if id(job) in ids]
+        for task, _ in cancelled:
             del server.running[task]
             task.cancel()
-        return [job for _, job in ended]
+        return [job for _, job in cancelled]
 
     async def _sample(self, job: J, server: ServerState[J]) -> None:
-        """One try of one job."""
+        """Try a job once at a server."""
         task = asyncio.current_task()
         assert task is not None
         failure: Exception | None = None
@@ -238,7 +238,7 @@ class Dispatcher(Generic[J]):
                 f"{server.client.url} answers, but not like vLLM 0.32: {error}"
             ) from error
         if task not in server.running:
-            return  # it was withdrawn while the answer was read
+            return  # the job was withdrawn meanwhile
         self._account(server)
         del server.running[task]
         if failure is None:
@@ -250,23 +250,22 @@ class Dispatcher(Generic[J]):
     def _read(
         self, answer: Choice, job: J, client: VllmServer
     ) -> tuple[Completion, tuple[Span, ...]]:
-        """The validated completion and its spans. Raises Unreachable if it was aborted or is of
-        other weights, SamplerError as `build_completion` does."""
+        """Validate an answer, and return the completion and its spans. Raises Unreachable if the
+        server aborted it or has weights of another run, SamplerError as `build_completion` does."""
         if answer.finish_reason == "abort":
             raise Unreachable("the server aborted the request")
-        labelled = answer.weight_versions
         spans = tuple(
             (version, span.start, span.end)
-            for span in labelled
+            for span in answer.weight_versions
             if (version := client.version_of(span.version)) is not None
         )
-        if not spans or len(spans) < len(labelled):
-            labels = [span.version for span in labelled]
+        if not spans or len(spans) < len(answer.weight_versions):
+            labels = [span.version for span in answer.weight_versions]
             raise Unreachable(f"sampled by weights labelled {labels}, not of this run")
         completion = build_completion(
             job.request,
             answer.token_ids,
-            [each.logprob for each in answer.logprobs.content],
+            [token.logprob for token in answer.logprobs.content],
             answer.finish_reason,
             (spans[0][0], spans[-1][0]),
             self._stop_token_ids,
@@ -274,7 +273,7 @@ class Dispatcher(Generic[J]):
         return completion, spans
 
     def _retry(self, job: J, server: ServerState[J], error: Exception) -> None:
-        """Let the job wait for another try, or give it up, and look at the server."""
+        """Queue the job for another try, or give it up; and check the server."""
         url = server.client.url
         if isinstance(error, Refused) and 400 <= error.status < 500:
             raise SamplerError(f"{url} refused request {tuple(job.request.key)}: {error}")
@@ -285,17 +284,17 @@ class Dispatcher(Generic[J]):
         else:
             self.waiting.appendleft(job)
         if server.failure is None and not self._is_lost(server):
-            self._suspect(server, f"a request failed: {error}")
+            self._start_check(server, f"a request failed: {error}")
 
-    def _suspect(self, server: ServerState[J], failure: str) -> None:
-        """Send it nothing until it was looked at."""
+    def _start_check(self, server: ServerState[J], failure: str) -> None:
+        """Send the server no jobs until it is checked."""
         self._account(server)
         server.failure = failure
-        self._spawn(self._look_at(server))
+        self._spawn(self._check_server(server))
 
-    async def _look_at(self, server: ServerState[J]) -> None:
-        """Use it if it is well and has weights of this run, or lose it. One that is being updated
-        is looked at until it has a version."""
+    async def _check_server(self, server: ServerState[J]) -> None:
+        """Use the server again if it is healthy and has weights of this run, else lose it. A server
+        that is being updated is checked until it has a version."""
         client = server.client
         while server.failure is not None:
             label, error = "", ""
@@ -306,7 +305,7 @@ class Dispatcher(Generic[J]):
                 error = str(no_answer)
             version = client.version_of(label)
             if server.failure is None:
-                return  # an update has ended meanwhile, well or not
+                return  # a push has used or lost it meanwhile
             if error:
                 self._lose(server, f"{server.failure}; then {error}")
             elif version is not None:
@@ -325,32 +324,31 @@ class Dispatcher(Generic[J]):
         self.fill()
 
     def _lose(self, server: ServerState[J], reason: str) -> None:
-        """Send its requests elsewhere. Raises ServersLost if it was the last."""
+        """Lose a server, and send its jobs to others. Raises ServersLost if it was the last one."""
         self._account(server)
         server.failure = None
         if not self._is_lost(server):
             self._servers.lose(server.client, reason)
         for job in self._cancel(server, set(map(id, server.running.values()))):
-            job.failed_at.add(server.client.url)  # others first
+            job.failed_at.add(server.client.url)  # prefer other servers
             self.waiting.appendleft(job)
-        self._servers.refuse_none()
+        self._servers.refuse_all_lost()
         self.fill()
 
     async def _watch_progress(self, server: ServerState[J]) -> None:
-        """Lose a server that generates nothing for too long with requests outstanding, though
-        /health may answer. Only a lack of progress counts: a completion may take as long as it
-        needs."""
+        """Lose a server that has requests but generates no token for too long, even if /health
+        answers. A single completion may take as long as it needs."""
         limit = self._servers.timeout_seconds
         tokens: float | None = None
-        since = time.monotonic()  # when it was last idle, or had another count of tokens
+        since = time.monotonic()  # when it was last idle, or its token count last changed
         while True:
             await asyncio.sleep(min(limit / 4, 5.0))
-            found = tokens
+            count = tokens
             if server.running:
                 with contextlib.suppress(Refused, Unreachable):
-                    found = await server.client.generated_tokens(min(HEALTH_SECONDS, limit))
-            if not server.running or found != tokens:
-                tokens, since = found, time.monotonic()
+                    count = await server.client.generated_tokens(min(HEALTH_SECONDS, limit))
+            if not server.running or count != tokens:
+                tokens, since = count, time.monotonic()
             if time.monotonic() - since > limit:
                 self._lose(
                     server,
@@ -359,7 +357,7 @@ class Dispatcher(Generic[J]):
                 )
 
     def _account(self, server: ServerState[J]) -> None:
-        """Add the time since the last call to the times of use and idleness."""
+        """Add the time since the last call to the server's used and idle seconds."""
         now = time.monotonic()
         if server.failure is None and not self._is_lost(server):
             server.used_seconds += now - server.since
@@ -367,13 +365,13 @@ class Dispatcher(Generic[J]):
         server.since = now
 
     def _spawn(self, coroutine: Any) -> asyncio.Task:
-        """A task whose error is the dispatcher's failure."""
+        """Start a task. Its error becomes the failure of the dispatcher."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _note_end(self, task: asyncio.Task) -> None:
+    def _on_task_end(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failure.done():
@@ -386,22 +384,22 @@ def sample(
     stop_token_ids: Sequence[int],
     version: int,
 ) -> Iterator[Completion]:
-    """Completions as they finish, all sampled by policy `version`: the dispatcher in the background
-    loop, with nothing beyond these requests. Raises its error as soon as one cannot be had;
-    requests still running are then cancelled, as they are when the iterator is closed."""
+    """Yield completions as they finish, all sampled by policy `version`. Runs a dispatcher with
+    only these requests in the background loop. Raises its error as soon as a request cannot be
+    sampled; running requests are then cancelled, as they are when the iterator is closed."""
     results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
 
     def take(job: Job, completion: Completion, spans: tuple[Span, ...]) -> None:
-        sampled_by = sorted({each for each, _, _ in spans})
-        if sampled_by != [version]:
+        versions = sorted({span_version for span_version, _, _ in spans})
+        if versions != [version]:
             raise SamplerError(
-                f"completion {tuple(job.request.key)} was sampled by policy versions {sampled_by} "
-                f"where {version} was asked for: something else updates the servers' weights"
+                f"completion {tuple(job.request.key)} was sampled by policy versions {versions} "
+                f"where {version} was expected: something else updates the servers' weights"
             )
         results.put(completion)
 
     def give_up(job: Job, reason: str) -> None:
-        raise SamplerError(f"request {tuple(job.request.key)} cannot be had: {reason}")
+        raise SamplerError(f"request {tuple(job.request.key)} could not be sampled: {reason}")
 
     async def dispatch() -> None:
         dispatcher: Dispatcher[Job] = Dispatcher(
@@ -416,7 +414,7 @@ def sample(
         finally:
             await dispatcher.close()
 
-    servers.refuse_none()
+    servers.refuse_all_lost()
     running = asyncio.run_coroutine_threadsafe(dispatch(), background_loop())
     try:
         for _ in requests:

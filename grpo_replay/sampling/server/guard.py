@@ -1,10 +1,10 @@
-"""Run a command, and end its whole process group when it or the run that started it ends.
+"""Runs a command, and ends its process group when the command or the parent process ends.
 
     python guard.py PARENT_PID command …
 
 The guard leads its own session, so that a signal to the trainer's process group does not reach the
-server in the middle of a step. Linux tells it when its parent is gone, also after SIGKILL. Run as a
-script; imports nothing of this package.
+server in the middle of a step. Linux signals it when its parent ends, even after SIGKILL. It runs
+as a script, and imports nothing of this package.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ GRACE_SECONDS = 5.0
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Does not return: the guard is in the group that it ends."""
+    """Run `command`. Does not return: the guard is in the process group that it ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it ended before `prctl`
         sys.exit()
     child = subprocess.Popen(command)
     try:

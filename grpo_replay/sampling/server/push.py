@@ -1,8 +1,8 @@
-"""A push over HTTP, from new weights to servers that all have them.
+"""Pushes weights to servers over HTTP.
 
-`WeightPush.push` stages a version as files on rank 0, then switches every server to it. Servers
-that were lost and answer again get it too. A server is used again only after it has confirmed the
-label of the new version.
+`WeightPush.push` stages a version as files on rank 0, then switches every server to it, including
+lost servers that answer again. A server is used again only after it has confirmed the label of the
+new version.
 """
 
 import contextlib
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETURN_SECONDS = 2.0
-"""Longest wait, before a push, for the answer of a server that was lost."""
+"""Maximum wait before a push for the answer of a lost server."""
 
-WAY_OUT = (
+ADAPTER_ADVICE = (
     "the server must see the adapter's folder (sampling.servers.weight_transfer); with "
     "sampling.lora merged it gets whole weights instead"
 )
 
 
 class WeightPush:
-    """Brings versions of the policy to all `servers`; `files`, on rank 0, are what they read.
+    """Pushes versions of the policy to all `servers`, which read them from `files` (on rank 0).
 
-    `check` raises if a server does not match the recipe. In asynchronous runs the servers are
-    updated one after the other, so that the others go on sampling; `on_switch(url, version)` is
-    called after each, with None if it did not confirm the version, and `paused_seconds` sums the
-    time that servers were paused for weights.
+    `check` raises if a server does not match the recipe. Asynchronous runs update one server after
+    the other, while the others keep sampling. `on_switch(url, version)` is called after each
+    server; version None means that it did not confirm. `paused_seconds` sums the time that servers
+    were paused for weights.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class WeightPush:
         self.paused_seconds = 0.0
 
     def push_first(self) -> None:
-        """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
-        read it from the model's files. Adapters begin at zero."""
+        """Push version 0 to servers given by URL, which may have any weights. Launched servers have
+        read it from the model's files. The first adapters are zeros."""
         if self._opening.with_adapters:
             shapes = self._expected.shapes.items()
             zeros = ((name, torch.zeros(shape)) for name, shape in shapes)
@@ -81,13 +81,13 @@ class WeightPush:
         else:
             weights = named_weights(self._first_policy()) if self._comm.is_main else None
             self.push(weights, 0)
-        self.servers.refuse_none()
+        self.servers.refuse_all_lost()
 
     def push(self, named_tensors: NamedTensors | None, version: int) -> None:
-        """Stage on rank 0, validate on every rank that has tensors, then switch the servers.
-        Everything is gathered before anything is sent."""
-        for lost in self._comm.all_gather(self.servers.lost):
-            self.servers.lost |= lost
+        """Stage the tensors on rank 0, validate them on every rank that has some, then switch the
+        servers. All tensors are gathered before the first server gets any. Collective."""
+        for lost_on_rank in self._comm.all_gather(self.servers.lost):
+            self.servers.lost |= lost_on_rank
         try:
             run_collectively(self._comm, lambda: self._stage(named_tensors, version))
             self._switch_all(self._files, version)
@@ -101,14 +101,14 @@ class WeightPush:
         checked = CheckedWeights(named_tensors, self._expected)
         try:
             if self._files is not None:
-                self._take_back(version)
+                self._readmit_lost(version)
                 self._files.stage(iter(checked), version)
         finally:
             checked.drain()
         refuse_problems(checked.problems, version)
 
-    def _take_back(self, version: int) -> None:
-        """Give servers that were lost the version too, if they answer again."""
+    def _readmit_lost(self, version: int) -> None:
+        """Use lost servers again if they answer: they then get the version too."""
         for server in self.servers.all:
             if server.url in self.servers.lost:
                 with contextlib.suppress(Refused, Unreachable):
@@ -117,8 +117,8 @@ class WeightPush:
                     logger.warning("%s is back, and gets version %d", server.url, version)
 
     def _switch_all(self, staged: FolderTransfer | None, version: int) -> None:
-        """On rank 0, to what is staged if they do not have it. Every rank learns which servers are
-        lost."""
+        """Switch all servers to the version, on rank 0; `staged` is None if they have its weights.
+        All ranks learn which servers are lost. Collective."""
         if self._comm.is_main:
             live = self.servers.live()
             at_once = 1 if self._opening.pushed_while_sampling else len(live)
@@ -130,7 +130,7 @@ class WeightPush:
         self.servers.lost = self._comm.broadcast(self.servers.lost)
 
     def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
-        """Bring one server the version, or lose it. One without a version is validated first."""
+        """Push the version to one server, or lose it. Validates a server without version first."""
         started = time.monotonic()
         try:
             label = block_on(server.weight_label())
@@ -138,7 +138,7 @@ class WeightPush:
             if is_new and version > 0:
                 self._check(server)
             if is_new and server.with_adapters and not self._opening.sampling.servers.launch:
-                self._give_base(server)
+                self._push_base(server)
             folder = str(staged.path) if staged else None
             reason = switch_server(server, folder, version, self.servers.timeout_seconds)
         except (Refused, Unreachable, SamplerError) as error:
@@ -149,13 +149,13 @@ class WeightPush:
             self.servers.lose(server, reason)
         self.on_switch(server.url, None if reason else version)
 
-    def _give_base(self, server: VllmServer) -> None:
-        """Bring a server the weights that adapters belong to. They are staged once a push."""
+    def _push_base(self, server: VllmServer) -> None:
+        """Push the base of the adapters to a server. It is staged once per push."""
         with self._staging_base:
             if self._base is None:
                 parent = self._opening.sampling.servers.sync_folder
-                needed = expected_weights(self._opening.model).bytes_needed
-                base = FolderTransfer(parent, needed, SYNC_BUCKET_BYTES)
+                bytes_needed = expected_weights(self._opening.model).bytes_needed
+                base = FolderTransfer(parent, bytes_needed, SYNC_BUCKET_BYTES)
                 try:
                     base.stage(named_weights(self._first_policy()), 0)
                 except BaseException:
@@ -173,12 +173,12 @@ class WeightPush:
 def switch_server(
     server: VllmServer, folder: str | None, version: int, timeout_seconds: float
 ) -> str | None:
-    """Bring a server the weights in `folder` (None: it has them), or its adapter, and set its
-    label. Returns why it did not confirm the label, or None.
+    """Load the weights or the adapter in `folder` (None: the server has them), and set the label.
+    Returns why the server did not confirm the label; None if it did.
 
-    For weights it is paused, and its prefix cache emptied. The label is "updating" in between: a
-    server that fails half-way must not be used as the old version or as the new one. An adapter is
-    for the requests that name it, so that those that run go on.
+    For weights, the server is paused and its prefix cache emptied. Meanwhile the label is
+    "updating": a server that fails half-way must be used neither as the old nor as the new version.
+    For an adapter, running requests continue: only requests that name it use it.
     """
     label = server.label(version)
     try:
@@ -193,14 +193,13 @@ def switch_server(
         confirmed = block_on(server.weight_label())
     except (Refused, Unreachable) as error:
         refused = isinstance(error, Refused) and server.with_adapters
-        more = f"; {WAY_OUT}" if refused else ""
+        more = f"; {ADAPTER_ADVICE}" if refused else ""
         return f"it did not take policy version {version}: {error}{more}"
     return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
 
 
 def replace_weights(server: VllmServer, folder: str | None, timeout_seconds: float) -> None:
-    """Pause a server and let it load the weights in `folder`, if they are not there. Raises
-    Refused, Unreachable."""
+    """Pause a server and load the weights in `folder`, if any. Raises Refused or Unreachable."""
     server.pause(timeout_seconds)
     server.set_weight_label(server.prefix + UPDATING)
     if folder is not None:

@@ -27,26 +27,26 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 CONTROL_SECONDS = 30.0
 """Time limit of a route that answers at once."""
 
-KEPT_SECONDS = 2.0
-"""How long an unused connection is kept: less than vLLM does (5 s), which then closes it."""
+KEEPALIVE_SECONDS = 2.0
+"""Seconds that an unused connection stays open: less than the 5 s after which vLLM closes it."""
 
 TOKEN_COUNTER = "vllm:generation_tokens_total"
 
 UPDATING = "updating"
-"""Label of a server while it loads weights, after the run's prefix: not a version."""
+"""Label of a server that loads weights, after the prefix of the run; not a version."""
 
 T = TypeVar("T")
 
-_kept: dict[asyncio.AbstractEventLoop, aiohttp.TCPConnector] = {}
+_connectors: dict[asyncio.AbstractEventLoop, aiohttp.TCPConnector] = {}
 
 
 class Unreachable(Exception):
-    """No answer that is complete and of this run: the connection failed, the time was up, the
-    server aborted the request, or it held other weights."""
+    """There is no complete answer of this run: the connection failed, the time limit passed, the
+    server aborted the request, or it had weights of another run."""
 
 
 class Refused(Exception):
-    """An answer with an error status."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         key = f" (its key is read from {API_KEY_VARIABLE})" if status == 401 else ""
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 @functools.cache
 def background_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all requests of this process. The first call starts its thread."""
+    """The event loop of all requests of this process, in a thread that the first call starts."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     atexit.register(lambda: block_on(close_kept_connections()))
@@ -73,8 +73,8 @@ def block_on(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def close_kept_connections() -> None:
-    """Those of the running loop, which makes no more requests."""
-    if connector := _kept.pop(asyncio.get_running_loop(), None):
+    """Close the kept connections of the running loop, after its last request."""
+    if connector := _connectors.pop(asyncio.get_running_loop(), None):
         await connector.close()
 
 
@@ -87,7 +87,7 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class WeightSpan(msgspec.Struct):
-    """Output tokens that were sampled by weights of one label."""
+    """Consecutive output tokens that were sampled by weights of one label."""
 
     version: str
     start: int
@@ -95,8 +95,8 @@ class WeightSpan(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """A completion as vLLM answers it. What else the answer has is not read: per token it has the
-    id and the log-prob twice, and parsing all of it takes several times as long."""
+    """A completion in vLLM's answer. Other fields are not parsed: the answer has the id and
+    log-prob of each token twice, and parsing all of it takes several times as long."""
 
     token_ids: list[int]
     logprobs: TokenLogprobs
@@ -112,16 +112,16 @@ _answers = msgspec.json.Decoder(_Answer)
 
 
 class VllmServer:
-    """One server. The coroutines run in the loop of their caller; the other methods block, and may
-    be called from any thread. All raise Unreachable or Refused, and KeyError, TypeError or
+    """Client of one server. Coroutines run in the loop of their caller; other methods block, and
+    may be called from any thread. All raise Unreachable or Refused, and KeyError, TypeError or
     ValueError for an answer that is not one of vLLM 0.32."""
 
     def __init__(
         self, url: str, run: str, log: Path | None = None, with_adapters: bool = False
     ) -> None:
-        """`run` identifies this run in weight labels, so that version 3 of another run is told
-        apart. `log` is the log file of a launched server. `with_adapters`, a version is an adapter
-        of LoRA with the label as its name."""
+        """`run` is the prefix of this run's weight labels, which tells its versions from those of
+        other runs. `log` is the log file of a launched server. With `with_adapters`, a version is a
+        LoRA adapter named by its label."""
         self.url = url.rstrip("/")
         self.log, self.with_adapters = log, with_adapters
         self.prefix = f"{run}/"
@@ -129,11 +129,10 @@ class VllmServer:
     async def request(
         self, method: str, path: str, body: Any, seconds: float | None, repeatable: bool = False
     ) -> bytes:
-        """The body of the answer. Without a time limit it waits until it is cancelled, which closes
-        the connection."""
-        # The server may close a kept connection at any moment, and the client then does not know
-        # whether the request was carried out. Those that must not be sent twice get a connection
-        # of their own.
+        """Send a request, and return the body of the answer. With `seconds` None it waits until it
+        is cancelled, which closes the connection."""
+        # A server may close a kept connection at any moment, and then it is unknown whether the
+        # request was carried out. Requests that must not be sent twice use a new connection.
         try:
             async with aiohttp.request(
                 method,
@@ -142,7 +141,7 @@ class VllmServer:
                 headers=_headers(),
                 timeout=aiohttp.ClientTimeout(total=seconds),
                 allow_redirects=False,
-                connector=_kept_connections() if repeatable else None,
+                connector=_kept_connector() if repeatable else None,
             ) as response:
                 answer = await response.read()
         except TimeoutError as error:
@@ -154,11 +153,11 @@ class VllmServer:
         return answer
 
     def get(self, path: str) -> Any:
-        """The JSON that it answers."""
+        """Return the JSON answer of a GET request."""
         return json.loads(block_on(self.request("GET", path, None, CONTROL_SECONDS)))
 
     def post(self, path: str, body: Any = None, seconds: float = CONTROL_SECONDS) -> bytes:
-        """What it answers."""
+        """Return the body of the answer to a POST request."""
         return block_on(self.request("POST", path, body, seconds))
 
     async def generate(
@@ -167,23 +166,24 @@ class VllmServer:
         stop_token_ids: Sequence[int],
         version: int | None = None,
     ) -> Choice:
-        """vLLM's answer to one request, without a time limit. Cancelling closes the connection, and
-        vLLM then aborts the request. An adapter is that of `version`, to the last token, on a base
-        whose label is any of this run. Raises msgspec.DecodeError or IndexError for an answer that
-        is not one of vLLM 0.32."""
+        """Sample one completion, without a time limit. Cancelling closes the connection, and vLLM
+        then aborts the request. With adapters, `version` samples all tokens, on a base with any
+        label of this run. Raises msgspec.DecodeError or IndexError if the answer is not that of
+        vLLM 0.32.
+        """
         body: dict[str, Any] = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
         if self.with_adapters:
-            assert version is not None, "it was sent to a server with a version"
+            assert version is not None, "a server that is used has a version"
             body["model"] = self.label(version)
         path = "/inference/v1/generate"
         try:
             answer = await self.request("POST", path, body, None, repeatable=True)
         except Refused as error:
             if self.with_adapters and error.status == HTTPStatus.NOT_FOUND:
-                raise Unreachable(f"it does not have its adapter: {error}") from error
+                raise Unreachable(f"it does not have the adapter: {error}") from error
             raise
         choice = _answers.decode(answer).choices[0]
         if self.with_adapters:
@@ -193,7 +193,7 @@ class VllmServer:
         return choice
 
     async def check_health(self, seconds: float) -> None:
-        """Returns if the server is healthy."""
+        """Raises Unreachable or Refused if the server is not healthy."""
         await self.request("GET", "/health", None, seconds)
 
     async def generated_tokens(self, seconds: float) -> float | None:
@@ -214,9 +214,9 @@ class VllmServer:
         return int(version) if label.startswith(self.prefix) and version.isdecimal() else None
 
     async def weight_label(self, seconds: float = CONTROL_SECONDS) -> str:
-        """The label of its current weights; "default" if none was set."""
+        """The label of the server's current weights; "default" if none was set."""
         answer = await self.request("GET", "/weight_info", None, seconds)
-        return _member(answer, "weight_version", "/weight_info")
+        return _json_value(answer, "weight_version", "/weight_info")
 
     def set_weight_label(self, label: str) -> None:
         self.post("/update_weight_version", {"new_version": label})
@@ -234,31 +234,31 @@ class VllmServer:
         self.post("/collective_rpc", body, seconds)
 
     def load_adapter(self, name: str, folder: str, seconds: float) -> None:
-        """Take the adapter in `folder`, a path on the server, for requests that name it."""
+        """Load the adapter in `folder`, a path on the server, for requests that name it."""
         body = {"lora_name": name, "lora_path": folder}
         _ = block_on(self.request("POST", "/v1/load_lora_adapter", body, seconds))
 
     def drop_cached_prompts(self) -> bool:
-        """Empty the prefix cache; frozen requests recompute their keys. True on success."""
+        """Empty the prefix cache; frozen requests are prefilled again. True on success."""
         path = "/reset_prefix_cache?reset_running_requests=true"
-        return _member(self.post(path), "success", path)
+        return _json_value(self.post(path), "success", path)
 
 
-def _member(answer: bytes, name: str, path: str) -> Any:
-    """A value of a JSON answer. Raises Unreachable where another program answers, as after a server
-    was lost and its port taken."""
+def _json_value(answer: bytes, name: str, path: str) -> Any:
+    """Read a value of a JSON answer. Raises Unreachable if another program answers, for example one
+    that took the port of a lost server."""
     try:
         return json.loads(answer)[name]
     except (ValueError, KeyError, TypeError) as error:
         raise Unreachable(f"its answer to {path} is not that of vLLM 0.32") from error
 
 
-def _kept_connections() -> aiohttp.TCPConnector:
-    """Of the running loop; any number."""
+def _kept_connector() -> aiohttp.TCPConnector:
+    """The connector of the running loop, without a limit on the number of connections."""
     loop = asyncio.get_running_loop()
-    if loop not in _kept:
-        _kept[loop] = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS)
-    return _kept[loop]
+    if loop not in _connectors:
+        _connectors[loop] = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+    return _connectors[loop]
 
 
 def _headers() -> dict[str, str]:
@@ -269,7 +269,7 @@ def _headers() -> dict[str, str]:
 
 def _error_message(answer: str) -> str:
     """The message of a vLLM error, or the answer itself, in one short line."""
-    # FastAPI's own errors, and those of what stands before the server, are shown as they are.
+    # Errors of FastAPI, and of a proxy before the server, are shown unchanged.
     with contextlib.suppress(ValueError, KeyError, TypeError):
         answer = str(json.loads(answer)["error"]["message"])
     return " ".join(answer.split())[:300]

@@ -1,10 +1,10 @@
 """The `vllm_server` sampler: vLLM servers over HTTP, given by URL or launched by the run.
 
 Every rank spreads its own requests over all servers. Rank 0 launches and validates the servers and
-brings them new weights (`push.py`); at every update the ranks agree on the servers in use. Requests
-in flight are frozen during an update and go on with the new weights (`pause` with mode keep). Of
-LoRA they get the adapter, under a name of its own for every version, and a request in flight keeps
-that which it began with.
+pushes new weights (`push.py`); at every update the ranks agree on the servers in use. Requests in
+flight are frozen during an update and continue with the new weights (`pause` with mode keep). With
+LoRA only adapters are pushed, named by their version, and a request in flight keeps the adapter
+that it began with.
 """
 
 import secrets
@@ -32,8 +32,8 @@ from grpo_replay.sampling.weight_files import AdapterTransfer, FolderTransfer
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 ADAPTERS_KEPT = 16
-"""Newest versions of the adapter that stay on disk in asynchronous runs, and in a server's memory:
-that of the oldest request in flight must be among them. In others one that ends may be there."""
+"""Newest adapter versions kept on disk and in a server's memory in asynchronous runs: the one of
+the oldest request in flight must be among them. Other runs keep two."""
 
 
 class VllmServerSampler:
@@ -45,15 +45,15 @@ class VllmServerSampler:
     pusher: WeightPush
 
     def __init__(self, opening: SamplerOpening) -> None:
-        """Use `open`."""
+        """Not for direct use: call `open`."""
         self._opening, self._comm = opening, opening.comm
         self._config = load_config(opening.model)
         self._kept = ADAPTERS_KEPT if opening.pushed_while_sampling else 2
         self._arguments = engine_arguments(
             opening.sampling, opening.model, opening.longest, opening.on_gpu, self._kept
         )
-        of_push = expected_adapters(opening.model)[0] if opening.with_adapters else None
-        self._expected = of_push or expected_weights(opening.model)
+        adapters = expected_adapters(opening.model)[0] if opening.with_adapters else None
+        self._expected = adapters or expected_weights(opening.model)
         self._launched: Sequence[LaunchedServer] = ()
         self._files: FolderTransfer | None = None  # on rank 0
         self._weights = WeightState()
@@ -62,8 +62,8 @@ class VllmServerSampler:
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "VllmServerSampler":
-        """A sampler whose servers are up, match the recipe and hold the opening's weights. Of
-        those given by URL one must be there, the others may come later. Collective.
+        """Open a sampler whose servers run, match the recipe and have the opening's weights. Of
+        servers given by URL only one must be reachable; others may come later. Collective.
 
         Raises RecipeError for settings that contradict each other or the model, SamplerError for a
         server that cannot be launched or reached, or does not match the recipe.
@@ -86,24 +86,24 @@ class VllmServerSampler:
     def check(
         cls, opening: SamplerOpening, ranks: int, ranks_here: int, elsewhere: bool = False
     ) -> None:
-        """Raises what `open` would raise of servers given by URL; of those that it launches, what
-        it would raise of the machines of the `ranks`, and of ports and GPUs beside `ranks_here` on
-        this machine, unless that is `elsewhere`. Collective."""
+        """Raises the errors that `open` would raise: for servers given by URL all of them; for
+        launched servers those about the machines of the `ranks`, and unless the run is `elsewhere`
+        those about ports and GPUs beside `ranks_here` on this machine. Collective."""
         sampler, sampling = cls(opening), opening.sampling
 
-        def look() -> None:
+        def check_machine() -> None:
             refuse_ranks_elsewhere(sampling.servers.launch, ranks_here, ranks)
             if not elsewhere:
                 devices_of_servers(sampling, ranks_here, opening.on_gpu)
 
         if sampling.servers.launch:
-            run_on_main(opening.comm, look)
+            run_on_main(opening.comm, check_machine)
         else:
             sampler._connect()
             run_on_main(opening.comm, sampler._check_servers)
 
     def _open_resources(self) -> None:
-        """On rank 0 only: open the weight transfer and launch servers, without waiting for them."""
+        """Open the weight transfer and launch servers, on rank 0 and without waiting for them."""
         opening, settings = self._opening, self._opening.sampling.servers
         if not self._comm.is_main:
             return
@@ -120,8 +120,8 @@ class VllmServerSampler:
     def _connect(self) -> None:
         """Create a client for every server, on every rank."""
         settings = self._opening.sampling.servers
-        own = {each.url: str(each.log) for each in self._launched}
-        logs = self._comm.broadcast(own or dict.fromkeys(settings.urls))
+        launched = {server.url: str(server.log) for server in self._launched}
+        logs = self._comm.broadcast(launched or dict.fromkeys(settings.urls))
         run = self._comm.broadcast(secrets.token_hex(4))
         adapters = self._opening.with_adapters
         servers = [
@@ -130,7 +130,7 @@ class VllmServerSampler:
         self.servers = Servers(servers, settings, self._comm.world_size)
 
     def _check_servers(self) -> None:
-        """Wait for launched servers, and validate all of them; on rank 0 only."""
+        """Wait for launched servers, and validate all servers. Called on rank 0 only."""
         if self._launched:
             wait_until_healthy(self._launched, self.servers.all)
         for server in self.servers.all:
@@ -138,13 +138,13 @@ class VllmServerSampler:
                 self._check_server(server)
             except Unreachable as error:
                 self.servers.lose(server, str(error))
-        self.servers.refuse_none()
+        self.servers.refuse_all_lost()
 
     def _check_server(self, server: VllmServer) -> None:
         check_server(server, self._config, self._arguments)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        """Completions as they finish, exactly one for each request, all sampled by
+        """Yield completions as they finish, exactly one for each request, all sampled by
         `policy_version`.
 
         A failed request is retried, on another server if there is one. Raises RecipeError for a
@@ -160,10 +160,10 @@ class VllmServerSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights, or the adapter, on all servers. Collective.
 
-        A server that does not confirm the new version is lost; if it was the last one, what is
-        sampled next raises ServersLost. If the tensors do not fit the model, raises SamplerError on
-        the rank concerned and PeerFailure on the others, before any server has them. Raises
-        SamplerError if `version` does not increase.
+        A server that does not confirm the new version is lost; after the last one is lost, the next
+        sampling raises ServersLost. If the tensors do not fit the model, raises SamplerError on
+        that rank and PeerFailure on others, before any server gets them. Raises SamplerError if
+        `version` does not increase.
         """
         self._weights.begin(version, self.policy_version)
         self.pusher.push(named_tensors, version)
@@ -171,7 +171,7 @@ class VllmServerSampler:
         self.policy_version = version
 
     def sleep(self, keep_weights: bool = True) -> None:
-        """Frees nothing: the servers run on their own devices."""
+        """Free nothing: the servers run on their own devices."""
         if not keep_weights:
             self._weights.discard()
 

@@ -1,4 +1,4 @@
-"""vLLM servers that the run launches on its machine, and stops when it ends."""
+"""Launches vLLM servers on the machine of a run, and stops them when it ends."""
 
 import contextlib
 import json
@@ -40,10 +40,10 @@ LOG_LINES = 15
 POLL_SECONDS = 0.3
 STOP_SECONDS = 20.0
 PORT_SECONDS = 8.0
-"""A server of a run that was just killed has its port for as long as `guard` gives it to end."""
+"""Maximum wait for a port, which the server of a killed run keeps until `guard` ends it."""
 START_SECONDS = 1800.0
-"""Longest time until a launched server is ready: a large model's reads its weights, compiles and
-captures graphs. One that ends before is noticed at once."""
+"""Maximum time until a launched server is ready: with a large model it reads weights, compiles and
+captures graphs. A server that ends earlier is noticed at once."""
 
 TRAINER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
@@ -67,13 +67,13 @@ class LaunchedServer:
             self.guard.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.guard.wait(STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):  # the guard has ended the others
+        with contextlib.suppress(ProcessLookupError):  # the guard has ended the group
             os.killpg(self.guard.pid, signal.SIGKILL)
         self.guard.wait()
 
 
 def log_tail(log: Path) -> str:
-    """The place of a log, and its last lines."""
+    """The path and the last lines of a log, for messages."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.splitlines()
     return "\n".join([f"its log is {log}:", *lines[-LOG_LINES:]])
@@ -83,11 +83,11 @@ def launch_servers(
     sampling: SamplingSection, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
 ) -> list[LaunchedServer]:
     """Start `sampling.servers.launch` servers on consecutive ports, without waiting for them.
-    Raises what `refuse_ranks_elsewhere` and `devices_of_servers` raise."""
+    Raises the errors of `refuse_ranks_elsewhere` and `devices_of_servers`."""
     settings, environment = sampling.servers, rank_environment()
-    here, everywhere = environment.local_world_size, environment.world_size
-    refuse_ranks_elsewhere(settings.launch, here, everywhere)
-    devices = devices_of_servers(sampling, here, on_gpu)
+    ranks_here = environment.local_world_size
+    refuse_ranks_elsewhere(settings.launch, ranks_here, environment.world_size)
+    devices = devices_of_servers(sampling, ranks_here, on_gpu)
     folder = log_folder or Path(tempfile.mkdtemp(prefix="grpo-replay-servers-"))
     folder.mkdir(parents=True, exist_ok=True)
     return [
@@ -103,7 +103,7 @@ def launch_servers(
 
 
 def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[str]:
-    """The command line of a server with these EngineArgs."""
+    """The command line of a server with the EngineArgs `arguments`."""
     command = [sys.executable, *PYTHON_MODULE, "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -123,8 +123,9 @@ def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[s
 def devices_of_servers(
     sampling: SamplingSection, ranks_here: int, on_gpu: bool
 ) -> Sequence[str | None]:
-    """`server_devices` on this machine; None for each server on a CPU. Raises SamplerError if a
-    port is taken, RecipeError if there are not enough GPUs besides those of the ranks here."""
+    """CUDA_VISIBLE_DEVICES of each server on this machine (`server_devices`); None on a CPU. Raises
+    SamplerError if a port is taken, RecipeError without enough GPUs beside those of the ranks here.
+    """
     launch, size = sampling.servers.launch, sampling.vllm.tensor_parallel_size
     for port in _ports(sampling.servers):
         _refuse_taken_port(sampling.servers.host, port)
@@ -157,15 +158,15 @@ def server_devices(
 def wait_until_healthy(
     launched: Sequence[LaunchedServer], clients: Sequence[VllmServer], limit: float = START_SECONDS
 ) -> None:
-    """Wait for the servers, whose clients are in the same order. Raises SamplerError with the end
-    of its log when one exits, or when the time is up."""
+    """Wait until the servers are healthy; `clients` are in the same order. Raises SamplerError with
+    the end of the log if a server exits, or after `limit` seconds."""
     deadline = time.monotonic() + limit
     for server, client in zip(launched, clients, strict=True):
         while not _is_healthy(client):
             if server.exited() or time.monotonic() > deadline:
-                how = "ended before" if server.exited() else f"took more than {limit:g} s until"
+                reason = "ended before" if server.exited() else f"took more than {limit:g} s until"
                 raise SamplerError(
-                    f"the vLLM server at {server.url} {how} it was ready; {log_tail(server.log)}"
+                    f"the vLLM server at {server.url} {reason} it was ready; {log_tail(server.log)}"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -233,7 +234,7 @@ def _ports(settings: ServersSection) -> range:
 
 def _refuse_taken_port(host: str, port: int) -> None:
     deadline = time.monotonic() + PORT_SECONDS
-    while problem := _why_not_bound(host, port):
+    while problem := _bind_problem(host, port):
         if time.monotonic() > deadline:
             raise SamplerError(
                 f"cannot launch a vLLM server on {host}:{port}: {problem}; set "
@@ -242,7 +243,8 @@ def _refuse_taken_port(host: str, port: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _why_not_bound(host: str, port: int) -> str | None:
+def _bind_problem(host: str, port: int) -> str | None:
+    """Why the port cannot be bound; None if it can."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

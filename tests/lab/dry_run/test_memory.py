@@ -36,7 +36,7 @@ from grpo_replay.lab.dry_run.trace import (
     trace,
 )
 from grpo_replay.recipe import load_recipe
-from grpo_replay.sampling.decode_ways import RowLayer
+from grpo_replay.sampling.decode_modes import RowLayer
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
 from grpo_replay.training.disk_room import GIB, checkpoint_size
 

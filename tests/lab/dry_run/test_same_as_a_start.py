@@ -222,7 +222,7 @@ def test_of_servers_whose_port_is_taken(launching, tmp_path):
 def test_launched_servers_need_gpus_beside_the_ranks(launching, monkeypatch):
     monkeypatch.setattr(server_process, "_refuse_taken_port", lambda *_: None)
     recipe = load_recipe("tiny", launching)
-    opened = replace(SamplerOpening.of(recipe, recipe.model.path, Comm()), on_gpu=True)
+    opened = replace(SamplerOpening.from_recipe(recipe, recipe.model.path, Comm()), on_gpu=True)
     with pytest.raises(RecipeError, match="needs 2 GPUs in addition to the 1"):
         VllmServerSampler.check(opened, ranks=1, ranks_here=1)
 

@@ -38,7 +38,7 @@ def sampler(tied: Policy, tmp_path_factory) -> Iterator[VllmServerSampler]:
     logs = tmp_path_factory.mktemp("logs")
     (server,) = launch(foreign.folder, logs, 1, LORA, max_completion_length=LONGEST)
     recipe = lora_recipe(tied, backend="vllm_server", servers={"urls": [server.url]})
-    opening = SamplerOpening.of(recipe, str(tied.folder), Comm())
+    opening = SamplerOpening.from_recipe(recipe, str(tied.folder), Comm())
     sampler = VllmServerSampler.open(replace(opening, pushed_while_sampling=True))
     yield sampler
     sampler.close()

@@ -1,17 +1,18 @@
-"""How the `hf` sampler decodes a model: the first way that gives the model's own log-probs.
+"""The modes in which the `hf` sampler can decode a model, and the choice of the first that gives
+the model's own log-probs.
 
-The fastest way has its own cache and attention, for models whose every layer attends to all tokens.
-Others decode with transformers' cache classes: with padded prompts where all that moves between
-positions is attention, else (states of convolutions and recurrent layers would run over padding)
-with prompts of one length at a time. No list of what models do is complete, so a way is tried out.
+The fastest mode uses a cache and an attention of this file, for models whose layers all attend to
+all tokens. Others use transformers' cache classes: with padded prompts if only attention moves
+information between positions, else with prompts of equal length, because the states of convolutions
+and recurrent layers would run over padding. No list of models is complete, so modes are tried out.
 
-`RowCache` has one buffer per layer, which finished rows leave. It replaces transformers'
-DynamicCache, which copies all keys and values for every token. `OwnCache` has transformers' own
+`RowCache` has one buffer per layer, from which finished rows are removed. It replaces transformers'
+DynamicCache, which copies all keys and values for every token. `HfCache` has transformers' own
 layers, for models with sliding windows or states.
 
 With grouped queries and a padding mask, transformers repeats keys and values for every query head.
-When decoding there is one query token, which attends to all keys, so the query heads of a group can
-be passed as query positions instead: the result is the same, and the cache is not copied.
+Decoding has one query token, which attends to all keys, so the query heads of a group are passed as
+query positions instead: the result is the same, and the cache is not copied.
 """
 
 import inspect
@@ -91,8 +92,8 @@ class RowCache(Cache):
             layer.move_rows(targets, sources, rows)
 
 
-class OwnCache(DynamicCache):
-    """The layers that transformers gives a model of this configuration."""
+class HfCache(DynamicCache):
+    """A cache of the layer classes that transformers chooses for a model's configuration."""
 
     def move_rows(self, targets: torch.Tensor, sources: torch.Tensor, rows: int) -> None:
         """Copy row `sources[i]` over row `targets[i]`, then keep the first `rows`."""
@@ -116,7 +117,7 @@ def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, roo
 
 
 DECODE_ATTENTION = "grpo_replay_decode"
-"""What `model.set_attn_implementation` takes."""
+"""Name of `decode_attention` for `model.set_attn_implementation`."""
 
 
 def decode_attention(
@@ -152,18 +153,19 @@ AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 logger = logging.getLogger(__name__)
 
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
-"""Arguments of a forward pass that take a cache; transformers 5.24 renamed the first."""
+"""Names of a forward pass's argument for a cache; transformers 5.24 renamed the first."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeWay:
-    """`own_cache`: transformers' cache classes; `padded`: prompts of several lengths in one batch;
-    `takes`: arguments of the model's forward pass."""
+class DecodeMode:
+    """How a model is decoded. `hf_cache`: with transformers' cache classes. `padded`: a batch may
+    have prompts of several lengths. `forward_arguments`: names of the arguments of the model's
+    forward pass."""
 
     attention: str
-    own_cache: bool
+    hf_cache: bool
     padded: bool
-    takes: frozenset[str]
+    forward_arguments: frozenset[str]
 
     def inputs(
         self,
@@ -172,32 +174,32 @@ class DecodeWay:
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """Arguments of a forward pass."""
-        cache_name = next(name for name in CACHE_NAMES if name in self.takes)
-        given: dict[str, Any] = {"input_ids": input_ids, cache_name: cache, "use_cache": True}
-        if "position_ids" in self.takes:
-            given["position_ids"] = position_ids
+        """The arguments of a forward pass, by name."""
+        cache_name = next(name for name in CACHE_NAMES if name in self.forward_arguments)
+        arguments: dict[str, Any] = {"input_ids": input_ids, cache_name: cache, "use_cache": True}
+        if "position_ids" in self.forward_arguments:
+            arguments["position_ids"] = position_ids
         if attention_mask is not None:
-            given["attention_mask"] = attention_mask
-        return given
+            arguments["attention_mask"] = attention_mask
+        return arguments
 
 
-def decode_ways(model: PreTrainedModel) -> list[DecodeWay]:
-    """The ways that may decode a model rightly, fastest first."""
-    takes = frozenset(inspect.signature(model.forward).parameters)
-    if not takes.intersection(CACHE_NAMES):
+def decode_modes(model: PreTrainedModel) -> list[DecodeMode]:
+    """The modes that may decode a model correctly, fastest first; empty without a cache."""
+    names = frozenset(inspect.signature(model.forward).parameters)
+    if not names.intersection(CACHE_NAMES):
         return []
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    layer_types = {type(layer) for layer in DynamicCache(config=model.config).layers}
     fused = model._supports_sdpa and not caps_scores(model.config)
-    ways = []
-    if kinds == {DynamicLayer}:
+    modes = []
+    if layer_types == {DynamicLayer}:
         attention = DECODE_ATTENTION if fused else "eager"
-        ways.append(DecodeWay(attention, own_cache=False, padded=True, takes=takes))
+        modes.append(DecodeMode(attention, hf_cache=False, padded=True, forward_arguments=names))
     attention = "sdpa" if fused else "eager"
-    if kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        ways.append(DecodeWay(attention, own_cache=True, padded=True, takes=takes))
-    ways.append(DecodeWay(attention, own_cache=True, padded=False, takes=takes))
-    return ways
+    if layer_types <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        modes.append(DecodeMode(attention, hf_cache=True, padded=True, forward_arguments=names))
+    modes.append(DecodeMode(attention, hf_cache=True, padded=False, forward_arguments=names))
+    return modes
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
@@ -205,37 +207,36 @@ def caps_scores(config: PreTrainedConfig) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
-class WayFailed(Exception):
-    """The code of a model failed in a way of decoding; the cause says how."""
+class DecodeFailed(Exception):
+    """The code of a model raised an error in a decode mode; `__cause__` is that error."""
 
 
 @contextmanager
-def code_of_model() -> Iterator[None]:
-    """Around calls into the code of a model and its cache: WayFailed for what these raise, but for
-    a lack of memory. Errors elsewhere in a trial are errors of this package."""
+def model_code() -> Iterator[None]:
+    """Turn errors of the enclosed calls, into a model and its cache, into DecodeFailed, except a
+    lack of memory. Errors elsewhere in a trial are bugs of this package, and not caught."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise WayFailed from error
+        raise DecodeFailed from error
 
 
-def first_that_works(
-    model: PreTrainedModel, gives_own_logprobs: Callable[[DecodeWay], bool]
-) -> DecodeWay:
-    """The first way for which `gives_own_logprobs`; the model then has its attention.
-
+def first_working_mode(
+    model: PreTrainedModel, matches_forward_pass: Callable[[DecodeMode], bool]
+) -> DecodeMode:
+    """Return the first mode for which `matches_forward_pass`, and set its attention in the model.
     Raises ModelError if there is none."""
-    for way in decode_ways(model):
+    for mode in decode_modes(model):
         try:
-            with code_of_model():
-                model.set_attn_implementation(way.attention)
-            if gives_own_logprobs(way):
-                return way
-        except WayFailed as failure:
+            with model_code():
+                model.set_attn_implementation(mode.attention)
+            if matches_forward_pass(mode):
+                return mode
+        except DecodeFailed as failure:
             kind, why = model.config.model_type, failure.__cause__
-            logger.debug("%s cannot be decoded with %s: %r", kind, way, why)
+            logger.debug("%s cannot be decoded with %s: %r", kind, mode, why)
     raise ModelError(
         f"sampling.backend hf: it cannot decode a model of type {model.config.model_type} with a "
         "cache of transformers and get the log-probs of the model; use sampling.backend vllm"
