@@ -62,10 +62,7 @@ class Steps:
         return self.rows[self._context.size.not_timed :]
 
     def summarise(self) -> None:
-        context, record, timed = self._context, self._context.record, self.timed
-        if context.sampler == "vllm":
-            eager = vllm_settings(context)["enforce_eager"]
-            record.figure("vLLM", "eager" if eager else "compiled, with CUDA graphs")
+        record, timed = self._context.record, self.timed
         record.check("steps were timed", bool(timed), len(self.rows))
         for name, of in (
             ("seconds of a step", "seconds"),
@@ -78,6 +75,7 @@ class Steps:
 
 def ours(context: Context, name: str) -> None:
     recipe = our_recipe(context, task_named(context, name), *LIKE_TRL)
+    record_vllm(context)
     steps = Steps(context)
     parts = ("generation", "logprob", "training", "sync")
     train(recipe, context.work / f"ours-{name}", lambda metrics: steps.end(
@@ -85,6 +83,13 @@ def ours(context: Context, name: str) -> None:
         **{part: metrics[f"cost/{part}_seconds"] for part in parts},
     ))  # fmt: skip
     steps.summarise()
+
+
+def record_vllm(context: Context) -> None:
+    """Which of two very different speeds of generation was measured."""
+    if context.sampler == "vllm":
+        eager = vllm_settings(context)["enforce_eager"]
+        context.record.figure("vLLM", "eager" if eager else "compiled, with CUDA graphs")
 
 
 def train(recipe: Any, folder: Path, on_step: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -104,6 +109,7 @@ def trl(context: Context, name: str) -> None:
     from trl import GRPOTrainer
 
     steps = Steps(context)
+    record_vllm(context)
     trl_trainer(context, task_named(context, name), steps, GRPOTrainer).train()
     steps.summarise()
 
