@@ -32,6 +32,8 @@ from grpo_replay.integrations.host import (
     replay_settings,
 )
 from grpo_replay.integrations.host_rows import hash_of
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.types import RolloutOutcome
 
@@ -134,6 +136,7 @@ def test_in_shadow_the_cost_ratio_counts_all_rows_that_the_host_trains_on(tmp_pa
         found = run.record(run.step(groups), None, {"generation": 2.0, "training": 1.0})
         assert found["cost/trained_rollouts"] == survivors
         assert found["cost/mu"] == pytest.approx(2.0)
+    assert measured_mu(open_source(tmp_path).metrics) == pytest.approx(2.0), "as plan has it"
 
 
 def test_the_end_says_what_replay_took_or_in_shadow_would_take(tmp_path, capsys):

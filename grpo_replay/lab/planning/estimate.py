@@ -76,10 +76,20 @@ def measured_mu(metrics: Sequence[Mapping[str, Any]]) -> float | None:
     names = ("cost/generation_seconds", "cost/generated_rollouts", "cost/training_seconds",
              "cost/trained_rollouts")  # fmt: skip
     lines = [line for line in metrics if all(line.get(name) is not None for name in names)]
-    generation, generated, training, trained = (sum(line[name] for line in lines) for name in names)
+    generation, generated, training, _ = (sum(line[name] for line in lines) for name in names)
+    trained = sum(map(_updated_rows, lines))
     if min(generation, generated, training, trained) <= 0:
         return None
     return (generation / generated) / (training / trained)
+
+
+def _updated_rows(line: Mapping[str, Any]) -> int:
+    """Rows of the updates of a step: those that its μ is of. A host in shadow trains on its own
+    batch, also on rollouts that replay drops."""
+    mu, generation = line.get("cost/mu"), line["cost/generation_seconds"]
+    if mu is None or not generation:
+        return line["cost/trained_rollouts"]
+    return round(mu * line["cost/training_seconds"] * line["cost/generated_rollouts"] / generation)
 
 
 def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[Point, ...]:
