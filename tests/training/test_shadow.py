@@ -169,6 +169,8 @@ def test_the_files_of_a_run_in_shadow_are_verified_and_inspected(tmp_path, in_sh
     assert max(outcomes_by_age(source)) >= 3
     found = what_if(source, ["max_age_steps=1"])
     assert found.same["age_mean"] > 1.2 > found.changed["age_mean"] == 1.0
+    assert [*found.changes] == ["max_age_steps"]
+    assert "shadow" not in what_if(source, ["preset=fifo"]).changes  # which keeps equal groups
 
 
 def test_verification_finds_an_outcome_that_a_probe_did_not_measure(tmp_path, in_shadow):

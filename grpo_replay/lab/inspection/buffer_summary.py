@@ -178,8 +178,9 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
         )
     worst = max(clipped, key=lambda age: clipped[age], default=0)
     if clipped and clipped[worst] > HIGH_CLIP_FRACTION:
+        are = "would be" if settings["shadow"] else "are"
         yield (
-            f"At age {worst}, {clipped[worst]:.1%} of the replayed tokens are clipped and have no "
-            "gradient: the bias of replay grows with staleness times rate. Lower "
+            f"At age {worst}, {clipped[worst]:.1%} of the replayed tokens {are} clipped and have "
+            "no gradient: the bias of replay grows with staleness times rate. Lower "
             "optimizer.learning_rate or replay.max_age_steps."
         )

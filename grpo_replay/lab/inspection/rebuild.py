@@ -105,12 +105,14 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
             f"{source.path}: --what-if replays the rollout log of a run; give a run directory with "
             "recipe.yaml and rollouts/"
         )
-    changed = changed_recipe(recipe, changes)
+    replay = recipe.replay.model_copy(update={"shadow": False})  # both are simulated outside it
+    own = recipe.model_copy(update={"replay": replay})
+    changed = changed_recipe(own, changes)
     log, draws = read_log_and_draws(source)
     refuse_longer_age_limit(log, recipe.replay.max_age_steps, changed.replay.max_age_steps)
-    plan = [(simulated, seed) for simulated in (recipe, changed) for seed in range(REPEATS)]
+    plan = [(simulated, seed) for simulated in (own, changed) for seed in range(REPEATS)]
     results = [simulate(log, *pair) for pair in tracked(plan, "replaying the log")]
-    before, after = (settings.replay.model_dump(mode="json") for settings in (recipe, changed))
+    before, after = (settings.replay.model_dump(mode="json") for settings in (own, changed))
     # As logged: the rollouts trained on as fresh, and every draw in the log.
     fresh = np.flatnonzero(log.kept & recipe.replay.trains_on_all_fresh(log.logged_step))
     replayed = draws_of_stored(draws, recipe.replay)
