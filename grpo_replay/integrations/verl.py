@@ -3,19 +3,17 @@
     python -m grpo_replay.integrations.verl WORDS trainer.v1.trainer_mode=replay \\
         +trainer.v1.replay.preset=ours +trainer.v1.replay.ratio=0.5
 
-in place of `python -m verl.trainer.main_ppo WORDS`.
-
-With the log-probs of a row's birth as its `old_log_probs`, verl's loss is the off-policy loss of
-paper A. So only the batch of `_update_actor` changes: its rows go through the buffer, and what that
-returns is put into a partition of TransferQueue of its own. The caller keeps the fresh batch, for
-verl's metrics, dumps and clean-up. A step of the buffer is a call of `_update_actor`. With preset
-`grpo` or ratio 0 every method is verl's.
+in place of `python -m verl.trainer.main_ppo WORDS`. With the log-probs of a row's birth as its
+`old_log_probs`, verl's loss is the off-policy loss of paper A. So only the batch of `_update_actor`
+changes: the buffer takes its rows, and the composed batch that the buffer returns is put into a
+separate partition of TransferQueue. The caller keeps the fresh batch, for verl's metrics, dumps and
+clean-up. A step of the buffer is a call of `_update_actor`. With preset `grpo` or ratio 0 every
+method is verl's.
 """
 
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -38,37 +36,34 @@ from grpo_replay.errors import GrpoReplayError, UsageError
 from grpo_replay.integrations import verl_rows
 from grpo_replay.integrations.host import HostRun, HostStep, HostWords, Row, replay_settings
 from grpo_replay.recipe import ReplayConfig
+from grpo_replay.training.rollout_source import Stopwatch
 from grpo_replay.types import Rollout, RolloutOutcome
 
 TESTED = "0.9.1"
 MODE = "replay"
-"""`trainer.v1.trainer_mode`, the section of the settings, and the partition of composed batches."""
+"""Name of the trainer mode, of the settings in `trainer.v1`, and of the partition for batches."""
 HOST_MODES = ("sync", "colocate_async", "separate_async")
 AGGREGATIONS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum-norm": "constant",
 }  # fmt: skip
-"""verl's `loss_agg_mode` that a recipe has."""
+"""`loss.aggregation` of a recipe by verl's `loss_agg_mode`; others have no equivalent."""
 TIMERS = {"generation": ["gen"], "reward": ["reward"], "logprob": ["old_log_prob", "ref"]}
-"""verl's timers before the update, by stage."""
+"""verl's timers of the stages before the update."""
 _Host: Any = object  # a PPOTrainer, for the type checker
 
 
-# The configuration
-
-
 def settings_of(config: Any) -> tuple[ReplayConfig, str]:
-    """The settings of `trainer.v1.replay`, and the mode of verl that replay runs in. Raises
-    RecipeError and UsageError."""
-    given: Any = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create())
-    host_mode = given.pop("host_mode", "sync")
+    """Read `trainer.v1.replay`: settings and host mode. Raises RecipeError and UsageError."""
+    keys: Any = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create())
+    host_mode = keys.pop("host_mode", "sync")
     if host_mode not in HOST_MODES:
         raise UsageError(f"trainer.v1.replay.host_mode={host_mode}: expected one of {HOST_MODES}")
-    return replay_settings(given, "trainer.v1.replay"), host_mode
+    return replay_settings(keys, "trainer.v1.replay"), host_mode
 
 
 def check(config: Any) -> None:
-    """Raises UsageError, RecipeError or OutputDirectoryError for what replay cannot do in verl."""
+    """Raise UsageError, RecipeError or OutputDirectoryError for what replay cannot do in verl."""
     if (mode := config.trainer.v1.trainer_mode) != MODE:
         raise UsageError(f"trainer.v1.trainer_mode={mode}: set {MODE}, or start verl's main_ppo")
     settings, _ = settings_of(config)
@@ -79,9 +74,9 @@ def check(config: Any) -> None:
 
 
 def _problems(config: Any, settings: ReplayConfig) -> Iterator[str]:
-    """Settings of verl under which replay would be wrong, and what to set."""
-    if (found := version("verl")) != TESTED:
-        yield f"verl {found} is installed, and private methods differ: install verl=={TESTED}"
+    """Yields the settings of verl under which replay would be wrong, and what to set instead."""
+    if (installed := version("verl")) != TESTED:
+        yield f"verl {installed} is installed, and private methods differ: install verl=={TESTED}"
     if not config.trainer.use_v1:
         yield "trainer.use_v1=False is another trainer: set True"
     if not settings.replays:
@@ -113,7 +108,7 @@ WORDS = HostWords(
 
 
 def new_run(config: Any, steps: int | None) -> HostRun:
-    """The buffer and the files of a run of `steps` steps of verl; None if that is not known yet."""
+    """Make the buffer and the files of a run of `steps` steps of verl; None: not known yet."""
     settings, host_mode = settings_of(config)
     folder = Path(config.trainer.default_local_dir).absolute()
     group_size = config.actor_rollout_ref.rollout.n
@@ -124,7 +119,7 @@ def new_run(config: Any, steps: int | None) -> HostRun:
 
 
 def sections_of(config: Any, host_mode: str, steps: int) -> dict[str, Any]:
-    """The recipe of a run of `steps` steps of verl, as far as known."""
+    """The recipe of a run of `steps` steps of verl, as far as it is known."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     low, high = verl_rows.clip_range(actor)
     loss = {"epsilon": low, "epsilon_high": high, "dual_clip": actor.clip_ratio_c}
@@ -150,20 +145,16 @@ def sections_of(config: Any, host_mode: str, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The trainer
-
-
 class ReplayMixin(_Host):
-    """Replay for a trainer of verl; it stands first: `class Mine(ReplayMixin, PPOTrainerSync)`."""
+    """Adds replay to a trainer of verl; put it first: `class Mine(ReplayMixin, PPOTrainerSync)`."""
 
     def __init__(self, config: Any) -> None:
         self.replay, self._host_mode = settings_of(config)
         config.trainer.v1.trainer_mode = self._host_mode  # verl often asks whether it is "sync"
         super().__init__(config)
-        self._sizes: dict[str, Any] = {}  # of the composed batch
         self._outcomes: dict[int, RolloutOutcome] | None = None
-        self._timed: dict[str, float] = {}  # in this step of verl, by its earlier updates
-        self._sync_seconds, self._ended = 0.0, time.perf_counter()
+        self._counted: dict[str, float] = {}  # seconds that earlier updates of this step logged
+        self._sync_seconds = 0.0
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
@@ -177,11 +168,11 @@ class ReplayMixin(_Host):
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
             self.actor_rollout_wg.set_loss_fn(partial(verl_rows.loss_with_outcomes, actor))
             update = self.actor_rollout_wg.update_actor
-            self.actor_rollout_wg.update_actor = partial(self._with_own_sizes, update)
+            self.actor_rollout_wg.update_actor = partial(self._update_with_sizes, update)
 
-    def _with_own_sizes(self, update: Any, batch: Any) -> Any:
-        """verl takes the sizes of its configuration just before this call."""
-        batch.extra_info.update(self._sizes)
+    def _update_with_sizes(self, update: Any, batch: Any) -> Any:
+        """Call `update` with the sizes of the composed batch in place of the configured ones."""
+        batch.extra_info.update(self._batch_sizes)
         metrics = update(batch)["metrics"]
         self._outcomes = verl_rows.outcomes_by_row(metrics.pop(verl_rows.OUTCOMES))
         return {"metrics": metrics}
@@ -189,68 +180,68 @@ class ReplayMixin(_Host):
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if not self.replay.replays:
             return super()._update_actor(batch, metrics)
-        seconds, began = self._seconds_before(), time.perf_counter()
-        step = self.run.step(self._groups(batch))
-        probe = self._score(step.probed) if step.probed else {}
-        if self.replay.shadow:
-            seconds["shadow"] = time.perf_counter() - began
-        began, self._outcomes = time.perf_counter(), None
-        if self.replay.shadow:
-            super()._update_actor(batch, metrics)
-        elif step.rollouts:
-            self._train(step, batch, metrics)
-        seconds["training"] = time.perf_counter() - began
-        whole, self._ended = time.perf_counter() - self._ended, time.perf_counter()
-        seconds |= {"step": whole, "other": max(0.0, whole - sum(seconds.values()))}
-        found = self.run.record(step, self._outcomes, seconds, probe)
-        metrics.update({name: value for name, value in found.items() if value is not None})
+        self._clock.seconds |= self._stage_seconds()
+        self._outcomes, probe = None, {}
+        with self._clock.stage("shadow") if self.replay.shadow else nullcontext():
+            step = self.run.step(self._groups(batch))
+            if step.probed:
+                probe = self._score(step.probed)
+        with self._clock.stage("training"):
+            if self.replay.shadow:
+                super()._update_actor(batch, metrics)
+            elif step.rollouts:
+                self._train(step, batch, metrics)
+        seconds = self._clock.read()
+        if self._host_mode != "sync":
+            del seconds["generation"]  # not known
+        self._clock.restart()
+        logged = self.run.record(step, self._outcomes, seconds, probe)
+        metrics.update({name: value for name, value in logged.items() if value is not None})
         return batch
 
     def _groups(self, batch: Any) -> list[list[Row]]:
         tagged = zip(batch.keys, batch.tags, strict=True)
         keys = [key for key, tag in tagged if not tag.get("is_padding")]
-        fields = [*verl_rows.FIELDS]  # it returns those that there are
-        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=fields)
+        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=[*verl_rows.FIELDS])
         decode, end = self.tokenizer.decode, self.tokenizer.eos_token_id
         return verl_rows.groups_of(keys, data, self.config.actor_rollout_ref.rollout.n, decode, end)
 
     def _train(self, step: HostStep, batch: Any, metrics: dict[str, Any]) -> None:
-        """verl's update with the rows of the step, in as many mini-batches as without replay."""
+        """Run verl's update on the rows of the step, in as many mini-batches as without replay."""
         actor, rollouts = self.config.actor_rollout_ref.actor, step.rollouts
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
         split = self.run.buffer.split(step.batch, -(-prompts // actor.ppo_mini_batch_size))
         micro_batch, info = actor.ppo_micro_batch_size_per_gpu, dict(batch.extra_info)
-        with self._composed(rollouts, split, micro_batch, info) as (composed, size):
-            self._sizes = {
+        with self._composed_batch(rollouts, split, micro_batch, info) as (composed, size):
+            self._batch_sizes = {
                 "mini_batch_size": size,
-                "global_batch_size": len(rollouts) / len(split),  # every row has one weight
-                "dataloader_kwargs": {"shuffle": False},  # the split is random
+                "global_batch_size": len(rollouts) / len(split),  # gives all rows one weight
+                "dataloader_kwargs": {"shuffle": False},  # the split is random already
             }
             super()._update_actor(composed, metrics)
 
     def _score(self, probed: Mapping[int, Rollout]) -> dict[int, RolloutOutcome]:
-        """The outcomes that drawn rollouts would have in an update now, by index in the draw: with
-        verl's log-probs of the present policy."""
+        """Compute the outcomes of drawn rollouts in an update now, by index in the draw."""
         config, rollouts = self.config.actor_rollout_ref, [*probed.values()]
         split, info = [np.arange(len(probed))], {"compute_loss": False, "calculate_entropy": False}
         info["temperature"] = config.rollout.temperature
         micro_batch = config.rollout.log_prob_micro_batch_size_per_gpu
-        with self._composed(rollouts, split, micro_batch, info) as (composed, _):
+        with self._composed_batch(rollouts, split, micro_batch, info) as (composed, _):
             self.actor_rollout_wg.compute_log_prob(composed)
             data = tq.kv_batch_get(composed.keys, MODE)
-        found = verl_rows.composed_outcomes(config.actor, data["log_probs"], data)
-        return {index: found[row] for row, index in enumerate(probed)}
+        outcomes = verl_rows.row_outcomes(config.actor, data["log_probs"], data)
+        return {index: outcomes[row] for row, index in enumerate(probed)}
 
     @contextmanager
-    def _composed(
+    def _composed_batch(
         self, rollouts: Sequence[Rollout], split: Any, micro_batch: int, info: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
-        """A batch of verl with rollouts of the buffer, in a partition of its own, and the rows of a
-        mini-batch."""
+        """Put rollouts into the queue for a while. Yields verl's batch and the mini-batch size."""
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        whole = 1 if self.config.actor_rollout_ref.actor.use_dynamic_bsz else micro_batch
-        lengths = [len(each.prompt_token_ids) + len(each.completion_token_ids) for each in rollouts]
-        order, size = verl_rows.layout(split, lengths, ranks, whole)
+        if self.config.actor_rollout_ref.actor.use_dynamic_bsz:
+            micro_batch = 1
+        lengths = [len(r.prompt_token_ids) + len(r.completion_token_ids) for r in rollouts]
+        order, size = verl_rows.layout(split, lengths, ranks, micro_batch)
         rows = verl_rows.fields_of(rollouts, order, self.tokenizer.eos_token_id)
         # verl's sampler reads the tags of all partitions.
         versions = {f"{name}global_steps": self.global_steps for name in ("", "min_", "max_")}
@@ -265,22 +256,22 @@ class ReplayMixin(_Host):
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        self._timed, self._sync_seconds = {}, self.timing_raw.get("update_weights", 0.0)
+        self._counted, self._sync_seconds = {}, self.timing_raw.get("update_weights", 0.0)
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self.replay.replays:
             self.run.print_summary()
 
-    def _seconds_before(self) -> dict[str, float]:
-        """By stage, since the last step of the buffer; not known for sampling that runs ahead."""
-        time_of = self.timing_raw.get
-        now = {stage: sum(time_of(n, 0.0) for n in names) for stage, names in TIMERS.items()}
-        spent = {stage: now[stage] - self._timed.get(stage, 0.0) for stage in now}
-        spent["sync"], self._timed, self._sync_seconds = self._sync_seconds, now, 0.0
+    def _stage_seconds(self) -> dict[str, float]:
+        """The seconds of the stages before the update, since the last step of the buffer."""
+        time_of, stages = self.timing_raw.get, set(TIMERS)
         if self._host_mode != "sync":
-            del spent["generation"]
-        return spent
+            stages.remove("generation")  # it runs ahead: what a step waits for is `other`
+        logged = {stage: sum(time_of(name, 0.0) for name in TIMERS[stage]) for stage in stages}
+        seconds = {stage: logged[stage] - self._counted.get(stage, 0.0) for stage in stages}
+        seconds["sync"], self._counted, self._sync_seconds = self._sync_seconds, logged, 0.0
+        return seconds
 
     def _save_checkpoint(self) -> None:
         if self.replay.replays:  # before verl's, which names the checkpoint as the newest
@@ -292,18 +283,17 @@ class ReplayMixin(_Host):
         if not self.replay.replays:
             return
         trainer, self.run = self.config.trainer, new_run(self.config, self.total_training_steps)
+        checkpoint = self.run.folder / f"global_step_{self.global_steps}"
+        if trainer.resume_mode == "resume_path":
+            checkpoint = Path(trainer.resume_from_path).absolute()
         if self.global_steps:
-            named = trainer.resume_mode == "resume_path"
-            newest = self.run.folder / f"global_step_{self.global_steps}"
-            self.run.load(Path(trainer.resume_from_path).absolute() if named else newest)
+            self.run.load(checkpoint)
         self.run.open()
-
-
-# The command
+        self._clock = Stopwatch()
 
 
 class Runner(TaskRunnerV1.__ray_metadata__.modified_class):
-    """verl's task runner, in a process of Ray, with replay in the trainer."""
+    """verl's task runner, with replay in the trainer; it runs in a process of Ray."""
 
     def run(self, config: Any) -> None:
         host = get_trainer_cls(settings_of(config)[1])
@@ -313,7 +303,7 @@ class Runner(TaskRunnerV1.__ray_metadata__.modified_class):
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def main(config: Any) -> None:
-    """verl.trainer.main_ppo with replay."""
+    """Run verl.trainer.main_ppo with replay."""
     auto_set_device(config)
     try:
         check(config)

@@ -1,5 +1,5 @@
-"""Between verl's rows, tensors in TransferQueue, and rollouts: groups, the layout of a step for
-verl's actor, the outcomes of its update. Shapes: T tokens of a response, P of a prompt."""
+"""Converts verl's rows, which are tensors in TransferQueue, to groups of completions, and rollouts
+back to rows; lays out a step for verl's actor. Shapes: T tokens of a response, P of a prompt."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +18,26 @@ from grpo_replay.integrations.outcomes import outcomes_of
 from grpo_replay.types import Rollout, RolloutOutcome
 
 EXTRAS = ("ref_log_prob", "rollout_is_weights")
-"""Fields [T] of birth that verl's loss reads, where verl made them."""
+"""Fields [T] of birth that verl's loss reads, if the configuration asks for them."""
 FIELDS = (
     "prompts", "responses", "response_mask", "old_log_probs", "advantages", "rm_scores",
     "rollout_log_probs", *EXTRAS,
 )  # fmt: skip
 ROW, OUTCOMES = "replay_row", "replay_outcomes"
-"""The field that says which row of the composed batch a row is, -1 for padding; the key of verl's
-metrics with the outcomes."""
+"""The field with a row's index in the composed batch, -1 for padding; the key of the outcomes in
+verl's metrics."""
 
 
 def groups_of(
     keys: Sequence[str], data: Any, group_size: int, text_of: Callable[[Any], str], end: int
 ) -> list[list[Row]]:
-    """The rows `keys` of verl, PROMPT_SESSION_OUTPUT, as groups of completions. `data` has their
-    fields, `text_of` decodes tokens, `end` is the token that ends a completion.
-
-    Groups and their rows are in the order of their tokens: verl's is that of arrival. A session
+    """Group verl's rows by prompt; `keys` are PROMPT_SESSION_OUTPUT. `data` has the fields of the
+    rows, `text_of` decodes tokens, `end` is the token that ends a completion.
+    Groups and their rows are sorted by tokens, because verl's order is that of arrival. A session
     without output is a completion without reward. Raises UsageError for several outputs of a
     session, and advantages per token.
     """
-    columns = {name: [each.cpu() for each in data[name].unbind()] for name in data.keys()}  # noqa: SIM118
+    columns = {name: [row.cpu() for row in data[name].unbind()] for name in data.keys()}  # noqa: SIM118
     members: dict[str, list[Row]] = {}
     for i, key in enumerate(keys):
         prompt, _, output = key.rsplit("_", 2)
@@ -82,31 +81,30 @@ def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end: int) -> 
 def layout(
     split: Sequence[np.ndarray], lengths: Sequence[int], ranks: int, micro_batch: int
 ) -> tuple[list[int], int]:
-    """The rows of a step in verl's order, -1 for padding, and the rows of a mini-batch. verl gives
-    each rank an equal share of the order, whose mini-batches follow each other; a rank's part of
-    one is whole micro-batches.
-
+    """Order the rows of a step for verl; -1 is padding. Returns the order and the mini-batch size.
+    verl gives every rank an equal, contiguous share of the order, and cuts it into mini-batches; a
+    rank's part of a mini-batch is a multiple of the micro-batch.
     `split` has the rows of each update, `lengths` the tokens of each row, by which verl balances
     the ranks of an update. Example: updates of rows [0, 2] and [1] on one rank are the order
     0, 2, 1, -1 in mini-batches of 2.
     """
-    whole = ranks * micro_batch
-    size = math.ceil(max(map(len, split)) / whole) * whole
+    multiple = ranks * micro_batch
+    size = math.ceil(max(map(len, split)) / multiple) * multiple
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for part in split:
         rows = [*part.tolist(), *[-1] * (size - len(part))]
         work = calculate_workload(torch.tensor([lengths[i] if i >= 0 else 2 for i in rows]))
         parts = get_seqlen_balanced_partitions(work.tolist(), ranks, equal_size=True)
-        for share, own in zip(shares, parts, strict=True):
-            share += [rows[i] for i in own]
+        for share, indices in zip(shares, parts, strict=True):
+            share += [rows[i] for i in indices]
     return [row for share in shares for row in share], size
 
 
 def fields_of(rollouts: Sequence[Rollout], order: Sequence[int], end: int) -> list[dict[str, Any]]:
-    """What verl's actor reads of each row of `order`. Padding is two tokens, none of which trains.
-    Raises UsageError if some rollouts have extras that others lack."""
-    names = sorted({name for each in rollouts for name in each.extras})
-    if any(len(each.extras) < len(names) for each in rollouts):
+    """Make the fields that verl's actor reads, for the rows of `order`. Padding is two tokens,
+    neither of which trains. Raises UsageError if some rollouts have extras that others lack."""
+    names = sorted({name for rollout in rollouts for name in rollout.extras})
+    if any(len(rollout.extras) < len(names) for rollout in rollouts):
         raise UsageError(
             f"replay in verl: some rollouts were stored without {' or '.join(names)}: "
             "keep use_kl_loss and rollout_correction as they were when the run began"
@@ -122,9 +120,8 @@ def fields_of(rollouts: Sequence[Rollout], order: Sequence[int], end: int) -> li
 def _fields(rollout: Rollout, row: int) -> dict[str, Any]:
     prompt_P = torch.tensor(rollout.prompt_token_ids, dtype=torch.int64)
     tokens_T = torch.tensor(rollout.completion_token_ids, dtype=torch.int64)
-    mask_T = torch.ones_like(tokens_T)
-    if rollout.completion_mask is not None:
-        mask_T = torch.tensor(rollout.completion_mask, dtype=torch.int64)
+    mask = rollout.completion_mask
+    mask_T = torch.ones_like(tokens_T) if mask is None else torch.tensor(mask, dtype=torch.int64)
     return {
         "prompts": prompt_P, "responses": tokens_T, "response_mask": mask_T, "loss_mask": mask_T,
         "input_ids": torch.cat([prompt_P, tokens_T]),
@@ -137,20 +134,20 @@ def _fields(rollout: Rollout, row: int) -> dict[str, Any]:
 
 
 def loss_with_outcomes(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """verl's loss of a micro-batch, in a worker; its metrics get the outcomes of composed rows."""
+    """Compute verl's loss of a micro-batch; the outcomes of composed rows go to the metrics."""
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
     if ROW in data:
         logprobs, entropy = model_output["log_probs"], model_output.get("entropy", None)
-        found = composed_outcomes(config, logprobs, data, entropy)
-        metrics[OUTCOMES] = [(row, *astuple(each)) for row, each in found.items()]
+        outcomes = row_outcomes(config, logprobs, data, entropy)
+        metrics[OUTCOMES] = [(row, *astuple(outcome)) for row, outcome in outcomes.items()]
     return loss, metrics
 
 
-def composed_outcomes(
+def row_outcomes(
     config: Any, logprobs: Any, data: Any, entropy: Any = None
 ) -> dict[int, RolloutOutcome]:
-    """The outcomes of composed rows under `logprobs`, the nested tensor [P + T] of verl's forward
-    pass; without padding."""
+    """Compute the outcomes of composed rows, without padding, from `logprobs`, the nested tensor
+    [P + T] of verl's forward pass."""
     padded = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
     behavior_BT, logprobs_BT = padded["old_log_probs"], no_padding_2_padding(logprobs, data)
     log_ratio_BT = logprobs_BT.detach() - behavior_BT
@@ -162,7 +159,7 @@ def composed_outcomes(
 
 
 def _clipped(config: Any, log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor) -> Any:
-    """Where verl's clipped loss has no gradient; None for other losses."""
+    """Mark tokens without gradient in verl's clipped loss; None for other losses."""
     if config.policy_loss.get("loss_mode", "vanilla") != "vanilla":
         return None
     low, high = clip_range(config)
@@ -172,12 +169,12 @@ def _clipped(config: Any, log_ratio_BT: torch.Tensor, advantages_BT: torch.Tenso
 
 
 def clip_range(actor: Any) -> list[float]:
-    """ε and ε_high."""
-    pair = (actor.clip_ratio_low, actor.clip_ratio_high)
-    return [actor.clip_ratio if each is None else each for each in pair]
+    """The clip range, ε and ε_high, of verl's actor."""
+    bounds = (actor.clip_ratio_low, actor.clip_ratio_high)
+    return [actor.clip_ratio if bound is None else bound for bound in bounds]
 
 
 def outcomes_by_row(values: Any) -> dict[int, RolloutOutcome]:
-    """The outcomes of all micro-batches and ranks, which verl joins to lists of numbers."""
+    """Read the outcomes of all micro-batches and ranks, which verl joins to lists of numbers."""
     rows = np.array(values, np.float64).reshape(-1, 1 + len(RolloutOutcome.__slots__))
     return {int(row): RolloutOutcome(int(tokens), *rest) for row, tokens, *rest in rows.tolist()}

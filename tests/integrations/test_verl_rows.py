@@ -210,7 +210,7 @@ def test_what_verl_s_forward_pass_says_of_composed_rows(tmp_path):
         given.append(values)
     logprobs = torch.nested.as_nested_tensor(given, layout=torch.jagged)
     actor = config(tmp_path).actor_rollout_ref.actor
-    found = verl_rows.composed_outcomes(actor, logprobs, data)
+    found = verl_rows.row_outcomes(actor, logprobs, data)
     assert set(found) == {2, 0}
     assert {row: each.tokens for row, each in found.items()} == {
         row: int(rollouts[row].trained_tokens) for row in (0, 2)
