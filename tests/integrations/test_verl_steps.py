@@ -153,8 +153,9 @@ def test_a_step_without_rows_makes_no_update(begin):
     assert len(call.rows) == 6
 
 
-def test_shadow_trains_on_verl_s_own_batch_after_the_probe(begin):
-    """The probe, of the drawn rows and padding, has the policy before the update."""
+def test_shadow_trains_on_verl_s_own_batch_after_the_probe(begin, capsys):
+    """The probe, of the drawn rows and padding, has the policy before the update. The end says what
+    would be replayed."""
     trainer = begin(*SHADOW)
     for step, names in ((1, ["update"]), (2, ["probe", "update"]), (3, ["update"])):
         calls, metrics = update(trainer, step)
@@ -167,6 +168,8 @@ def test_shadow_trains_on_verl_s_own_batch_after_the_probe(begin):
             assert metrics["replay/ratio_mean"] == pytest.approx(np.exp(gaps).mean(), rel=1e-5)
         else:
             assert "replay/ratio_mean" not in metrics
+    trainer.on_train_end()
+    assert "in shadow: 3 rollouts a step would be replayed" in capsys.readouterr().out
 
 
 def test_a_resumed_run_draws_as_the_run_that_was_never_killed(begin, tmp_path):
