@@ -28,6 +28,9 @@ AdamW, carry it on. From step 43 on every game is `<call>` to the end of the len
 two rewards then, so nothing is trained on, nothing is drawn, and the policy cannot come back,
 although 56 rollouts are stored. The dip of seed 4 is the same token: 0.013 after update 22, 0.97
 after 23.
+
+Outcome (docs/records/settings.md): the hypothesis is wrong, and replay does not collapse more often
+than no replay.
 """
 
 from __future__ import annotations
