@@ -35,7 +35,7 @@ def test_a_figure_is_the_same_twice_and_has_two_columns_or_one_panel(runs, tmp_p
     assert width(tmp_path / "figure.png") == pytest.approx(6.8)
     run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="kl")
     assert width(tmp_path / "kl.png") == pytest.approx(3.3)
-    with pytest.raises(UsageError, match="choose of staleness, uses"):
+    with pytest.raises(UsageError, match="choose one of staleness, uses"):
         run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="nonsense")
 
 
