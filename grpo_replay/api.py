@@ -234,12 +234,12 @@ def _write_prompts(
     rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None
 ) -> dict[str, Any]:
     """Write rows next to a run directory; returns the `prompts` settings that name their file."""
-    from grpo_replay.prompts.sources import as_meant
+    from grpo_replay.prompts.sources import decoded_value
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
     features = getattr(rows, "features", None)  # of a `datasets.Dataset`
     try:
-        converted = [as_meant(dict(row), features) for row in rows]
+        converted = [decoded_value(dict(row), features) for row in rows]
         lines = [json.dumps(row, default=_plain) for row in converted]
     except (TypeError, ValueError) as error:
         raise UsageError(

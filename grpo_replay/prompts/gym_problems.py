@@ -1,9 +1,9 @@
-"""Problems of reasoning-gym (https://github.com/open-thought/reasoning-gym), which makes them by
-procedure, offline: more than a hundred families.
+"""Makes problems of reasoning-gym (https://github.com/open-thought/reasoning-gym), which generates
+them offline, in more than a hundred families.
 
-Item i of a family is made with its seed + i, so that neighbouring seeds share nearly all problems.
-Here a seed has a block of items of its own, and a question is either held out or trained on, in
-every run and with all settings: its digest decides.
+reasoning-gym makes item i of a family from its seed + i, so that neighbouring seeds share nearly
+all problems. Here every seed has a block of items of its own. A digest of the question decides
+whether it is held out or trained on, in every run and with all settings.
 """
 
 import json
@@ -23,42 +23,43 @@ SIZE = 1000
 HELD_OUT_SIZE = 200
 BLOCK = 1_000_000
 """Number of items reserved for a seed, of which only the first ones are made."""
-ONE_HELD_OUT_OF = 5
-"""One question of this many is held out."""
-MOST_TRIES = 8
-"""Most items made per requested problem of a part."""
-TRIED_GOLDS = 20
-"""Number of problems whose own answer is scored before a family is used."""
+HELD_OUT_EVERY = 5
+"""One question in this many is held out."""
+MAX_ITEMS_PER_PROBLEM = 8
+"""Maximum number of items made per requested problem, to have enough that differ."""
+CHECKED_ANSWERS = 20
+"""Number of problems whose own answers are scored before a family is used."""
 
 
 def gym_rows(source: str, options: DatasetOptions, seed: int | None) -> ProblemRows:
-    """The training problems of `reasoning_gym:NAME` for a seed; without a seed the held-out ones,
-    which are the same in every run. A row has `problem`, `answer`, `problem_id`, and what the
-    scorer needs.
+    """Make the training problems of `reasoning_gym:NAME` for a seed; without a seed the held-out
+    ones, which are the same in every run. A row has `problem`, `answer`, `problem_id`, and for the
+    scorer `family`, `settings` and `entry`.
 
     Raises DatasetError for a family or settings that do not exist, for a family whose own answers
-    do not get full marks, and if it has fewer different questions than are wanted.
+    do not get full marks, and for fewer different questions than `dataset_options.size`.
     """
     family, settings, size = source.removeprefix(GYM), *_settings(options)
     size = size if seed is not None else HELD_OUT_SIZE
     items = islice(_distinct_items(source, family, settings, size, seed), size)
     rows = [_row(source, family, settings, *item) for item in items]
     if len(rows) < size:
-        part, key = (
-            ("held-out", "eval.benchmarks") if seed is None else ("training", "prompts.source")
+        part, key, smaller_size = (
+            ("held-out", "eval.benchmarks", "")
+            if seed is None
+            else ("training", "prompts.source", "a smaller prompts.dataset_options.size, or ")
         )
-        smaller = "" if seed is None else "prompts.dataset_options.size, or "
         raise DatasetError(
             f"{key} {source}: only {len(rows)} different {part} questions were found, {size} are "
-            f"needed: set {smaller}settings of the family with more variety"
+            f"needed: set {smaller_size}settings of the family with more variety"
         )
-    for row in rows[:TRIED_GOLDS]:
-        _refuse_bad_gold(source, row)
+    for row in rows[:CHECKED_ANSWERS]:
+        _check_own_answer(source, row)
     return ProblemRows(rows, source)
 
 
 def lenient_scorer_notice(source: str, rows: ProblemRows) -> list[str]:
-    """A notice if the family's scorer gives points for an answer without meaning."""
+    """Return a notice if the family's scorer gives points for the meaningless answer '?'."""
     row = rows.row(0)
     score = points(row["family"], row["settings"], "?", row["entry"])
     if not score:
@@ -68,43 +69,44 @@ def lenient_scorer_notice(source: str, rows: ProblemRows) -> list[str]:
 
 def _settings(options: DatasetOptions) -> tuple[str, int]:
     """The family's own settings as JSON, and the number of training problems."""
-    given = dict(options.others)
-    size = given.pop("size", SIZE)
-    if not isinstance(size, int) or not 0 < size <= BLOCK // ONE_HELD_OUT_OF:
+    family_settings = dict(options.others)
+    size = family_settings.pop("size", SIZE)
+    if not isinstance(size, int) or not 0 < size <= BLOCK // HELD_OUT_EVERY:
         raise DatasetError(
-            f"prompts.dataset_options.size {shown(size)}: a number of problems from 1 to "
-            f"{BLOCK // ONE_HELD_OUT_OF}"
+            f"prompts.dataset_options.size {shown(size)}: set a number of problems from 1 to "
+            f"{BLOCK // HELD_OUT_EVERY}"
         )
-    if "seed" in given:
+    if "seed" in family_settings:
         raise DatasetError("prompts.dataset_options.seed: run.seed decides; remove it")
-    return json.dumps(given), size
+    return json.dumps(family_settings), size
 
 
 def _distinct_items(
     source: str, family: str, settings: str, size: int, seed: int | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and entry of the items of one part, each question once."""
+    """Yield number and entry of the items of one part, training or held out; a question that
+    repeats is left out."""
     first = 0 if seed is None else (seed + 1) * BLOCK
-    share = 1 if seed is None else ONE_HELD_OUT_OF - 1
-    tries = MOST_TRIES * size * ONE_HELD_OUT_OF // share
-    made = _opened(source, family, settings, first, tries)
-    asked = set[str]()
-    for index in range(min(tries, BLOCK)):
+    share = 1 if seed is None else HELD_OUT_EVERY - 1
+    max_items = MAX_ITEMS_PER_PROBLEM * size * HELD_OUT_EVERY // share
+    items = _open_family_items(source, family, settings, first, max_items)
+    questions = set[str]()
+    for index in range(min(max_items, BLOCK)):
         try:
-            entry = made[index]
+            entry = items[index]
         except Exception as error:  # of a family that cannot make what its settings ask for
             raise DatasetError(
                 f"prompts.source {source}, item {index} with {settings}: "
                 f"{type(error).__name__}: {error}; choose other prompts.dataset_options"
             ) from error
         question = entry["question"]
-        is_held_out = crc32(question.encode()) % ONE_HELD_OUT_OF == 0
-        if is_held_out == (seed is None) and question not in asked:
-            asked.add(question)
+        is_held_out = crc32(question.encode()) % HELD_OUT_EVERY == 0
+        if is_held_out == (seed is None) and question not in questions:
+            questions.add(question)
             yield first + index, entry
 
 
-def _opened(source: str, family: str, settings: str, seed: int, size: int) -> Any:
+def _open_family_items(source: str, family: str, settings: str, seed: int, size: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -122,7 +124,7 @@ def _opened(source: str, family: str, settings: str, seed: int, size: int) -> An
     except (TypeError, ValueError, AssertionError) as error:
         raise DatasetError(
             f"prompts.dataset_options {settings} of {source}: {type(error).__name__}: {error}; "
-            f"they are the fields of reasoning_gym's {DATASETS[family][1].__name__}, and size"
+            f"set fields of reasoning_gym's {DATASETS[family][1].__name__}, and size"
         ) from error
 
 
@@ -134,8 +136,8 @@ def _row(
             f"prompts.source {source}: its problems have no reference answer, for example item "
             f"{number}: {shown(entry['question'])}; choose another family"
         )
-    try:  # as the scorer gets it, in another process
-        sent = json.loads(json.dumps(entry))
+    try:  # the scorer, in another process, gets the entry as JSON
+        json_entry = json.loads(json.dumps(entry))
     except (TypeError, ValueError) as error:
         raise DatasetError(
             f"prompts.source {source}: item {number} cannot be sent to its scorer: {error}; "
@@ -147,11 +149,11 @@ def _row(
         "problem_id": str(number),
         "family": family,
         "settings": settings,
-        "entry": sent,
+        "entry": json_entry,
     }
 
 
-def _refuse_bad_gold(source: str, row: dict[str, Any]) -> None:
+def _check_own_answer(source: str, row: dict[str, Any]) -> None:
     score = points(row["family"], row["settings"], row["answer"], row["entry"])
     if score < 1:
         raise DatasetError(

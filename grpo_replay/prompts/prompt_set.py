@@ -1,4 +1,4 @@
-"""Prompts: problems that are rendered and tokenised once, then visited in a seeded order.
+"""Renders and tokenises the problems of a run once, then yields them in a seeded order.
 
 The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
@@ -55,7 +55,7 @@ BATCH_PROMPTS = 2048
 
 
 class PromptSet:
-    """The prompts of a run."""
+    """The prompts of a run, in the endless order in which its steps take them."""
 
     def __init__(
         self,
@@ -68,29 +68,29 @@ class PromptSet:
         self._seed = seed
         self._cached_order: tuple[int, np.ndarray] | None = None
         self.sha256 = sha256
-        """Of ids, problems and answers in their order, those that are too long included."""
+        """Digest of all ids, problems and answers in order, including prompts that are too long."""
         self.notices = tuple(notices)
-        """Messages for the user on how the rows were read, and how many were left out."""
+        """Messages for the user: how the rows were read, and how many were left out."""
 
     def __len__(self) -> int:
-        """The prompts of an epoch."""
+        """Number of prompts of an epoch."""
         return sum(source.per_epoch for source in self._prompts.sources)
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
+        """Length of the longest prompt, in tokens."""
         return max(len(token_ids) for token_ids in self._prompts.token_ids)
 
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt."""
+        """Mean length of the prompts, in tokens."""
         return fmean(len(token_ids) for token_ids in self._prompts.token_ids)
 
     def notices_of_use(
         self, prompts_per_step: int, held_out: Iterable[tuple[str, str]]
     ) -> list[str]:
-        """Notices about too few prompts, and about those that are also `held_out`, which are the
-        problems of the evaluations: (benchmark, text)."""
+        """Notices about too few prompts, and about prompts that are also problems of evaluations:
+        `held_out` has their (benchmark, text)."""
         notices = []
         if (count := len(self._prompts.ids)) < prompts_per_step:
             notices.append(
@@ -98,39 +98,39 @@ class PromptSet:
                 "step samples the same prompt in several groups"
             )
         problems = set(held_out)
-        statements = (statement_text(each) for _, each in self._prompts.problems if problems)
+        statements = (statement_text(problem) for _, problem in self._prompts.problems if problems)
         trained = set(map(fingerprint, statements))
         totals = Counter(name for name, _ in problems)
         shared = Counter(name for name, text in problems if fingerprint(text) in trained)
         notices += [
             f"{shared[name]} of {totals[name]} problems of benchmark {name!r} are also training "
-            "prompts: its accuracy is not held-out; take them out of one of the two"
+            "prompts: its accuracy is not held-out; remove them from one of the two"
             for name in sorted(shared)
         ]
         return notices
 
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
-        """The prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
+        """Take the prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
 
         Positions count from 0. With n prompts, epoch e has positions e·n to (e+1)·n - 1 and visits
-        every prompt once, in a permutation seeded by (seed, e). Of several sources with weights, an
-        epoch visits the next weight · size prompts of each.
+        every prompt once, in a permutation seeded by (seed, e). If sources have weights, an epoch
+        visits the next weight · size prompts of each.
         """
         if cursor < 0 or count < 0:
             raise ValueError(f"take(cursor={cursor}, count={count}): both must be at least 0")
         return tuple(self._prompt(position) for position in range(cursor, cursor + count))
 
     def sample(self, count: int) -> tuple[Prompt, ...]:
-        """At most `count` prompts, evenly spaced in the order of the source."""
+        """Choose at most `count` prompts, evenly spaced in the order of the source."""
         total = len(self._prompts.ids)
         count = min(count, total)
-        return tuple(self._prompt_of(index * total // count) for index in range(count))
+        return tuple(self._prompt_at_index(index * total // count) for index in range(count))
 
     def _prompt(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self))
-        return self._prompt_of(int(self._order(epoch)[offset]))
+        return self._prompt_at_index(int(self._order(epoch)[offset]))
 
-    def _prompt_of(self, index: int) -> Prompt:
+    def _prompt_at_index(self, index: int) -> Prompt:
         prompts = self._prompts
         return Prompt(
             prompt_id=prompts.ids[index],
@@ -143,14 +143,15 @@ class PromptSet:
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached_order is None or self._cached_order[0] != epoch:
-            order = np.concatenate([self._visited(each, epoch) for each in self._prompts.sources])
+            sources = self._prompts.sources
+            order = np.concatenate([self._prompts_of_epoch(source, epoch) for source in sources])
             shuffled = stream(self._seed, ORDER_STREAM, epoch).permutation(len(order))
             self._cached_order = (epoch, order[shuffled])
         return self._cached_order[1]
 
-    def _visited(self, source: "_Source", epoch: int) -> np.ndarray:
-        """The prompts of a source that an epoch visits: those after the ones of the epoch before,
-        round and round in one fixed order."""
+    def _prompts_of_epoch(self, source: "_Source", epoch: int) -> np.ndarray:
+        """Indices of the prompts of a source that an epoch visits, int64: they follow those of the
+        epoch before, in one fixed order that is repeated."""
         order = np.arange(source.first, source.end)
         if source.per_epoch != len(order):
             order = stream(self._seed, ORDER_STREAM, source.first, 1).permutation(order)
@@ -158,7 +159,7 @@ class PromptSet:
 
 
 class _Source(NamedTuple):
-    """Prompts `first` … `end - 1` are those of one source."""
+    """The prompts of one source, `first` … `end - 1`; an epoch visits `per_epoch` of them."""
 
     first: int
     end: int
@@ -166,7 +167,8 @@ class _Source(NamedTuple):
 
 
 class _TokenisedPrompts:
-    """Columns of equal length with the data of every prompt that is kept, and what was left out."""
+    """Columns of equal length with the data of every prompt within the length limit, and the number
+    of the prompts that were skipped."""
 
     def __init__(self) -> None:
         self.sources: list[_Source] = []
@@ -180,7 +182,7 @@ class _TokenisedPrompts:
         self.skipped, self.shortest_skipped = 0, np.inf
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """All fields of the row; none if rows are not kept."""
+        """All fields of the row of a prompt; empty if rows are not kept."""
         rows, number = self.rows[index]
         return {} if rows is None else rows.row(number)
 
@@ -196,10 +198,10 @@ class _TokenisedPrompts:
         tokenizer: "PreTrainedTokenizerBase",
         whole_rows: bool,
     ) -> None:
-        """Render and tokenise the problems of a source, whose section it is, and keep those within
-        the limit."""
+        """Render and tokenise the problems of a source with its `section`, and keep the prompts
+        within the length limit."""
         first = len(self.ids)
-        for number, (text, tokens_P) in enumerate(_rendered(section, tokenizer, read.problems)):
+        for number, (text, tokens_P) in enumerate(_render(section, tokenizer, read.problems)):
             if len(tokens_P) > section.max_prompt_length:
                 self.skipped += 1
                 self.shortest_skipped = min(self.shortest_skipped, len(tokens_P))
@@ -221,11 +223,11 @@ def load_prompts(
     seed: int,
     whole_rows: bool = True,
 ) -> PromptSet:
-    """The prompts of the section's sources, rendered and tokenised. `seed` determines their order.
-    If `whole_rows` is false, `Prompt.row` is empty: only reward functions of the user read it.
+    """Load the prompts of the section's sources, rendered and tokenised. `seed` determines their
+    order. If `whole_rows` is false, `Prompt.row` is empty: only a user's reward function reads it.
 
     Raises DatasetError for a source that cannot be read, a row without problem or answer, a
-    duplicate id, or if all prompts are over the length limit; RecipeError for a faulty template.
+    duplicate id, or if all prompts exceed the length limit; RecipeError for a faulty template.
     """
     kept, notices, digest = _TokenisedPrompts(), list[str](), hashlib.sha256()
     for prefix, source, weight in _sources(section):
@@ -236,9 +238,9 @@ def load_prompts(
     limit = f"prompts.max_prompt_length {section.max_prompt_length}"
     if not kept.ids:
         raise DatasetError(
-            f"prompts.source {_shown(section)}: none of {kept.skipped} prompts has at most "
-            f"{limit} tokens; the shortest has "
-            f"{kept.shortest_skipped}: raise the limit or shorten prompts.user_template"
+            f"prompts.source {_quoted_sources(section)}: none of {kept.skipped} prompts has at "
+            f"most {limit} tokens; the shortest has {kept.shortest_skipped}: raise the limit or "
+            "shorten prompts.user_template"
         )
     if kept.skipped:
         remain = sum(source.per_epoch for source in kept.sources)
@@ -252,13 +254,13 @@ def load_prompts(
         )
     if section.in_chat and CLOCK in str(tokenizer.chat_template):
         notices.append(
-            f"the chat template prints the date: it is {section.date} in all prompts (prompts.date)"
+            f"the chat template prints the date: all prompts have {section.date} (prompts.date)"
         )
     return PromptSet(kept, seed, digest.hexdigest(), notices)
 
 
 def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTokenizerBase") -> int:
-    # A tokenizer of bytes may name the token so that begins or ends its texts.
+    # A byte-level tokenizer may use its BOS or EOS token as the unknown token.
     unknown = tokenizer.unk_token_id
     if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
         return 0
@@ -266,7 +268,7 @@ def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTok
 
 
 def _sources(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
-    """Id prefix (empty for a single source), section and weight of every source."""
+    """Prefix of the ids (empty for a single source), section and weight of every source."""
     names = [Path(name).name for name in section.source_names]
     if len(names) == 1:
         prefixes = [""]
@@ -287,60 +289,61 @@ class ReadSource(NamedTuple):
     notices: list[str]
 
     def as_bytes(self, prefix: str) -> bytes:
-        """Ids, problems and answers, for a digest."""
+        """Encode ids, problems and answers as JSON, for a digest."""
         return json.dumps([prefix, self.ids, self.problems, self.answers]).encode()
 
 
 def read_source(
     section: PromptsSection, seed: int | None = 0, any_columns: bool = False
 ) -> ReadSource:
-    """The rows of one source. `seed` is that of a builtin one and of `reasoning_gym:NAME`; None for
-    the problems that such a family holds out.
+    """Read and check the rows of one source. `seed` selects the problems of a builtin source or of
+    `reasoning_gym:NAME`; None selects the problems that such a family holds out.
 
-    Problem and answer are also found in the columns of other trainers, where the section has the
-    default fields; with `any_columns` always, and ids only where there is their column. Raises
-    DatasetError for a source that cannot be read, a row without problem or answer, or a repeated
-    id.
+    If the section has the default fields, problems and answers are also read from the columns that
+    other trainers use. `any_columns` does so for all fields, and reads ids only if their column
+    exists. Raises DatasetError for a source that cannot be read, a row without problem or answer,
+    or a repeated id.
     """
     rows, id_field = _open_source(section, seed)
     if len(rows) == 0:
-        raise DatasetError(f"prompts.source {_shown(section)} has no rows")
+        raise DatasetError(f"prompts.source {_quoted_sources(section)} has no rows")
     fields = [
-        known_field(given, known if any_columns or given == known[0] else (), rows.names)
-        for given, known in (
+        known_field(field, known if any_columns or field == known[0] else (), rows.names)
+        for field, known in (
             (section.problem_field, PROBLEM_FIELDS),
             (section.answer_field, ANSWER_FIELDS),
         )
     ]
-    if any_columns and id_field is not None and column_of(id_field, rows.names) not in rows.names:
+    has_ids = id_field is not None and column_of(id_field, rows.names) in rows.names
+    if any_columns and not has_ids:
         id_field = None
     problems = checked_column(rows, fields[0], problem_statement)
     answers = checked_column(rows, fields[1], reference_answer)
     notices = notices_of_reading(problems, rows.column(fields[1]))
     if fields != [section.problem_field, section.answer_field]:
-        columns = f"problems from {fields[0]!r}, answers from {fields[1]!r}"
-        notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
+        columns = f"problems from {fields[0]!r}, answers from {fields[1]!r}, by their column names"
+        notices.insert(0, f"prompts.source {_quoted_sources(section)}: {columns}")
     if str(section.source).startswith(GYM):
         notices += lenient_scorer_notice(str(section.source), rows)
     return ReadSource(rows, problems, answers, unique_ids(rows, id_field), notices)
 
 
-def _shown(section: PromptsSection) -> str:
+def _quoted_sources(section: PromptsSection) -> str:
     return ", ".join(repr(short_path(name)) for name in section.source_names)
 
 
 def render_prompt(
     section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problem: ProblemStatement
 ) -> tuple[str, np.ndarray]:
-    """Text and token ids (int32 [P]) of one problem, rendered with the section's template.
+    """Render one problem with the section's template: its text, and token ids (int32 [P]).
 
     Raises RecipeError if the template cannot be rendered.
     """
-    return next(_rendered(section, tokenizer, [problem]))
+    return next(_render(section, tokenizer, [problem]))
 
 
 def _open_source(section: PromptsSection, seed: int | None) -> tuple[ProblemRows, str | None]:
-    """The rows, and the field with their ids. None: the row number is the id."""
+    """Open the rows of a source; also returns the field with their ids, None for row numbers."""
     source = str(section.source)
     if source in BUILTIN_SOURCES:
         problems = TASKS[source.removeprefix("builtin:")].train_problems(seed or 0)
@@ -354,11 +357,11 @@ def _open_source(section: PromptsSection, seed: int | None) -> tuple[ProblemRows
     options = section.dataset_options.model_dump()
     if is_on_hub(source):
         return read_hub_rows(source, options), section.id_field
-    given = {name: value for name, value in options.items() if value is not None}
-    return read_local_rows(source, given), section.id_field
+    options = {name: value for name, value in options.items() if value is not None}
+    return read_local_rows(source, options), section.id_field
 
 
-def _rendered(
+def _render(
     section: PromptsSection,
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[ProblemStatement],
@@ -368,18 +371,19 @@ def _rendered(
         batch = problems[start : start + BATCH_PROMPTS]
         if chat:
             are_messages = not isinstance(batch[0], str)
-            chats = [_messages(section, each) for each in batch]
+            chats = [_chat_messages(section, problem) for problem in batch]
             texts = _chat_texts(section, tokenizer, chats, are_messages)
         else:
-            texts = [_plain_text(section, each) for each in batch]
+            texts = [_plain_text(section, problem) for problem in batch]
         # A chat template contains its special tokens; for plain text the tokenizer adds them.
         encoded = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
         for text, ids in zip(texts, encoded["input_ids"], strict=True):
-            written = text.endswith(str(tokenizer.eos_token))
-            if not (chat or written) and ids and ids[-1] == tokenizer.eos_token_id:
+            contains_eos = chat or text.endswith(str(tokenizer.eos_token))
+            ends_with_eos = bool(ids) and ids[-1] == tokenizer.eos_token_id
+            if ends_with_eos and not contains_eos:
                 raise RecipeError(
                     f"prompts.template 'plain': the tokenizer ends every text with its EOS token "
-                    f"{tokenizer.eos_token}, so completions would begin after an end; set "
+                    f"{tokenizer.eos_token}, so completions would begin after it; set "
                     "add_eos_token to false in its tokenizer_config.json"
                 )
             yield text, np.array(ids, dtype=np.int32)
@@ -395,14 +399,14 @@ def _plain_text(section: PromptsSection, problem: ProblemStatement) -> str:
 
 
 def prompt_messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
-    """The messages of a prompt; without a chat template, one of the user."""
+    """The messages of a prompt; without a chat template, one user message."""
     if section.in_chat:
-        return _messages(section, problem)
+        return _chat_messages(section, problem)
     return [{"role": "user", "content": _plain_text(section, problem)}]
 
 
-def _messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
-    """The chat of a problem: its own messages, or those that the section makes of its text."""
+def _chat_messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
+    """The chat of a problem: its own messages, or its text in the section's user template."""
     if not isinstance(problem, str):
         return problem
     user = {"role": "user", "content": section.user_template.format(problem=problem)}
@@ -426,13 +430,14 @@ def _chat_texts(
         )
     from jinja2 import TemplateError
 
-    given = section.chat_template_kwargs
+    template_kwargs = section.chat_template_kwargs
     try:
-        template = tokenizer.get_chat_template(given.get("chat_template"))
+        template = tokenizer.get_chat_template(template_kwargs.get("chat_template"))
         if CLOCK in template:
-            given = {**given, "chat_template": with_date(template, section.date)}
+            template = with_date(template, section.date)
+            template_kwargs = {**template_kwargs, "chat_template": template}
         return tokenizer.apply_chat_template(
-            list(chats), tokenize=False, add_generation_prompt=True, **given
+            list(chats), tokenize=False, add_generation_prompt=True, **template_kwargs
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise RecipeError(
@@ -442,8 +447,8 @@ def _chat_texts(
 
 
 def with_date(template: str, date: str) -> str:
-    """The chat template with a function `strftime_now` that returns the date, at midnight: it comes
-    before that of transformers, which asks the clock."""
+    """Return the chat template with a macro `strftime_now` that prints `date`, at midnight. It
+    replaces the function of transformers, which asks the clock."""
     time = datetime.datetime.fromisoformat(date)
     codes = [f"%{pad}{letter}" for letter in "aAbBcdDeFGhHIjmMpRSTuUVwWxXyY" for pad in ("-", "")]
     values = "".join(f" | replace({code!r}, {time.strftime(code)!r})" for code in codes)

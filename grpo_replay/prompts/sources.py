@@ -1,8 +1,8 @@
-"""Rows of problems from local files, the hub, or a built-in set; their values, checked and
-converted (problems, reference answers, ids); and what a run says about them at the start.
+"""Reads rows of problems from local files or the hub, checks and converts their values (problems,
+reference answers, ids), and makes the notices about them that a run prints at the start.
 
-Reading does not check values. A conversion raises ValueError with the value found;
-`checked_column` adds the place of the row.
+Reading does not check values. A conversion raises ValueError with the value; `checked_column` adds
+the location of the row.
 """
 
 import csv
@@ -26,12 +26,12 @@ from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path, shown
 
 KINDS = f"a file ({', '.join(DATA_SUFFIXES)}), a folder of `save_to_disk`, or a hub dataset id"
 SEPARATORS = ",;\t"
-"""Those that are found in the header of a CSV file; others are named by `sep`."""
+"""Separators that are recognised in the header of a CSV file; others need the option `sep`."""
 
 
 class ProblemRows:
-    """Rows by index (0-based), in memory or of a `datasets.Dataset`. `lines[i]` is the line number
-    of row i, 1-based. `names` are the columns, of rows in memory those of the first."""
+    """Rows by index (0-based), of a list or a `datasets.Dataset`. `lines[i]` is the line number of
+    row i in its file, 1-based. `names` are the columns; of a list, those of the first row."""
 
     def __init__(self, rows: Any, source: str, lines: Sequence[int] | None = None) -> None:
         self._rows, self._source, self._lines = rows, source, lines
@@ -44,57 +44,60 @@ class ProblemRows:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return as_meant(self._rows[index], self._features)
+        """All fields of one row, with decoded values."""
+        return decoded_value(self._rows[index], self._features)
 
     def column(self, field: str) -> list[Any]:
-        """The field's value in every row. `reward_model.ground_truth` is the value of
+        """The value of a field in every row. `reward_model.ground_truth` is the value of
         `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
         DatasetError if a row does not have the field."""
         column, rows = column_of(field, self.names), self._rows
-        inside = [] if _plain(column) == _plain(field) else field.split(".")[1:]
+        is_column = _normalised(column) == _normalised(field)
+        nested_keys = [] if is_column else field.split(".")[1:]
         if self._features is not None and column in self.names:
             values = rows[column][:]  # the other columns are not read
-            rows = (as_meant({column: value}, self._features) for value in values)
-        return [self._value(index, row, field, inside) for index, row in enumerate(rows)]
+            rows = (decoded_value({column: value}, self._features) for value in values)
+        return [self._value(index, row, field, nested_keys) for index, row in enumerate(rows)]
 
-    def _value(self, index: int, row: Any, field: str, inside: Sequence[str]) -> Any:
+    def _value(self, index: int, row: Any, field: str, nested_keys: Sequence[str]) -> Any:
         value = row
-        for key in (column_of(field, row), *inside):
+        for key in (column_of(field, row), *nested_keys):
             if not isinstance(value, Mapping) or key not in value:
-                there = list(value) if isinstance(value, Mapping) else [repr(value)]
+                present = list(value) if isinstance(value, Mapping) else [repr(value)]
                 raise DatasetError(
-                    f"{self.place(index)}: no field {field!r}{did_you_mean(key, there)}; there "
-                    f"are: {', '.join(there)}. prompts.problem_field, answer_field and id_field "
-                    "(null: row numbers) name the columns"
+                    f"{self.location(index)}: no field {field!r}{did_you_mean(key, present)}; "
+                    f"there are: {', '.join(present)}. prompts.problem_field, answer_field and "
+                    "id_field (null: row numbers) name the columns"
                 )
             value = value[key]
         return value
 
-    def place(self, index: int) -> str:
-        """The place of the row for error messages, for example `problems.jsonl:12`."""
+    def location(self, index: int) -> str:
+        """The location of a row for error messages, for example `problems.jsonl:12`."""
         lines = self._lines
         return f"{self._source} row {index}" if lines is None else f"{self._source}:{lines[index]}"
 
 
 def column_of(field: str, columns: Collection[str]) -> str:
-    """The column that contains a field: that of its name, or of what is before its first dot.
-    Capitals and the space around a name do not count if no column has it exactly."""
-    first = field.partition(".")[0]
-    for name in (field, first):
+    """The column that contains a field: the one with its name, or with the part of the name before
+    the first dot. If no column has exactly that name, capitals and surrounding space are ignored.
+    """
+    outer_name = field.partition(".")[0]
+    for name in (field, outer_name):
         if name in columns:
             return name
-        for each in columns:
-            if _plain(each) == _plain(name):
-                return each
-    return first
+        for column in columns:
+            if _normalised(column) == _normalised(name):
+                return column
+    return outer_name
 
 
-def _plain(name: str) -> str:
+def _normalised(name: str) -> str:
     return name.strip().casefold()
 
 
 class DecimalFloat(float):
-    """A float with the decimal number that was written for it, and the numpy name of its type."""
+    """A float with the decimal number from which it was read, and the numpy name of its type."""
 
     def __new__(cls, decimal: str, kind: str = "float64") -> "DecimalFloat":
         number = super().__new__(cls, decimal)
@@ -105,11 +108,12 @@ class DecimalFloat(float):
     kind: str
 
 
-def as_meant(value: Any, feature: Any) -> Any:
-    """A value of a `datasets` feature, in mappings too: a class by its name (None if it has none),
-    and a number of 16 or 32 bits as its shortest decimal: 0.1, not 0.10000000149011612."""
+def decoded_value(value: Any, feature: Any) -> Any:
+    """Decode a value of a `datasets` feature, also inside mappings: a class label becomes its name
+    (None if it has none), a 16- or 32-bit float its shortest decimal, 0.1 instead of
+    0.10000000149011612."""
     if isinstance(value, Mapping) and isinstance(feature, Mapping):
-        return {key: as_meant(each, feature.get(key)) for key, each in value.items()}
+        return {key: decoded_value(item, feature.get(key)) for key, item in value.items()}
     if value is not None and (kind := getattr(feature, "dtype", "")) in ("float16", "float32"):
         return DecimalFloat(str(np.dtype(kind).type(value)), kind)
     if isinstance(value, int) and (names := getattr(feature, "names", None)) is not None:
@@ -118,36 +122,35 @@ def as_meant(value: Any, feature: Any) -> Any:
 
 
 def read_local_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
-    """The rows of a file, or of a folder of `save_to_disk`; `options` are those of `datasets` for a
-    CSV or Parquet file.
+    """Read the rows of a file, or of a folder of `save_to_disk`. `options` are those of `datasets`
+    for a CSV or Parquet file.
 
-    JSON is read here: `datasets` makes numbers of `007` and dates of texts that look like them.
-    Raises DatasetError with the place if something cannot be read.
+    JSON is not read by `datasets`, which turns `007` into a number and texts like dates into dates.
+    Raises DatasetError with the location if something cannot be read.
     """
     path, source = Path(source).expanduser(), short_path(source)
     if not path.exists():
         missing = no_such_path(Path(source).expanduser())
         raise DatasetError(f"prompts.source or eval.benchmarks: {missing}; name {KINDS}")
     if path.suffix in (".csv", ".tsv") and path.is_file():
-        rows = _by_datasets(source, "csv", path, _csv_options(path, source, options))
-        return ProblemRows(_without_blank_end(rows), source)
+        rows = _load_with_datasets(source, "csv", path, _csv_options(path, source, options))
+        return ProblemRows(_drop_trailing_blank_rows(rows), source)
     if path.suffix == ".parquet" and path.is_file():
-        return ProblemRows(_by_datasets(source, "parquet", path, options), source)
+        return ProblemRows(_load_with_datasets(source, "parquet", path, options), source)
     if options != {"split": "train"}:
         raise DatasetError(
             f"prompts.dataset_options {shown(dict(options))} with {source}: only a CSV or Parquet "
-            "file and a hub dataset have options; put a part of other rows into a file of its own"
+            "file and a hub dataset have options; save a part of other rows as a file of its own"
         )
     if path.is_dir():
-        return ProblemRows(_saved_rows(path, source), source)
+        return ProblemRows(_load_saved_dataset(path, source), source)
     if path.suffix not in (".jsonl", ".json"):
-        raise DatasetError(f"{source}: the kind of file {path.suffix!r} is not read; name {KINDS}")
-    return ProblemRows(*_json_rows(path, source))
+        raise DatasetError(f"{source}: files of kind {path.suffix!r} are not read; name {KINDS}")
+    return ProblemRows(*_read_json_rows(path, source))
 
 
 def read_hub_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
-    """The rows of a split of a Hugging Face dataset, from the cache or the hub. The library
-    memory-maps its files.
+    """Read the rows of a split of a Hugging Face dataset, from the cache or the hub, memory-mapped.
 
     Raises DatasetError, with the command to download it, if the dataset is not available.
     """
@@ -157,8 +160,8 @@ def read_hub_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
     try:
         rows = datasets.load_dataset(source, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        if unwritten := _cache_failure(error):
-            raise DatasetError(f"dataset {source!r}: {unwritten}") from error
+        if cache_failure := _cache_failure(error):
+            raise DatasetError(f"dataset {source!r}: {cache_failure}") from error
         raise DatasetError(
             f"dataset {source!r} (config {options['name']}, split {options['split']!r}) is not "
             f"in the local cache and cannot be fetched from the hub: {first_line(error)}."
@@ -169,70 +172,69 @@ def read_hub_rows(source: str, options: Mapping[str, Any]) -> ProblemRows:
     return ProblemRows(rows, f"{source}[{options['split']}]")
 
 
-def _by_datasets(source: str, kind: str, path: Path, options: Mapping[str, Any]) -> Any:
-    """The rows as they are on disk: the cache of `datasets` knows a file by its name and time, so
-    the digest of its content is made part of the key."""
+def _load_with_datasets(source: str, kind: str, path: Path, options: Mapping[str, Any]) -> Any:
+    """Load a file with `datasets`, never an older version from its cache: that identifies a file by
+    name and time, and here by a digest of the content too."""
     import datasets
 
     try:
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        given = {**options, "name": content, "data_files": glob.escape(str(path))}
-        return datasets.load_dataset(kind, **given)
+        data_files = glob.escape(str(path))
+        return datasets.load_dataset(kind, **{**options, "name": content, "data_files": data_files})
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
-        reason = first_line(error.__cause__ or error)
-        unread = _cache_failure(error, path) or f"cannot be read: {reason}"
-        raise DatasetError(f"{source}: {unread}") from error
+        read_failure = f"cannot be read: {first_line(error.__cause__ or error)}"
+        raise DatasetError(f"{source}: {_cache_failure(error, path) or read_failure}") from error
 
 
 def _cache_failure(error: Exception, path: Path | None = None) -> str | None:
-    """What `datasets` could not do in its cache, where it writes what it reads; None for a failure
-    to read `path` itself."""
+    """Describe a failure of `datasets` to write its cache; None for another failure, such as one to
+    read `path` itself."""
     cause = error.__cause__ or error
-    place = getattr(cause, "filename", None)
-    if not isinstance(cause, OSError) or place is None:
+    failed_path = getattr(cause, "filename", None)
+    if not isinstance(cause, OSError) or failed_path is None:
         return None
-    if path is not None and os.path.abspath(str(place)) == os.path.abspath(path):
+    if path is not None and os.path.abspath(str(failed_path)) == os.path.abspath(path):
         return None
     return (
-        f"the cache of `datasets` cannot be written: {place}: {cause.strerror}; set HF_HOME to a "
-        "folder that can be (it is below the home folder by default)"
+        f"the cache of `datasets` cannot be written: {failed_path}: {cause.strerror}; set HF_HOME "
+        "to a folder that can be written (by default it is below the home folder)"
     )
 
 
-def _saved_rows(path: Path, source: str) -> Any:
+def _load_saved_dataset(path: Path, source: str) -> Any:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DatasetError(f"{source}: {first_line(error).rstrip('.')}; name {KINDS}") from error
-    if isinstance(found, datasets.Dataset):
-        return found
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
     raise DatasetError(
-        f"{source} has the splits {', '.join(found)}: name the folder of one, "
-        f"{source}/{next(iter(found))}"
+        f"{source} has the splits {', '.join(dataset)}: name the folder of one, for example "
+        f"{source}/{next(iter(dataset))}"
     )
 
 
 def _csv_options(path: Path, source: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by which every value of a CSV file is text as it is written: 1.50 and 007 are not
-    the numbers 1.5 and 7. The separator is that of which the header has most, unless it is named.
-    Raises DatasetError for a first row that is longer than the header: pandas makes an index of its
-    beginning."""
+    """Make the options with which `datasets` reads every value of a CSV file as text: 1.50 and 007
+    stay as they are. Without the option `sep`, the separator is the most frequent in the header.
+    Raises DatasetError if the first row is longer than the header: pandas would use its first
+    values as an index."""
     import datasets
 
-    given = {"keep_default_na": False, **options}
+    csv_options = {"keep_default_na": False, **options}
     try:
-        with path.open(encoding=given.get("encoding", "utf-8-sig"), newline="") as file:
-            given.setdefault("sep", max(SEPARATORS, key=file.readline().count))
+        with path.open(encoding=csv_options.get("encoding", "utf-8-sig"), newline="") as file:
+            csv_options.setdefault("sep", max(SEPARATORS, key=file.readline().count))
             file.seek(0)
-            lines = csv.reader(file, delimiter=given["sep"])
+            lines = csv.reader(file, delimiter=csv_options["sep"])
             names, first = next(lines, []), next(lines, [])
     except (OSError, UnicodeDecodeError, LookupError, TypeError, csv.Error) as error:
         raise DatasetError(
             f"{source}: cannot be read: {error}; save it as UTF-8, or set prompts.dataset_options "
-            "to its {sep: …, encoding: …}"
+            "to {sep: …, encoding: …} of the file"
         ) from error
     if not names:
         raise DatasetError(f"{source} has no rows")
@@ -243,19 +245,20 @@ def _csv_options(path: Path, source: str, options: Mapping[str, Any]) -> dict[st
         )
     names = [name.strip() or f"column {number}" for number, name in enumerate(names, start=1)]
     features = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
-    return {**given, "names": names, "header": 0, "features": features}
+    return {**csv_options, "names": names, "header": 0, "features": features}
 
 
-def _without_blank_end(rows: Any) -> Any:
-    """The rows without blank ones at the end, which spreadsheets write."""
+def _drop_trailing_blank_rows(rows: Any) -> Any:
+    """Drop blank rows at the end, which spreadsheets write."""
     size = len(rows)
     while size and not any((value or "").strip() for value in rows[size - 1].values()):
         size -= 1
     return rows.select(range(size))
 
 
-def _json_rows(path: Path, source: str) -> tuple[list[Any], str, list[int] | None]:
-    """The objects of JSON lines, the source and the line numbers, or those of one JSON array."""
+def _read_json_rows(path: Path, source: str) -> tuple[list[Any], str, list[int] | None]:
+    """Read the objects of JSON lines, or of one JSON array. Returns them with the source, and the
+    line numbers of JSON lines."""
     rows, lines, number = list[Any](), list[int](), 0
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -268,89 +271,88 @@ def _json_rows(path: Path, source: str) -> tuple[list[Any], str, list[int] | Non
                     rows.append(json.loads(text, parse_float=DecimalFloat))
                     lines.append(number)
     except (OSError, ValueError, RecursionError) as error:
-        place = f"{source}:{number}" if number else source
+        location = f"{source}:{number}" if number else source
         raise DatasetError(
-            f"{place}: cannot be read: {error}; every line is one JSON object in UTF-8, or a .json "
-            "file one array of them"
+            f"{location}: cannot be read: {error}; every line is one JSON object in UTF-8, or a "
+            ".json file one array of them"
         ) from error
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            place = f"{source}:{lines[index]}" if lines else f"{source} row {index}"
-            raise DatasetError(f"{place}: found {shown(row)}, expected a JSON object")
+            location = f"{source}:{lines[index]}" if lines else f"{source} row {index}"
+            raise DatasetError(f"{location}: found {shown(row)}, expected a JSON object")
     return rows, source, lines or None
 
 
 ChatMessage = dict[str, Any]
 ProblemStatement = str | list[ChatMessage]
-"""Text, or the messages of a chat."""
+"""The text of a problem, or the messages of a chat."""
 
 PROBLEM_FIELDS = ("problem", "prompt", "question", "messages")
 ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
-"""Where TRL, verl, open-instruct and GSM8K have problems and answers; the first is the default."""
+"""Columns of TRL, verl, open-instruct and GSM8K for problems and answers; first the defaults."""
 
 _Value = TypeVar("_Value")
 
 
 def known_field(field: str, known: Sequence[str], names: Collection[str]) -> str:
-    """`field`; if the columns `names` do not have it, the first of `known` that they have."""
-    found = (each for each in (field, *known) if column_of(each, names) in names)
-    return next(found, field)
+    """Return `field`, or if the columns `names` lack it, the first of `known` that they have."""
+    present = (name for name in (field, *known) if column_of(name, names) in names)
+    return next(present, field)
 
 
 def checked_column(rows: ProblemRows, field: str, convert: Callable[[Any], _Value]) -> list[_Value]:
-    """The converted values of a field. Raises DatasetError with the place of a bad value."""
+    """Convert the values of a field. Raises DatasetError with the location of a bad value."""
     converted: list[_Value] = []
     for index, value in enumerate(rows.column(field)):
         try:
             converted.append(convert(value))
         except ValueError as error:
-            raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
+            raise DatasetError(f"{rows.location(index)}: field {field!r} {error}") from None
     return converted
 
 
 def unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
-    """The ids of the rows; their numbers if there is no field.
-
-    Raises DatasetError for a duplicate.
+    """The ids of the rows; their row numbers without `id_field`. Raises DatasetError for a
+    duplicate.
     """
     if id_field is None:
         return [str(index) for index in range(len(rows))]
     ids = checked_column(rows, id_field, answer_text)
-    first_with: dict[str, int] = {}
-    for index, each in enumerate(ids):
-        if (first := first_with.setdefault(each, index)) != index:
+    first_with_id: dict[str, int] = {}
+    for index, row_id in enumerate(ids):
+        if (first := first_with_id.setdefault(row_id, index)) != index:
             raise DatasetError(
-                f"{rows.place(index)}: id {each!r} in field {id_field!r} is also the id of "
-                f"{rows.place(first)}; ids must be unique"
+                f"{rows.location(index)}: id {row_id!r} in field {id_field!r} is also the id of "
+                f"{rows.location(first)}; ids must be unique"
             )
     return ids
 
 
 def problem_statement(value: Any) -> ProblemStatement:
-    """A problem: text, or a list of chat messages that ends with one to be answered."""
+    """Convert a problem: text, or a list of chat messages that ends with one to be answered."""
     if not isinstance(value, list):
         return text(value)
-    messages = [_message(each) for each in value]
+    messages = [_message(message) for message in value]
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"has {shown(value)}, expected messages that end with one of the user: the model is to "
-            "write what the assistant says"
+            f"has {shown(value)}, expected messages that end with a user message: the model writes "
+            "the assistant's answer"
         )
     return messages
 
 
 def _message(value: Any) -> ChatMessage:
-    # Arrow gives every message the keys of all, with None where there is no value.
-    given = value if isinstance(value, Mapping) else {}
-    message = {key: each for key, each in given.items() if each is not None}
+    # Arrow gives every message the keys of all messages, with None where there is no value.
+    items = value.items() if isinstance(value, Mapping) else ()
+    message = {key: item for key, item in items if item is not None}
     if not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise ValueError(f"has the message {shown(value)}, expected {{role: text, content: text}}")
     return whole_characters(message)
 
 
 def answer_text(value: Any) -> str:
-    """A reference answer or an id as text. Text is unchanged; a number becomes its digits, without
-    zeros after those of its fraction."""
+    """Convert a reference answer or an id to text. Text is unchanged; a number becomes its digits,
+    without trailing zeros of the fraction."""
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return _digits(value)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -358,16 +360,16 @@ def answer_text(value: Any) -> str:
 
 
 def _digits(value: float | Decimal) -> str:
-    """The decimal number that was written. Raises ValueError for a float that is too large for its
-    type to keep whole numbers apart, and has more digits than the type keeps."""
+    """The digits of a number as they were written. Raises ValueError for a whole number that its
+    float type cannot tell from its neighbours, and that has more digits than the type keeps."""
     written = value if isinstance(value, Decimal) else Decimal(repr(value))
     number = f"{getattr(value, 'decimal', written):f}"
     if "." in number:
         number = number.rstrip("0").rstrip(".")
     if isinstance(value, float) and "." not in number:
-        kept = np.finfo(getattr(value, "kind", "float64"))
-        is_exact = abs(value) < 2 ** (kept.nmant + 1)
-        if not is_exact and len(number.strip("-0")) > kept.precision:
+        limits = np.finfo(getattr(value, "kind", "float64"))
+        is_exact = abs(value) < 2 ** (limits.nmant + 1)
+        if not is_exact and len(number.strip("-0")) > limits.precision:
             raise ValueError(
                 f"found {number} as a float, which stands for several whole numbers: write it as "
                 "an integer, or put it in quotes"
@@ -376,13 +378,13 @@ def _digits(value: float | Decimal) -> str:
 
 
 def reference_answer(value: Any) -> str:
-    """A reference answer; of `8 + 10 = 18\n#### 18` only what is after the last marker, `18`."""
+    """Convert a reference answer; of `8 + 10 = 18\n#### 18`, the text after the last marker."""
     answer = answer_text(value)
     return text(answer.rpartition(ANSWER_MARKER)[2].strip()) if ANSWER_MARKER in answer else answer
 
 
 def text(value: Any) -> str:
-    """Text that is not blank and valid Unicode."""
+    """Check that a value is text, not blank, and valid Unicode, and return it."""
     if not isinstance(value, str):
         raise ValueError(
             f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
@@ -394,30 +396,31 @@ def text(value: Any) -> str:
 
 
 def statement_text(problem: ProblemStatement) -> str:
-    """The problem, or the content of its messages, but for those of the system."""
+    """The text of a problem; of a chat, the content of all messages but the system's."""
     if isinstance(problem, str):
         return problem
-    return "\n".join(each["content"] for each in problem if each["role"] != "system")
+    return "\n".join(message["content"] for message in problem if message["role"] != "system")
 
 
 def fingerprint(problem: ProblemStatement) -> int:
-    """Equal for problems that differ only in spaces and capitals, for chats if all of their
-    messages do; valid within this process."""
+    """A hash that is equal for problems, or chats, that differ only in spaces and capitals; valid
+    within this process."""
     chat = () if isinstance(problem, str) else problem
-    of_system = "".join(each["content"] for each in chat if each["role"] == "system")
-    plain = ["".join(text.casefold().split()) for text in (of_system, statement_text(problem))]
-    return hash(tuple(plain))
+    system_text = "".join(message["content"] for message in chat if message["role"] == "system")
+    texts = (system_text, statement_text(problem))
+    return hash(tuple("".join(text.casefold().split()) for text in texts))
 
 
 def notices_of_reading(problems: Sequence[ProblemStatement], answers: Sequence[Any]) -> list[str]:
-    """How the rows of one source were read. `answers` are the values of the column."""
+    """Say how the rows of one source were read. `answers` are the values of the answer column."""
     notices = []
     if chats := sum(not isinstance(problem, str) for problem in problems):
         notices.append(
             f"{chats} of {len(problems)} problems are chat messages, rendered as they are: "
             "prompts.system_prompt and prompts.user_template are not used for them"
         )
-    if marked := sum(isinstance(each, str) and ANSWER_MARKER in each for each in answers):
+    marked = sum(isinstance(answer, str) and ANSWER_MARKER in answer for answer in answers)
+    if marked:
         notices.append(
             f"{marked} of {len(answers)} answers contain {ANSWER_MARKER!r}: only the text "
             "after the last one is the reference answer"
@@ -426,13 +429,14 @@ def notices_of_reading(problems: Sequence[ProblemStatement], answers: Sequence[A
 
 
 def notices_of_duplicates(fingerprints: Sequence[int], answers: Sequence[str]) -> list[str]:
+    """Return a notice if problems repeat, with the number of those whose answers differ."""
     repeated = len(fingerprints) - len(set(fingerprints))
     if repeated == 0:
         return []
     pairs = set(zip(fingerprints, answers, strict=True))
-    contrary = len(pairs) - len(set(fingerprints))
-    other = f", {contrary} of them with another answer" if contrary else ""
+    contradictory = len(pairs) - len(set(fingerprints))
+    suffix = f", {contradictory} of them with another answer" if contradictory else ""
     return [
         f"{repeated} of {len(fingerprints)} prompts repeat the problem of another one (but for "
-        f"spaces and capitals){other}"
+        f"spaces and capitals){suffix}"
     ]
