@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Row = Mapping[str, Any]
-"""One row of a data set."""
+"""One row of a data set, by column name."""
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Pairs of a parameter name and its full tensor, for weight transfers."""
@@ -49,7 +49,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem, rendered and tokenised."""
+    """One problem, rendered and tokenised. `messages` is its chat, for reward functions."""
 
     prompt_id: str
     text: str
@@ -77,8 +77,8 @@ class Completion:
 
     `token_ids` includes the end-of-sequence token if one was sampled. `sampler_logprobs` are
     log-probs of the distribution sampled from, temperature applied. `finish_reason` is "stop"
-    (EOS) or "length" (truncated). The two policy versions are those of the first and the last
-    sampled token. `completion_mask` and `extras` are those of the rollout that it becomes.
+    (EOS) or "length" (truncated). `policy_version` sampled the first token, `policy_version_end`
+    the last. `completion_mask` and `extras` are copied to the rollout.
     """
 
     key: RequestKey
@@ -92,22 +92,23 @@ class Completion:
 
 
 HIGH_CLIP_FRACTION = 0.10
-"""Of the replayed tokens, above which screens warn: a rule of thumb (docs/buffer.md)."""
+"""Share of clipped tokens among the replayed ones, above which displays warn: a rule of thumb
+(docs/buffer.md)."""
 
 FAILED = ("timeout", "memory", "crash", "none")
-"""The statuses of a verdict that say that a reward function gave no score: it exceeded a limit,
-raised or died, or returned None."""
+"""Statuses of a verdict whose reward function gave no score: it exceeded a limit, raised or died,
+or returned None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A verifier's result. `status` is "correct", "incorrect", "unparsable" (no answer found), or
-    one of `FAILED`. For a function of the user it is "scored". With several functions it is that of
-    the first, unless one of them failed.
+    one of `FAILED`; for a user's function it is "scored". With several functions it is the status
+    of the first, unless one of them failed.
 
-    `scores` has the score of each function, in the order of the recipe. `reward` is their weighted
-    sum. It is None, without scores, if a function of the user failed. A
-    completion on which a built-in verifier fails has the reward of an incorrect answer.
+    `scores` has the score of each function, in the order of the recipe, and `reward` is their
+    weighted sum. If a user's function failed, there are no scores and `reward` is None. If a
+    built-in verifier fails, the reward is that of an incorrect answer.
     """
 
     reward: float | None
@@ -116,7 +117,7 @@ class Verdict:
 
 
 class Graded(NamedTuple):
-    """A completion, its text, and what a verifier says of it."""
+    """A completion, its text, and a verifier's verdict on it."""
 
     completion: Completion
     text: str
@@ -128,16 +129,16 @@ class Rollout:
     """One completion and everything computed at its birth, frozen. The unit of replay.
 
     `advantage` and `behavior_logprobs` are None if the rollout was dropped (`kept` False): with its
-    group, because it has no reward (`reward` None), or because it was cut off and
+    group, because it has no reward (`reward` None), or because it was truncated and
     `reward.mask_truncated` is set. Group statistics are over the members with a reward; mean
-    and deviation are None if those are fewer than two. `group_reward_std` is exactly 0 if their
+    and deviation are None with fewer than two of them. `group_reward_std` is exactly 0 if their
     rewards are equal. The age of a rollout is `step - birth_step`, in training steps.
 
-    `completion_mask` is True for the completion tokens that train. The others (the output of a
-    tool, say) are context: they count neither in the loss nor in its statistics, and their
-    log-probs may be anything. Without a mask all tokens train. `extras` are arrays of one dimension
-    or more that are stored, drawn, saved and logged with the rollout, by name: reference log-probs,
-    routed experts. An array of one name has the same dtype and trailing shape in every rollout.
+    `completion_mask` is True for the completion tokens that train. The others, such as the output
+    of a tool, are context: they count neither in the loss nor in its statistics, and their
+    log-probs may have any values. Without a mask all tokens train. `extras` are arrays of one
+    dimension or more that are stored, drawn, saved and logged with the rollout, by name, such as
+    reference log-probs. Arrays of one name have the same dtype and trailing shape in all rollouts.
     """
 
     rollout_id: int
@@ -160,7 +161,7 @@ class Rollout:
     finish_reason: str
     verdict: str
     kept: bool
-    reward_scores: tuple[float, ...] = ()  # before weights, of several; NaN of one that gave none
+    reward_scores: tuple[float, ...] = ()  # of several functions, before weighting; NaN: none
     completion_mask: np.ndarray | None = None  # bool [T]
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
@@ -172,24 +173,25 @@ class Rollout:
 
     @property
     def behavior_logprob_mean(self) -> float | None:
-        """Mean behaviour log-prob of the tokens that train; None without any."""
+        """Mean behaviour log-prob of the tokens that train, in nats; None if no token trains."""
         if self.behavior_logprobs is None or not self.trained_tokens:
             return None
-        return float(self.of_trained(self.behavior_logprobs).mean(dtype=np.float64))
+        return float(self.trained_values(self.behavior_logprobs).mean(dtype=np.float64))
 
-    def of_trained(self, values_T: np.ndarray) -> np.ndarray:
-        """Those of the completion tokens that train, of one value for each token."""
+    def trained_values(self, values_T: np.ndarray) -> np.ndarray:
+        """Select the values of the tokens that train from values of all completion tokens, [T]."""
         return values_T if self.completion_mask is None else values_T[self.completion_mask]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """What the buffer stores: what it needs to draw and evict, and a payload that it hands back.
+    """A rollout as the buffer stores it: the values that draws and evictions read, and a payload
+    that a draw returns.
 
-    A whole `Rollout` is one kind of payload (`replay.insertion.entries_of`). A trainer that keeps
-    its tensors itself stores a handle to them. `columns` are what the priority reads, by the names
-    of the rollout log: advantage, group_reward_std, reward, group_correct, completion_tokens,
-    truncated, behavior_logprob_mean. The age of an entry is `step - birth_step`, in training steps.
+    A payload is a whole `Rollout` (`replay.insertion.entries_of`), or a handle of a trainer that
+    keeps its own tensors. `columns` are the values that the priority reads, by the names of the
+    rollout log: advantage, group_reward_std, reward, group_correct, completion_tokens, truncated,
+    behavior_logprob_mean. The age of an entry is `step - birth_step`, in training steps.
     """
 
     rollout_id: int
@@ -207,7 +209,7 @@ class Draw:
     `ages[i]` (int64 [N], training steps). With replacement, an entry may appear more than once.
 
     A `buffer_only` step makes a draw for each of its `updates` optimizer updates; `update_N[i]`
-    (int64 [N], from 0) is that of `entries[i]`. None: one draw for the whole step.
+    (int64 [N], from 0) is the update of `entries[i]`. None: one draw for the whole step.
     """
 
     entries: tuple[Entry, ...]
@@ -224,14 +226,15 @@ class Draw:
         return tuple(entry.payload for entry in self.entries)
 
     def in_updates(self, steps_N: np.ndarray) -> np.ndarray:
-        """Training steps before that of the draw as optimizer updates before each draw's: a rollout
-        of the same step has age 0 in the first update of the step, and 1 in the second."""
+        """Convert ages of the drawn entries from training steps to optimizer updates, int64 [N]. A
+        rollout of the same step has age 0 in the step's first update, and 1 in its second."""
         if self.update_N is None:
             return steps_N
         return self.updates * steps_N + self.update_N
 
     @classmethod
     def empty(cls) -> "Draw":
+        """A draw without entries."""
         return cls((), np.zeros(0), np.zeros(0, dtype=np.int64), 0.0, 0.0)
 
 
@@ -240,8 +243,8 @@ class ComposedBatch:
     """The entries that one training step trains on, and which of them are replayed.
 
     `replayed[i]` is True if `entries[i]` was drawn at an age above 0, or, for `buffer_only`, at
-    any age. `draw` has the probabilities and ages of all drawn entries; with `replay.shadow` they
-    are not among `entries`, and `trains_on_draw` is False.
+    any age. `draw` has all drawn entries, with probabilities and ages; with `replay.shadow` the
+    step does not train on them, and `trains_on_draw` is False.
     """
 
     entries: tuple[Entry, ...]
@@ -258,9 +261,9 @@ class ComposedBatch:
     def drawn_outcomes(
         self, outcomes: Sequence["RolloutOutcome"], probe: Mapping[int, "RolloutOutcome"]
     ) -> list["RolloutOutcome | None"]:
-        """The outcome of every drawn entry, in the order drawn: of the batch's `outcomes`, which
-        belong to `entries`; with `replay.shadow` those of the `probe`, by index in the draw, and
-        None for an entry that was not probed."""
+        """The outcome of every drawn entry, in the order drawn. It is taken from `outcomes`, one
+        for each of the batch's `entries`; with `replay.shadow` from `probe`, by index in the draw,
+        and None for an entry that was not probed."""
         count = len(self.draw.entries)
         if self.trains_on_draw:
             return list(outcomes[len(outcomes) - count :])
@@ -288,21 +291,20 @@ class RolloutOutcome:
 
 
 def first_score(scores: Sequence[float], reward: T) -> float | T:
-    """The score of the first of several functions that gave one; the reward of a single one."""
+    """The first score that is not NaN; `reward` if there is none, as with a single function."""
     return next((score for score in scores if not math.isnan(score)), reward)
 
 
 def completion_seed(run_seed: int, key: RequestKey) -> int:
-    """The seed of one completion, in [0, 2^63), from the run seed and the request's key."""
+    """Derive the seed of one completion, in [0, 2^63), from the run seed and the request's key."""
     sequence = np.random.SeedSequence([run_seed, *key])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 DRAW_STREAM, SPLIT_STREAM = 1, 2
-"""Purposes of the random streams of a step: what is drawn, and its mini-batches."""
+"""Purposes of the random streams of a step: the draw, and the split into mini-batches."""
 
 
 def stream(run_seed: int, *path: int) -> np.random.Generator:
-    """The random generator of the stream that `path` identifies, for example
-    (step, DRAW_STREAM)."""
+    """Make the generator of the random stream that `path` identifies: (step, DRAW_STREAM), say."""
     return np.random.default_rng(np.random.SeedSequence([run_seed, *path]))

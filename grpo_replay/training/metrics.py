@@ -239,7 +239,7 @@ def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Met
     """The weights of `loss.sampler_ratio` over the batch's tokens; empty if it is off."""
     if loss.sampler_ratio is None:
         return {}
-    parts = [rollout.of_trained(sampler_weights(rollout, loss)) for rollout in trained]
+    parts = [rollout.trained_values(sampler_weights(rollout, loss)) for rollout in trained]
     weights_C = np.concatenate([np.zeros(0, np.float32), *parts])
     bounds = loss.sampler_ratio
     limits = [0.0] if bounds.action == "mask" else [bounds.low, bounds.high or math.inf]

@@ -119,7 +119,9 @@ def measure_gap(
         [
             np.zeros(0),
             *(
-                rollout.of_trained(np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T))
+                rollout.trained_values(
+                    np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T)
+                )
                 for rollout, logprobs_T in zip(rollouts, trainer_logprobs, strict=True)
             ),
         ]
