@@ -1,6 +1,6 @@
 """The built-in tasks, `builtin:NAME` as a source of prompts: arithmetic problems, and for the tiny
-ones base models and tokenizers (made by benchmarks/make_tiny_base.py). Imports nothing else of the
-package, nor torch or transformers."""
+ones base models and tokenizers (made by benchmarks/make_tiny_base.py). The folder imports nothing
+else of the package, nor torch or transformers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LONG_BASE_DIR: Path = Path(__file__).parent / "long_base"
 
 @dataclass(frozen=True)
 class Task:
-    """A base model (None: any language model), its benchmarks, and the module of this folder that
-    makes the problems, loaded with the first of them. `arguments` say which problems it makes, if
-    it has those of several tasks."""
+    """A task: a base model (None: any language model), benchmarks, and the module of this folder
+    that makes the problems, imported when it is first needed. If the module has several tasks,
+    `arguments` select one."""
 
     base_dir: Path | None
     benchmarks: tuple[str, ...]
@@ -29,16 +29,16 @@ class Task:
     arguments: tuple[str, ...] = ()
 
     def train_problems(self, seed: int = 0) -> list[dict[str, str]]:
-        """The training problems of a seed."""
-        problems: list[dict[str, str]] = self._loaded().train_problems(*self.arguments, seed)
+        """Make the training problems of a seed."""
+        problems: list[dict[str, str]] = self._import_module().train_problems(*self.arguments, seed)
         return problems
 
     def benchmark_problems(self, name: str) -> list[dict[str, str]]:
-        """The held-out problems of one of its benchmarks."""
-        problems: list[dict[str, str]] = self._loaded().benchmark_problems(name)
+        """Make the held-out problems of one of the task's benchmarks."""
+        problems: list[dict[str, str]] = self._import_module().benchmark_problems(name)
         return problems
 
-    def _loaded(self) -> ModuleType:
+    def _import_module(self) -> ModuleType:
         return import_module(f"{__name__}.{self.module}")
 
 
@@ -53,7 +53,7 @@ TASKS: Mapping[str, Task] = {
     name.replace("_", "-"): Task(None, (name,), "text_problems", (name,))
     for name in ("additions", "step_sums")
 }
-"""The tasks by name. All benchmarks of one together have its name, with `_` for `-`."""
+"""The tasks by name. The same name with `_` for `-` stands for all benchmarks of the task."""
 
 BASES: Mapping[str, Path] = {
     name: task.base_dir for name, task in TASKS.items() if task.base_dir is not None
@@ -62,9 +62,9 @@ BASES: Mapping[str, Path] = {
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The held-out problems of a benchmark of any task. Raises ValueError for an unknown name."""
+    """Make the held-out problems of any task's benchmark. Raises ValueError for an unknown name."""
     for task in TASKS.values():
         if name in task.benchmarks:
             return task.benchmark_problems(name)
-    known = [each for task in TASKS.values() for each in task.benchmarks]
+    known = [benchmark for task in TASKS.values() for benchmark in task.benchmarks]
     raise ValueError(f"unknown built-in benchmark {name!r}; allowed: {', '.join(known)}")

@@ -1,5 +1,5 @@
-"""Problems of the long task: a counter of two digits, to which two numbers are added and subtracted
-in turn, up to a given letter.
+"""Makes the problems of the long task: one number is added to a counter of two digits and another
+subtracted, in turn, up to a given letter.
 
     37+28-19d       37, then a: +28, b: -19, c: +28, d: -19
 
@@ -20,25 +20,25 @@ import numpy as np
 from grpo_replay.tiny.problems import HELD_OUT_SEED, generator, row
 
 ENTRIES: dict[str, int] = {"tiny_long_10": 10, "tiny_long_14": 14, "tiny_long_18": 18}
-"""Entries of a problem of each benchmark."""
+"""Number of entries of a problem, by benchmark."""
 
 BENCHMARKS: tuple[str, ...] = tuple(ENTRIES)
 """Names of the benchmarks, easy to hard."""
 
 HELD_OUT_PROBLEMS = 100
-"""Held-out problems of each benchmark."""
+"""Number of held-out problems of each benchmark."""
 
 TRAIN_PROBLEMS = 512
-"""Training problems of each benchmark."""
+"""Number of training problems of each benchmark."""
 
 Operands = tuple[int, int, int]
-"""The start of the counter, 0 to 99, what is added and what is subtracted, 10 to 99."""
+"""The start of the counter, 0 to 99, and the numbers added and subtracted, 10 to 99."""
 
 
 def train_problems(seed: int = 0) -> list[dict[str, str]]:
-    """`TRAIN_PROBLEMS` problems of each benchmark, shuffled together. The seed selects them.
+    """Make `TRAIN_PROBLEMS` problems of each benchmark, shuffled together. The seed selects them.
 
-    The rows have the fields of the tiny task's: `problem`, `answer`, `benchmark`, `problem_id`.
+    The rows have the fields of the tiny task: `problem`, `answer`, `benchmark`, `problem_id`.
     """
     rows: list[dict[str, str]] = []
     for name in BENCHMARKS:
@@ -52,25 +52,25 @@ def train_problems(seed: int = 0) -> list[dict[str, str]]:
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, as rows of `train_problems`."""
+    """Make the `HELD_OUT_PROBLEMS` problems of a benchmark, with the fields of `train_problems`."""
     return [problem_row(name, operands) for operands in _held_out(name)]
 
 
 def problem_row(name: str, operands: Operands) -> dict[str, str]:
-    """The row of one problem, given its benchmark and its operands."""
+    """Make the row of one problem from its benchmark and its operands."""
     start, added, subtracted = operands
     problem = f"{start:02d}+{added}-{subtracted}{LETTERS[ENTRIES[name] - 1]}"
     return row(name, problem, (start + sum(entries_of(name, operands))) % 100)
 
 
 def entries_of(name: str, operands: Operands) -> list[int]:
-    """What is added in each step, negative if subtracted."""
+    """The entries of a problem in order: the number that is added, negative if subtracted."""
     _, added, subtracted = operands
     return [added if i % 2 == 0 else -subtracted for i in range(ENTRIES[name])]
 
 
 def draw_operands(name: str, rng: np.random.Generator) -> Operands:
-    """Operands of a random problem of a benchmark that is not held out."""
+    """Draw the operands of a problem of a benchmark that is not held out."""
     operands = _random_operands(rng)
     while operands in _held_out(name):
         operands = _random_operands(rng)
@@ -79,7 +79,7 @@ def draw_operands(name: str, rng: np.random.Generator) -> Operands:
 
 @cache
 def _held_out(name: str) -> dict[Operands, None]:
-    """The held-out problems in order; a dict for quick look-up."""
+    """The operands of the held-out problems in order; a dict for quick look-up."""
     rng = generator(name, HELD_OUT_SEED, "held out")
     chosen: dict[Operands, None] = {}
     while len(chosen) < HELD_OUT_PROBLEMS:

@@ -1,4 +1,4 @@
-"""Arithmetic problems of the tiny task: five small benchmarks, from easy to hard.
+"""Makes the arithmetic problems of the tiny task: five small benchmarks, from easy to hard.
 
 | benchmark    | problem   | steps to the answer                                       |
 |--------------|-----------|-----------------------------------------------------------|
@@ -9,7 +9,7 @@
 | `tiny_pair`  | `7*8-3*9` | two products, then a difference with its borrow and sign  |
 
 Every benchmark has its own held-out problems, the same for every seed. No training problem is a
-held-out problem, also not with the operands of a sum or product exchanged. Needs only numpy.
+held-out one, not even with the operands of a sum or product exchanged. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zlib import crc32
 import numpy as np
 
 HELD_OUT_PROBLEMS = 200
-"""Held-out problems of each benchmark."""
+"""Number of held-out problems of each benchmark."""
 
 TRAIN_PROBLEMS = 512
-"""Training problems of each benchmark."""
+"""Number of training problems of each benchmark."""
 
 HELD_OUT_SEED = 20260604
 """Seed of the held-out problems. Fixed, so that they are the same in every run."""
@@ -74,7 +74,7 @@ BENCHMARKS: tuple[str, ...] = tuple(_FAMILIES)
 
 
 def train_problems(seed: int = 0) -> list[dict[str, str]]:
-    """`TRAIN_PROBLEMS` problems of each benchmark, shuffled together. The seed selects them.
+    """Make `TRAIN_PROBLEMS` problems of each benchmark, shuffled together. The seed selects them.
 
     A row has `problem` ("47+38"), `answer` ("85"), `benchmark` ("tiny_add") and `problem_id`
     ("tiny_add:47+38"), all strings. No row is a held-out problem of any benchmark.
@@ -89,18 +89,18 @@ def train_problems(seed: int = 0) -> list[dict[str, str]]:
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, as rows of `train_problems`."""
+    """Make the `HELD_OUT_PROBLEMS` problems of a benchmark, with the fields of `train_problems`."""
     return [problem_row(name, operands) for operands in _held_out(name)]
 
 
 def problem_row(name: str, operands: tuple[int, ...]) -> dict[str, str]:
-    """The row of one problem, given its benchmark and its operands."""
+    """Make the row of one problem from its benchmark and its operands."""
     family = _FAMILIES[name]
     return row(name, family.text.format(*operands), family.answer(*operands))
 
 
 def row(name: str, problem: str, answer: int) -> dict[str, str]:
-    """The row of one problem of a benchmark."""
+    """Make the row of one problem of a benchmark from its text and its answer."""
     problem_id = f"{name}:{problem}"
     return {
         "problem": problem, "answer": str(answer), "benchmark": name, "problem_id": problem_id
@@ -111,15 +111,15 @@ def row(name: str, problem: str, answer: int) -> dict[str, str]:
 def operand_pool(name: str) -> tuple[tuple[int, ...], ...]:
     """Operands of all problems of a benchmark that are not equivalent to a held-out one."""
     family = _FAMILIES[name]
-    taken = {family.key(*operands) for operands in _held_out(name)}
-    return tuple(o for o in _all_operands(name) if family.key(*o) not in taken)
+    held_out_keys = {family.key(*operands) for operands in _held_out(name)}
+    return tuple(o for o in _all_operands(name) if family.key(*o) not in held_out_keys)
 
 
 @cache
 def _held_out(name: str) -> tuple[tuple[int, ...], ...]:
-    every = _all_operands(name)
+    operands = _all_operands(name)
     rng = generator(name, HELD_OUT_SEED, "held out")
-    return tuple(every[i] for i in rng.choice(len(every), HELD_OUT_PROBLEMS, replace=False))
+    return tuple(operands[i] for i in rng.choice(len(operands), HELD_OUT_PROBLEMS, replace=False))
 
 
 @cache
@@ -131,5 +131,5 @@ def _all_operands(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def generator(name: str, seed: int, purpose: str) -> np.random.Generator:
-    """A random generator that depends only on the arguments."""
+    """Make a random generator that depends only on the arguments."""
     return np.random.default_rng([seed, crc32(f"{purpose}/{name}".encode())])
