@@ -6,9 +6,9 @@ r"""GRPO with rollout replay in one file, to be read from top to bottom.
 
 Paper A is Yoo et al., arXiv 2606.04560; paper B is Arnal et al., arXiv 2604.08706. A model of
 160,000 parameters learns arithmetic on one CPU core: `47+38=` is to be completed by
-`15,8\boxed{85}`. The package gives only the base model, its tokenizer and the problems; all of
-the method is here. The numbers are held-out accuracy after training (36.1 % before) at seed 42; the
-package's runs end at 59.3, 57.8 and 43.1 %. A run takes less than a minute of processor time.
+`15,8\boxed{85}`. Only the base model, its tokenizer and the problems come from the package; the
+whole method is here. The numbers are held-out accuracy after training (36.1 % before) at seed 42;
+the package's runs end at 59.3, 57.8 and 43.1 %. A run takes less than a minute of processor time.
 
 Departures from textbook GRPO (arXiv 2402.03300):
   1. The denominator of the importance ratio is the policy at the rollout's birth. Its log-probs
@@ -89,7 +89,7 @@ ORDER, DRAW, SPLIT = 0x70726F6D, 1, 2  # purposes of random streams
 
 
 def stream(*path: int) -> np.random.Generator:
-    """The random generator of a purpose: a function of seed, step, … and nothing else."""
+    """Make the random generator that depends only on `path`: seed, step, purpose."""
     return np.random.default_rng(path)
 
 
@@ -97,14 +97,14 @@ def stream(*path: int) -> np.random.Generator:
 
 
 class Tokens(NamedTuple):
-    """A prompt and one completion of it, with the end-of-sequence token if there was one."""
+    """A prompt and one completion of it, with the end-of-sequence token if one was sampled."""
 
     prompt: list[int]  # P
     completion: list[int]  # T
 
 
 def uniforms(key: Sequence[int], count: int) -> np.ndarray:
-    """[count] numbers of one completion's own, whatever else is in its batch."""
+    """Uniform random numbers of one completion, [count], independent of the rest of the batch."""
     seed = np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1)
     return np.random.Generator(np.random.Philox(key=int(seed))).random(count)
 
@@ -113,7 +113,7 @@ def uniforms(key: Sequence[int], count: int) -> np.ndarray:
 def sample(
     model: PreTrainedModel, prompts: list[list[int]], keys: Sequence[Sequence[int]], longest: int
 ) -> list[Tokens]:
-    """One completion of each prompt at temperature 1, by inverse transform sampling."""
+    """Sample a completion of each prompt at temperature 1, by inverse transform sampling."""
     eos, pad = model.config.eos_token_id, model.config.pad_token_id
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]  # on the left
@@ -139,7 +139,7 @@ def sample(
 
 
 def logprobs(model: PreTrainedModel, rows: Sequence[Tokens]) -> Tensor:
-    """[C] log-probs of the completion tokens, row after row. Causal attention never sees the
+    """Log-probs of the completion tokens, row after row, [C]. Causal attention never sees the
     padding on the right, so there is no mask."""
     ends = [len(row.prompt) + len(row.completion) for row in rows]
     ids_RL = torch.zeros(len(rows), max(ends), dtype=torch.int64)
@@ -157,13 +157,13 @@ def logprobs(model: PreTrainedModel, rows: Sequence[Tokens]) -> Tensor:
 
 
 def reward(completion: str, answer: str) -> float:
-    """1 if the last box has the answer, else -1."""
+    """Reward 1 if the last box has the answer, else -1."""
     boxes = re.findall(r"\\boxed\{(-?\d+)\}", completion)
     return 1.0 if boxes and int(boxes[-1]) == int(answer) else -1.0
 
 
 def group_advantages(rewards_G: Sequence[float]) -> np.ndarray | None:
-    """A = (r - μ) / (σ + ε), float32 [G]; None if all rewards are equal, whatever σ rounds to."""
+    """Advantages A = (r - μ) / (σ + ε), float32 [G]; None if all rewards are equal."""
     rewards = np.float32(rewards_G).astype(np.float64)
     if (rewards == rewards[0]).all():
         return None
@@ -172,7 +172,7 @@ def group_advantages(rewards_G: Sequence[float]) -> np.ndarray | None:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion and all that is known about it, frozen at birth. The unit of replay."""
+    """One completion and everything computed at its birth, frozen. The unit of replay."""
 
     rollout_id: int
     birth_step: int
@@ -187,11 +187,11 @@ class Rollout:
 def draw_indices(
     priority_N: np.ndarray, count: int, settings: Settings, rng: np.random.Generator
 ) -> np.ndarray:
-    """Indices drawn with P(i) = p_i^α / Σ p^α, in the order drawn.
+    """Draw indices with P(i) = p_i^α / Σ p^α, int64, in the order drawn.
 
-    Without replacement these are successive draws, each from what is left, the law of numpy's
-    `Generator.choice(replace=False, p=P)`: rollout i gets an exponential clock of rate p_i^α, and
-    those whose clocks ring first are taken (Efraimidis and Spirakis 2006).
+    Without replacement these are successive draws from the remaining rollouts, the distribution of
+    numpy's `Generator.choice(replace=False, p=P)`, by Gumbel-top-k (Efraimidis and Spirakis 2006):
+    the `count` smallest keys ln E_i - α ln p_i, with E_i exponential.
     """
     if count == 0 or priority_N.size == 0:
         return np.zeros(0, dtype=np.int64)
@@ -199,37 +199,38 @@ def draw_indices(
     if settings.with_replacement:
         cumulative_N = np.exp(log_weight_N).cumsum()
         return np.searchsorted(cumulative_N, rng.random(count) * cumulative_N[-1], side="right")
-    log_clock_N = np.log(rng.standard_exponential(priority_N.size)) - log_weight_N
-    return np.argsort(log_clock_N, kind="stable")[:count]
+    key_N = np.log(rng.standard_exponential(priority_N.size)) - log_weight_N
+    return np.argsort(key_N, kind="stable")[:count]
 
 
 @dataclass
 class ReplayBuffer:
-    """Rollouts in the order of insertion, oldest first. A draw removes nothing: rollouts leave by
-    age, counted in training steps, or as the oldest beyond the capacity."""
+    """Stored rollouts in the order of insertion, oldest first. A draw removes none. A rollout is
+    evicted by its age in training steps, or as the oldest if the buffer is over its capacity."""
 
     settings: Settings
     rollouts: list[Rollout] = field(default_factory=list)
 
     def insert(self, fresh: Sequence[Rollout]) -> None:
+        """Append fresh rollouts; evict the oldest beyond the capacity."""
         self.rollouts = [*self.rollouts, *fresh][-self.settings.capacity :]
 
     def evict(self, now: int) -> None:
-        """Remove what is older than the maximum age at step `now`."""
-        limit = self.settings.max_age_steps
-        if limit is not None:
-            self.rollouts = [each for each in self.rollouts if now - each.birth_step <= limit]
+        """Remove the rollouts that are older than the maximum age at step `now`."""
+        max_age = self.settings.max_age_steps
+        if max_age is not None:
+            self.rollouts = [r for r in self.rollouts if now - r.birth_step <= max_age]
 
     def draw(self, count: int, rng: np.random.Generator) -> list[Rollout]:
-        """`count` rollouts, or all of them if there are fewer and none is drawn twice."""
-        advantage_N = np.array([each.advantage for each in self.rollouts], dtype=np.float64)
+        """Draw `count` rollouts; without replacement, at most all."""
+        advantage_N = np.array([r.advantage for r in self.rollouts], dtype=np.float64)
         indices = draw_indices(np.abs(advantage_N) + EPSILON, count, self.settings, rng)
         return [self.rollouts[i] for i in indices]
 
 
 def draw_count(settings: Settings, step: int, fresh: int) -> int:
-    """Rollouts to draw. They and all fresh survivors are the batch of paper A; they alone are that
-    of paper B, whose buffer has this step's rollouts already."""
+    """Number of rollouts to draw. Paper A trains on them and on all fresh survivors; paper B on
+    them alone, because its buffer already has this step's rollouts."""
     if settings.buffer_only:
         return round(settings.ratio * settings.prompts_per_step * settings.group_size)
     return round(settings.ratio * fresh) if step > settings.warmup_steps else 0
@@ -241,7 +242,7 @@ def draw_count(settings: Settings, step: int, fresh: int) -> int:
 def policy_loss(
     logprobs_C: Tensor, behavior_C: Tensor, advantage_C: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """The loss of one mini-batch, and bool [C]: where the clip removed the gradient.
+    """Compute the loss of one mini-batch, and where the clip removed the gradient, bool [C].
 
     -max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0), mean over all tokens.
     """
@@ -260,11 +261,11 @@ def policy_loss(
 def batch_loss(
     model: PreTrainedModel, rollouts: Sequence[Rollout], settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a mini-batch with its gradient, and bool [C], its clipped tokens."""
-    logprobs_C = logprobs(model, [each.tokens for each in rollouts])
-    behavior_C = torch.cat([each.behavior_logprobs for each in rollouts])
-    lengths_R = torch.tensor([len(each.tokens.completion) for each in rollouts])
-    advantage_R = torch.tensor([each.advantage for each in rollouts])
+    """Compute the differentiable loss of a mini-batch, and its clipped tokens, bool [C]."""
+    logprobs_C = logprobs(model, [r.tokens for r in rollouts])
+    behavior_C = torch.cat([r.behavior_logprobs for r in rollouts])
+    lengths_R = torch.tensor([len(r.tokens.completion) for r in rollouts])
+    advantage_R = torch.tensor([r.advantage for r in rollouts])
     return policy_loss(logprobs_C, behavior_C, advantage_R.repeat_interleave(lengths_R), settings)
 
 
@@ -273,7 +274,7 @@ def batch_loss(
 
 @dataclass
 class StepReport:
-    """What one step did. `clipped` has a bool for each token of fresh and of drawn rollouts."""
+    """Statistics of one step. `clipped` has a bool for each token of fresh and drawn rollouts."""
 
     step: int
     rewards_N: list[float]
@@ -295,10 +296,10 @@ class Trainer:
         )
 
     def train_step(self, step: int) -> StepReport:
-        """Algorithm 1 of paper A, and the deterministic form of paper B."""
+        """Run one step of paper A's Algorithm 1, or of the deterministic form of paper B."""
         s, buffer = self.settings, self.buffer
         fresh, rewards_N = self.generate(step)
-        buffer.evict(step)  # a guard: the end of the last step has done it
+        buffer.evict(step)  # a safeguard: the step before has done it at its end
         if s.buffer_only:
             buffer.insert(fresh)
         drawn = buffer.draw(draw_count(s, step, len(fresh)), stream(s.seed, step, DRAW))
@@ -310,11 +311,11 @@ class Trainer:
         return report
 
     def generate(self, step: int) -> tuple[list[Rollout], list[float]]:
-        """The survivors of the step, and all rewards."""
+        """Sample and score the groups of the step. Returns the survivors, and all rewards."""
         s, n = self.settings, self.settings.prompts_per_step
-        asked = [(i, g) for i in range(n) for g in range(s.group_size)]
-        problems = [self.problem((step - 1) * n + i) for i, _ in asked]
-        rows, rewards_N = self.answer(problems, [(s.seed, step, i, g) for i, g in asked])
+        members = [(i, g) for i in range(n) for g in range(s.group_size)]
+        problems = [self.problem((step - 1) * n + i) for i, _ in members]
+        rows, rewards_N = self.answer(problems, [(s.seed, step, i, g) for i, g in members])
         with torch.no_grad():  # by the policy that sampled them, and never computed again
             behavior_C = logprobs(self.model, rows)
         behavior = behavior_C.split([len(row.completion) for row in rows])
@@ -328,50 +329,51 @@ class Trainer:
         return fresh, rewards_N
 
     def problem(self, position: int) -> dict[str, str]:
-        """Every epoch visits all problems, in an order of its own."""
-        epoch, place = divmod(position, len(self.problems))
+        """The problem at a position of the run: every epoch visits all, in an order of its own."""
+        epoch, offset = divmod(position, len(self.problems))
         order = stream(self.settings.seed, ORDER, epoch).permutation(len(self.problems))
-        return self.problems[order[place]]
+        return self.problems[order[offset]]
 
     def answer(
         self, problems: Sequence[dict[str, str]], keys: Sequence[Sequence[int]]
     ) -> tuple[list[Tokens], list[float]]:
-        """A completion of each problem, and its reward."""
-        prompts = [self.tokenizer(each["problem"] + "=")["input_ids"] for each in problems]
+        """Sample a completion of each problem, and score it."""
+        prompts = [self.tokenizer(row["problem"] + "=")["input_ids"] for row in problems]
         rows = sample(self.model, prompts, keys, self.settings.max_completion_tokens)
         texts = self.tokenizer.batch_decode([r.completion for r in rows], skip_special_tokens=True)
-        return rows, [reward(text, each["answer"]) for text, each in zip(texts, problems)]
+        return rows, [reward(text, row["answer"]) for text, row in zip(texts, problems)]
 
     def update(self, fresh: Sequence[Rollout], report: StepReport) -> None:
-        """Split the batch at random into even mini-batches: one optimizer update on each."""
+        """Split the batch at random into even mini-batches; make an optimizer update on each."""
         s, batch = self.settings, [*fresh, *report.drawn]
         order = stream(s.seed, report.step, SPLIT).permutation(len(batch))
-        for members in filter(len, np.array_split(order, s.updates_per_step)):
-            chosen = [batch[i] for i in members]
-            loss, clipped_C = batch_loss(self.model, chosen, s)
+        for indices in filter(len, np.array_split(order, s.updates_per_step)):
+            mini_batch = [batch[i] for i in indices]
+            loss, clipped_C = batch_loss(self.model, mini_batch, s)
             self.optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             report.losses.append(loss.item())
-            lengths = [len(each.tokens.completion) for each in chosen]
-            for i, clipped_T in zip(members, clipped_C.split(lengths)):
+            lengths = [len(rollout.tokens.completion) for rollout in mini_batch]
+            for i, clipped_T in zip(indices, clipped_C.split(lengths)):
                 report.clipped[int(i >= len(fresh))].extend(clipped_T.tolist())
 
     def accuracy(self, samples: int = 4) -> float:
-        """Share of correct completions of the held-out problems, mean of the five benchmarks."""
+        """Share of correct completions of held-out problems, the mean of the five benchmarks."""
         shares = []
         for name in BENCHMARKS:
             held_out = benchmark_problems(name)
-            asked = [(i, k) for k in range(samples) for i in range(len(held_out))]
-            keys = [(42, crc32(name.encode()), i, k) for i, k in asked]
-            _, rewards = self.answer([held_out[i] for i, _ in asked], keys)
+            indices = [(i, k) for k in range(samples) for i in range(len(held_out))]
+            keys = [(42, crc32(name.encode()), i, k) for i, k in indices]
+            _, rewards = self.answer([held_out[i] for i, _ in indices], keys)
             shares.append(np.mean(np.array(rewards) > 0))
         return float(np.mean(shares))
 
 
 def table_row(report: StepReport) -> str:
-    ages = [report.step - each.birth_step for each in report.drawn]
+    """Format one line of the table that a run prints."""
+    ages = [report.step - rollout.birth_step for rollout in report.drawn]
     age = f"{np.mean(ages):.1f}/{max(ages)}" if ages else "–"
     clip = [f"{100 * np.mean(tokens):.1f} %" if tokens else "–" for tokens in report.clipped]
     numbers = f"{report.step:4}  {np.mean(report.rewards_N):+6.2f}  {len(report.fresh):5}"
