@@ -95,7 +95,7 @@ KNOWN = (
     ),
     Known(
         "a sequence ratio without the geometric mean", LOSS,
-        "return _of_rollouts(torch.mean", "return _of_rollouts(torch.sum",
+        "return _reduce_per_rollout(torch.mean", "return _reduce_per_rollout(torch.sum",
         "tests/replay/test_loss.py::"
         "test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens_ratios_by_hand",
     ),

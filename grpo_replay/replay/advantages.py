@@ -1,10 +1,10 @@
-"""Group-relative advantages (paper A, section 3).
+"""Computes group-relative advantages (paper A, section 3).
 
 `A_i = (r_i - μ_g) / (σ_g + ε_σ)` over the G completions of one prompt. With k correct of G under
 rewards that take two values, `|A_correct| = √((G-k)/k)` and `|A_incorrect| = √(k/(G-k))`, up to
-ε_σ; these closed forms need the population standard deviation. A reward that is missing (None)
-counts nowhere: G, k, μ_g and σ_g are those of the other members. Dr. GRPO (arXiv 2503.20783) leaves
-the division out: dividing by σ_g gives very easy and very hard prompts more weight.
+ε_σ; these closed forms need the population standard deviation. A missing reward (None) is ignored:
+G, k, μ_g and σ_g are those of the other members. Dr. GRPO (arXiv 2503.20783) does not divide by
+σ_g, because the division gives very easy and very hard prompts more weight.
 
 Every number returned is exact in float32, the precision of the rollout files. The logged values are
 the trained ones, and a buffer restored from disk has the same priorities bit for bit.
@@ -19,7 +19,7 @@ import numpy as np
 from grpo_replay.errors import NonFiniteError, RecipeError
 from grpo_replay.recipe import AdvantageSection
 from grpo_replay.recipe.open_lists import ADVANTAGES
-from grpo_replay.replay.priorities import one_number_each
+from grpo_replay.replay.priorities import one_number_per_row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +45,8 @@ def group_advantages(
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
 ) -> GroupAdvantage:
-    """Mean, standard deviation and advantages of one group of G ≥ 1 rewards, None where a reward
-    is missing.
+    """Compute mean, standard deviation and advantages of one group of G ≥ 1 rewards; a missing
+    reward is None.
 
     Without `divide_by_std`, `A_i = r_i - μ_g` (Dr. GRPO): rewards [1, 1, 1, -1] give
     [0.5, 0.5, 0.5, -1.5].
@@ -79,7 +79,7 @@ def group_advantages(
 
 
 def _as_rewards(rewards_G: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """float32 values as float64 [G], NaN where a reward is missing."""
+    """Return the rewards, rounded to float32, as float64 [G]; a missing reward is NaN."""
     rewards = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
     if rewards.ndim != 1 or rewards.size < 1:
         raise ValueError(f"rewards of one group have shape [G] with G ≥ 1, found {rewards.shape}")
@@ -87,15 +87,15 @@ def _as_rewards(rewards_G: Sequence[float | None] | np.ndarray) -> np.ndarray:
 
 
 def group_relative(rewards_G: np.ndarray, settings: AdvantageSection) -> np.ndarray | None:
-    """The default: (r - μ_g) / (σ_g + ε_σ), float32 [G]; None if all rewards are equal."""
+    """The default estimator (r - μ_g) / (σ_g + ε_σ), float32 [G]; None if all rewards are equal."""
     return _statistics(rewards_G, settings).advantages_G
 
 
 def estimate_advantages(
     rewards_G: Sequence[float | None] | np.ndarray, settings: AdvantageSection
 ) -> GroupAdvantage:
-    """Statistics and advantages of one group. A group without a signal has none, whatever the
-    estimator; a reward that is None has NaN.
+    """Compute statistics and advantages of one group with `settings.estimator`. The advantages are
+    None for a group without a signal, whatever the estimator, and NaN for a missing reward.
 
     Raises RecipeError if the estimator does not return one finite number for each reward.
     """
@@ -104,16 +104,16 @@ def estimate_advantages(
         return group
     rewarded_G = np.array([reward is not None for reward in rewards_G])
     rewards = np.array([reward for reward in rewards_G if reward is not None], np.float64)
-    place = f"advantage.estimator {settings.estimator}"
+    option = f"advantage.estimator {settings.estimator}"
     returned = ADVANTAGES.load(settings.estimator)(rewards, settings)
-    found = one_number_each(place, returned, len(rewards)).astype(np.float32)
-    if not np.isfinite(found).all():
+    estimates = one_number_per_row(option, returned, len(rewards)).astype(np.float32)
+    if not np.isfinite(estimates).all():
         raise RecipeError(
-            f"advantage.estimator {settings.estimator}: returned {found} for rewards {rewards}: "
-            "return one finite number for each"
+            f"{option}: returned {estimates} for rewards {rewards}: return one finite number for "
+            "each reward"
         )
     advantages_G = np.full(rewarded_G.size, np.nan, np.float32)
-    advantages_G[rewarded_G] = found
+    advantages_G[rewarded_G] = estimates
     return replace(group, advantages_G=advantages_G)
 
 

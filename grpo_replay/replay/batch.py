@@ -1,4 +1,4 @@
-"""From a composed batch to the rows of its mini-batches, each with the weight of its tokens.
+"""Splits a composed batch into mini-batches and makes their rows, with the weights of their tokens.
 
 numpy only. Rank 0 does this for all ranks; `engine/microbatches.py` assigns the rows to them.
 """
@@ -11,18 +11,18 @@ import numpy as np
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import ComposedBatch, Rollout
 
-MOST_LOG_WEIGHT = 80.0  # exp(80) is finite in float32
+MAX_LOG_WEIGHT = 80.0  # exp(80) is finite in float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
     """One rollout of a mini-batch, as the engine needs it.
 
-    `coefficient` multiplies the loss of its tokens (`loss_coefficient`); `token_weight` is the
-    weight of each of them in the mini-batch loss (`token_weights`). Both are 0 for a row that only
+    `coefficient` multiplies the loss of every token (`loss_coefficient`); `token_weight` is the
+    weight of a token in the mini-batch loss (`token_weights`). Both are 0 for a row that only
     needs log-probs. `rollout_id` is for error messages; -1 if unknown. `sampler_weights` multiply
-    the surrogate; empty: all 1. A row with a `completion_mask` has results for the tokens only
-    where it is True.
+    the surrogate; if empty, all are 1. The engine returns results for the tokens where
+    `completion_mask` is True; without a mask, for all.
     """
 
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -37,7 +37,7 @@ class TrainRow:
 
     @property
     def trained_C(self) -> np.ndarray:
-        """int64: indices of the completion tokens that count."""
+        """Indices of the completion tokens that train, int64 [≤ T]."""
         if self.completion_mask is None:
             return np.arange(len(self.completion_token_ids))
         return np.flatnonzero(self.completion_mask)
@@ -48,24 +48,25 @@ class TrainRow:
 
 
 def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
-    """A row that only needs log-probs."""
+    """Make a row that only needs log-probs, from int32 [P] and [T]."""
     zeros_T = np.zeros(len(completion_token_ids), dtype=np.float32)
     return TrainRow(prompt_token_ids, completion_token_ids, zeros_T, zeros_T)
 
 
 def even_sizes(count: int, parts: int) -> list[int]:
-    """How many of `count` each of `parts` gets: sizes that differ by at most one, the larger first;
-    0 for some if there are more parts than that. Example: 8 in 3 parts are [3, 3, 2]."""
+    """Sizes of `parts` parts of `count` items that differ by at most one, the larger ones first.
+    Some are 0 if there are more parts than items. Example: 8 items in 3 parts are [3, 3, 2]."""
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 def mini_batch_indices(
     count: int, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """A random split of `count` rollouts into even parts, one per optimizer update of one pass.
+    """Split `count` rollouts at random into even parts, one per optimizer update of one pass.
+    Returns the ascending indices of each part, int64.
 
-    `updates_per_step` parts, or ceil(count / mini_batch_rollouts). Part sizes differ by at most
-    one. No part is empty: with fewer rollouts than `updates_per_step` there are fewer parts.
+    There are `updates_per_step` or ceil(count / mini_batch_rollouts) parts, whose sizes differ by
+    at most one. No part is empty: fewer rollouts than that make fewer parts.
     """
     if count == 0:
         return []
@@ -77,9 +78,9 @@ def mini_batch_indices(
 def update_indices(
     batch: ComposedBatch, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """The rollouts of each optimizer update: those that were drawn for it, or, if the step made one
-    draw or none, a random split (`mini_batch_indices`) for each of `batch.epochs` passes. No update
-    is empty."""
+    """Indices of the rollouts of each optimizer update, int64. A step with a draw for each update
+    trains on that draw; otherwise each of `batch.epochs` passes makes a random split
+    (`mini_batch_indices`). No update is empty."""
     update_N = batch.draw.update_N if batch.trains_on_draw else None
     if update_N is None:
         count = len(batch.rollouts)
@@ -91,10 +92,10 @@ def update_indices(
 def token_weights(
     lengths_N: np.ndarray, settings: LossSection, max_completion_length: int
 ) -> np.ndarray:
-    """float64 [N]: the weight of each token of rollout i in the loss of its mini-batch.
+    """The weight of each token of rollout i in the loss of its mini-batch, float64 [N].
 
-    `lengths_N` are the numbers T_i of tokens that train. The denominator is that of the whole
-    mini-batch, over all ranks and micro-batches:
+    `lengths_N` has the number T_i of tokens of rollout i that train. The denominator is that of the
+    whole mini-batch, over all ranks and micro-batches:
     `token_mean` 1 / Σ T, `sequence_mean` 1 / (N·T_i), `constant` 1 / (N·max_completion_length)
     (Dr. GRPO); 1 / N for a loss that sums over a rollout's tokens (`LossFacts`).
     """
@@ -111,13 +112,13 @@ def token_weights(
 
 
 def loss_coefficient(rollout: Rollout, settings: LossSection) -> float:
-    """The frozen advantage, or the `r - (V + δV)` of a loss with a `baseline_shift` δV (AsymRE of
-    paper B), V the group's mean reward."""
+    """The factor of a rollout's token losses: its frozen advantage, or `r - (V + δV)` for a loss
+    with a `baseline_shift` δV (AsymRE of paper B), where V is the group's mean reward."""
     assert rollout.advantage is not None, f"rollout {rollout.rollout_id} was dropped"
     shift = settings.facts.baseline_shift
     if shift is None:
         return rollout.advantage
-    assert rollout.reward is not None and rollout.group_reward_mean is not None  # it was kept
+    assert rollout.reward is not None and rollout.group_reward_mean is not None  # a kept rollout
     return rollout.reward - (rollout.group_reward_mean + shift)
 
 
@@ -127,7 +128,9 @@ def train_rows(
     settings: LossSection,
     max_completion_length: int,
 ) -> list[TrainRow]:
-    """The rows of one mini-batch. Their token weights contain its normalisation."""
+    """Make the rows of one mini-batch, with token weights that normalise its loss.
+
+    `reference_logprobs` has a float32 [T] for each rollout; None if the loss has no KL term."""
     lengths_N = np.array([rollout.trained_tokens for rollout in rollouts])
     weights_N = token_weights(lengths_N, settings, max_completion_length)
     rows = []
@@ -152,14 +155,14 @@ def train_rows(
 
 
 def sampler_weights(rollout: Rollout, settings: LossSection) -> np.ndarray:
-    """float32 [T]: π_b / π_sampler per token, or its product over the rollout, bounded as
-    `loss.sampler_ratio` says: truncated to [low, high] (Ionides 2008; between an inference engine
-    and a trainer, with high = 2: Yao et al. 2025), or 0 outside. Empty if that is null.
+    """Importance weights π_b / π_sampler of the tokens, or their product over the rollout, float32
+    [T], bounded by `loss.sampler_ratio`: truncated to [low, high] (Ionides 2008; between an
+    inference engine and a trainer, with high = 2: Yao et al. 2025), or 0 outside. Empty if it is
+    null.
 
-    π_b are the trainer's log-probs, frozen at birth. In sync mode they are of the weights that
-    sampled, and the weights of tokens differ from 1 only by what the two implementations round
-    differently. Times the ratio π_θ / π_b of the loss they are π_θ / π_sampler: nothing counts
-    twice.
+    π_b is the trainer's, frozen at birth. In sync mode it has the weights of the sampler, and a
+    token's importance weight differs from 1 only by the rounding of two implementations. Multiplied
+    by the ratio π_θ / π_b of the loss it is π_θ / π_sampler: no ratio is applied twice.
     """
     bounds = settings.sampler_ratio
     if bounds is None:
@@ -169,7 +172,7 @@ def sampler_weights(rollout: Rollout, settings: LossSection) -> np.ndarray:
     if bounds.level == "sequence":
         mask_T = rollout.completion_mask
         log_ratios_T[:] = log_ratios_T.sum(where=True if mask_T is None else mask_T)
-    weights_T = np.exp(np.minimum(log_ratios_T, MOST_LOG_WEIGHT))
+    weights_T = np.exp(np.minimum(log_ratios_T, MAX_LOG_WEIGHT))
     if bounds.action == "truncate":
         return weights_T.clip(bounds.low, bounds.high).astype(np.float32)
     return np.where(bounds.excludes(log_ratios_T), 0.0, weights_T).astype(np.float32)

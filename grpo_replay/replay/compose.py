@@ -1,5 +1,5 @@
-"""The buffer's part of a training step, and the batch that it composes (paper A, Algorithm 1, steps
-2 to 5; paper B, section 4). `buffer_step` runs all of it, in one order for every composition:
+"""Runs the buffer's part of a training step and composes the batch (paper A, Algorithm 1, steps 2
+to 5; paper B, section 4). `buffer_step` runs all of it, in one order for every composition:
 
 | composition    | trains on                                   | drawn rollouts, or queries   |
 |----------------|---------------------------------------------|------------------------------|
@@ -10,10 +10,10 @@
 B' = fresh survivors, R = rollouts generated in the step (in an asynchronous run
 prompts_per_step · G, whatever arrived), G = group size, r = `replay.ratio`. Queries are drawn when
 `replay.unit` is query. `round` is Python's: halves round to even (r = 0.5 and B' = 113 draw 56).
-Without replacement, if fewer can be drawn, all of them are.
+Without replacement, a draw of more units than can be drawn takes all of them.
 
-The unit of paper B is the optimizer update: a buffer_only step of several updates makes a draw for
-each, of its share of the units, and its `ComposedBatch.ages` are in updates; limits and `Draw.ages`
+The unit of paper B is the optimizer update: a buffer_only step of several updates makes a draw of
+its share of the units for each, and its `ComposedBatch.ages` are in updates; limits and `Draw.ages`
 are in steps always. Groups enter before the first.
 
 Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
@@ -44,11 +44,11 @@ def buffer_step(
 ) -> ComposedBatch:
     """Run the buffer's part of a step, and return the batch that the step trains on.
 
-    `fresh` are rollouts, or entries. The order: evict what is too old; draw; store the fresh
-    survivors, with their uses in this step, because a pool draw also draws fresh ones (buffer_only
-    stores them before the draw); evict what would be too old at the next step. Optimizer updates
-    change nothing that is stored, so a trainer makes them afterwards. Arguments as in
-    `compose_batch`.
+    `fresh` are rollouts or entries; the other arguments are those of `compose_batch`. The order:
+    evict entries that are too old; draw; store the fresh survivors, with their uses in this step,
+    because a pool draw also draws fresh ones (buffer_only stores them before the draw); evict
+    entries that would be too old at the next step. Optimizer updates change nothing that is stored,
+    so a trainer makes them afterwards.
     """
     settings, entries = buffer.settings, entries_of(fresh)
     stores_first = settings.composition == "buffer_only"
@@ -77,10 +77,10 @@ def compose_batch(
     rng: np.random.Generator,
     draws: int = 1,
 ) -> ComposedBatch:
-    """The batch of `step`, from its fresh survivors (ordered by group) and a draw.
+    """Compose the batch of `step` from its fresh survivors (ordered by group) and a draw.
 
-    `generated` is R, dropped groups included. `draws` is the number of draws of buffer_only
-    (`Recipe.draws_per_step`). Only steps that draw use `rng`.
+    `generated` is R, the rollouts of dropped groups included. `draws` is the number of draws of a
+    buffer_only step (`Recipe.draws_per_step`). Only steps that draw use `rng`.
     """
     settings = buffer.settings
     if not settings.replays or step <= settings.warmup_steps:
@@ -106,8 +106,8 @@ def compose_batch(
 def _draw_for_updates(
     buffer: EntryStore, count: int, step: int, rng: np.random.Generator, updates: int
 ) -> Draw:
-    """A draw for each update of the step, of `count` units in all. Their sizes differ by at most
-    one."""
+    """Make a draw for each update of the step, of `count` units in all, and join them. Their sizes
+    differ by at most one."""
     if updates == 1:
         return buffer.draw(count, step, rng)
     draws = [buffer.draw(size, step, rng) for size in even_sizes(count, updates)]
@@ -139,9 +139,10 @@ def _fresh_and_drawn(fresh: Sequence[Entry], draw: Draw) -> ComposedBatch:
 
 
 def relative_compute(y: float, mu: float) -> float:
-    """γ = (1 + W/T)/(1 + μ): compute of one step relative to no buffer at equal batch size.
+    """Compute of one step relative to a step without a buffer at equal batch size (paper B):
+    γ = (1 + W/T)/(1 + μ).
 
-    With inference workers and trainers in balance, W/T = μ/y. The deterministic form
+    With inference workers W and trainers T in balance, W/T = μ/y. The deterministic form
     (B + μR)/(B + μB) is equal. If groups are dropped, pass y and μ of survivors (B/B' and μR/B'):
     γ without a buffer is then 1.
     """

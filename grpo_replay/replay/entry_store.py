@@ -1,4 +1,4 @@
-"""The store of the replay buffer: entries in insertion order, bounded by age and capacity (paper A,
+"""Stores the entries of the replay buffer in insertion order, bounded by age and capacity (paper A,
 section 4; positive-bias variant: paper B).
 
 The store holds the priority and the uses of every entry. A use is a draw: `times_used` is the
@@ -49,8 +49,8 @@ class BufferStats:
     priority_mean: float | None  # of p, before the exponent
     times_used_mean: float | None
     evicted: int  # in this step, by age and by capacity
-    evicted_undrawn: int  # of those, the rollouts that were never drawn
-    evicted_by_capacity: int  # since the start of the run, those left out by positive bias too
+    evicted_undrawn: int  # rollouts evicted in this step that were never drawn
+    evicted_by_capacity: int  # since the start of the run, including those of positive bias
 
 
 class EntryStore:
@@ -71,11 +71,11 @@ class EntryStore:
         self.settings = checked_settings(settings)
         self.group_size = group_size
         self.on_evict = on_evict
-        self._gone: list[Entry] = []  # left, and not yet reported to `on_evict`
+        self._unreported: list[Entry] = []  # evicted, and not yet passed to `on_evict`
         self._columns = {name: np.empty(0, dtype) for name, dtype in _DTYPES.items()}
         self._evicted_by_capacity = 0
         self._evicted_at = (0, 0)  # step, number of entries evicted in it
-        self._evicted_undrawn = 0  # of those
+        self._evicted_undrawn = 0  # entries evicted in that step that were never drawn
 
     def __len__(self) -> int:
         """Number of stored entries."""
@@ -86,7 +86,7 @@ class EntryStore:
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         copied._columns = {name: column.copy() for name, column in self._columns.items()}
-        copied._gone = [*self._gone]
+        copied._unreported = [*self._unreported]
         return copied
 
     def column(self, name: str) -> np.ndarray:
@@ -106,18 +106,18 @@ class EntryStore:
         return tuple(entry.payload for entry in self._columns["entry"])
 
     def insert(
-        self, given: Sequence[Entry | Rollout], step: int, times_used_N: np.ndarray | None = None
+        self, items: Sequence[Entry | Rollout], step: int, times_used_N: np.ndarray | None = None
     ) -> int:
-        """Store entries, or whole rollouts, born at or before `step`. Returns how many the capacity
-        evicted.
+        """Store entries, or whole rollouts, born at or before `step`. Returns the number of entries
+        that the capacity evicted.
 
-        `times_used_N` counts draws in `step` before the insertion: the pool composition also draws
-        fresh entries. The text of a rollout is not stored (rollouts/ has it), and its arrays become
-        read-only. Raises ValueError for a dropped rollout, a missing advantage or behaviour
-        log-prob, one that is not finite, a positive log-prob, a birth in the future, a second
-        insertion, and, if `replay.unit` is query, a group that is not adjacent.
+        `times_used_N` (int32 [N]) counts draws in `step` before the insertion: the pool composition
+        also draws fresh entries. The text of a rollout is not stored (rollouts/ has it), and its
+        arrays become read-only. Raises ValueError for a dropped rollout, an advantage or behaviour
+        log-prob that is missing or not finite, a positive log-prob, a birth after `step`, a second
+        insertion, and, if `replay.unit` is query, a group whose entries are not adjacent.
         """
-        entries = entries_of(given)
+        entries = entries_of(items)
         if not entries:
             return 0
         check_insertable(entries, step, self._columns, self.settings.unit)
@@ -127,15 +127,16 @@ class EntryStore:
         return evicted
 
     def evict(self, step: int) -> int:
-        """Remove entries with `step - birth_step > max_age_steps`. Returns their number."""
+        """Remove entries with `step - birth_step > max_age_steps`, and call `on_evict` with all
+        entries evicted since its last call. Returns the number removed now."""
         evicted = self._evict_born_before(step, step)
-        gone, self._gone = tuple(self._gone), []
-        if gone and self.on_evict is not None:
-            self.on_evict(gone)
+        unreported, self._unreported = tuple(self._unreported), []
+        if unreported and self.on_evict is not None:
+            self.on_evict(unreported)
         return evicted
 
     def evict_ahead(self, step: int) -> int:
-        """At the end of `step`, remove entries that would be too old at `step + 1`. Returns their
+        """Remove, at the end of `step`, entries that would be too old at `step + 1`. Returns their
         number. Between steps the buffer then holds entries of at most `max_age_steps` births."""
         return self._evict_born_before(step, step + 1)
 
@@ -145,8 +146,8 @@ class EntryStore:
         priority 0."""
         columns, settings = self._columns, self.settings
         drawable_N = np.ones(len(self), dtype=np.bool_)
-        weighs = settings.unit == "rollout" and settings.priority_exponent > 0
-        if weighs and columns["priority"].any():
+        uses_priority = settings.unit == "rollout" and settings.priority_exponent > 0
+        if uses_priority and columns["priority"].any():
             drawable_N &= columns["priority"] > 0
         if settings.max_uses is not None:
             drawable_N &= columns["times_used"] < settings.max_uses
@@ -221,7 +222,7 @@ class EntryStore:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """The complete state: entries, copies of the columns, and counters."""
+        """Return the complete state: the entries, copies of the columns, and the counters."""
         return {
             "entries": self.entries(),
             "priority": self._columns["priority"].copy(),
@@ -234,9 +235,9 @@ class EntryStore:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Replace the contents by a state from `get_state` of a buffer with the same settings.
 
-        Priorities are recomputed from the entries, and must equal the saved ones bit for bit. What
-        had left the buffer before is not reported to `on_evict`. Raises ValueError for an
-        inconsistent state; the buffer is then unchanged.
+        Priorities are recomputed from the entries, and must equal the saved ones bit for bit.
+        Entries evicted earlier are not passed to `on_evict`. Raises ValueError for an inconsistent
+        state; the buffer is then unchanged.
         """
         restored = EntryStore(self.settings, self.group_size)
         entries = state["entries"]
@@ -253,7 +254,7 @@ class EntryStore:
                 "gives now (undo a change of that function, or give it another name)"
             )
         self._columns = restored._columns
-        self._gone = []
+        self._unreported = []
         self._evicted_by_capacity = state["evicted_by_capacity"]
         self._evicted_at, self._evicted_undrawn = tuple(state["evicted_at"]), 0
 
@@ -263,9 +264,9 @@ class EntryStore:
         }
 
     def _remove(self, removed_N: np.ndarray, step: int) -> int:
-        """Evict entries in `step`. Returns their number."""
+        """Evict in `step` the entries where `removed_N` (bool [N]) is True; return their number."""
         if self.on_evict is not None:
-            self._gone.extend(self._columns["entry"][removed_N])
+            self._unreported.extend(self._columns["entry"][removed_N])
         undrawn = int((self._columns["times_used"][removed_N] == 0).sum())
         evicted = int(np.count_nonzero(removed_N))
         if evicted:
@@ -299,8 +300,8 @@ class EntryStore:
         }
 
     def _new_priorities(self, entries: Sequence[Entry]) -> np.ndarray:
-        """Priorities of new entries, float64 [N]. Raises RecipeError, also for a column that the
-        positive bias reads and an entry lacks."""
+        """Compute the priorities of new entries, float64 [N]. Raises RecipeError, also if an entry
+        lacks a column that the positive bias reads."""
         if self.settings.positive_fraction > 0:
             for name in ("advantage", "group_reward_std"):
                 column_of(entries, name, "replay.positive_fraction")
@@ -313,7 +314,7 @@ class EntryStore:
 
     def _enforce_capacity(self, step: int) -> int:
         if self.settings.positive_fraction > 0:
-            return self._remove(~self._positive_bias_keeps(), step)
+            return self._remove(~self._kept_by_positive_bias(), step)
         excess = len(self) - self.settings.capacity_rollouts
         if excess <= 0:
             return 0
@@ -322,20 +323,20 @@ class EntryStore:
             excess = int(np.append(starts_Q, len(self))[np.searchsorted(starts_Q, excess)])
         return self._remove(np.arange(len(self)) < excess, step)
 
-    def _positive_bias_keeps(self) -> np.ndarray:
-        """The newest (1-δ)N entries, and the newest δN correct ones among the older; bool [N]."""
+    def _kept_by_positive_bias(self) -> np.ndarray:
+        """Mark the newest (1-δ)N entries, and the newest δN correct ones of the older, bool [N]."""
         capacity = self.settings.capacity_rollouts
         reserved = round(self.settings.positive_fraction * capacity)
-        outside = max(len(self) - (capacity - reserved), 0)
-        keeps_N = np.ones(len(self), dtype=np.bool_)
-        keeps_N[:outside] = False
-        correct = np.flatnonzero(self._columns["correct"][:outside])
-        keeps_N[correct[max(correct.size - reserved, 0) :]] = True
-        return keeps_N
+        older = max(len(self) - (capacity - reserved), 0)
+        kept_N = np.ones(len(self), dtype=np.bool_)
+        kept_N[:older] = False
+        correct = np.flatnonzero(self._columns["correct"][:older])
+        kept_N[correct[max(correct.size - reserved, 0) :]] = True
+        return kept_N
 
 
 def checked_settings(settings: Any) -> ReplaySection:
-    """The settings. Raises TypeError for anything else, such as a mapping."""
+    """Return the settings as they are. Raises TypeError for another type, such as a mapping."""
     if not isinstance(settings, ReplaySection):
         raise TypeError(
             f"the settings of replay are a {type(settings).__name__}: give a ReplayConfig, such as "

@@ -21,9 +21,9 @@ class CompletionArrays(TypedDict):
     completion_mask: NotRequired[Sequence[Sequence[bool] | np.ndarray] | None]
     """[T_i], True for the tokens that train; without it all do."""
     truncated: NotRequired[Sequence[bool] | None]
-    """Whether it was cut off at its maximum length."""
+    """True for a completion that was cut off at its maximum length."""
     extras: NotRequired[Sequence[Mapping[str, Any]] | None]
-    """Further arrays by name, as in `Rollout`, or tensors; those of bfloat16 become float32."""
+    """Further arrays or tensors by name, as in `Rollout`; bfloat16 becomes float32."""
 
 
 def rollouts_of_group(
@@ -42,27 +42,27 @@ def rollouts_of_group(
     divide_by_std: bool = True,
     **completions: Unpack[CompletionArrays],
 ) -> list[Rollout]:
-    """The G rollouts of one prompt, born in `birth_step`, the step whose policy sampled them, with
-    their advantages (paper A, section 3).
+    """Make the G rollouts of one prompt, with their advantages (paper A, section 3). `birth_step`
+    is the step whose policy sampled them.
 
-    Ids are `first_rollout_id + i`; ids of rollouts and of groups must be unique in a run and
-    ascend. Rewards of at least `correct` count as correct. A completion whose reward is None
-    is left out, of the list and of the statistics of its group; one of which no token
-    trains is left out of the list.
+    Rollout i has the id `first_rollout_id + i`; ids of rollouts and of groups must be unique in a
+    run and ascend. Rewards of at least `correct` count as correct. A completion whose reward is
+    None is left out of the list and of the group's statistics; a completion without a token that
+    trains is left out of the list only.
 
-    Advantages are those of `group_advantages` with `std`, `epsilon` and `divide_by_std`, or
-    `advantages`, rounded to float32. If all rewards are equal (with `advantages`: if those are all
-    0, whatever the rewards), the group has no signal: the list is empty, or has advantages 0 with
-    `keep_zero_variance`. It is always empty with fewer than two rewards. Raises ValueError if
+    Advantages are those of `group_advantages` with `std`, `epsilon` and `divide_by_std`, or the
+    caller's `advantages`, rounded to float32. A group has no signal if all rewards are equal; with
+    `advantages`, if these are all 0. The list is then empty, or all advantages are 0 with
+    `keep_zero_variance`. With fewer than two rewards it is always empty. Raises ValueError if
     lengths differ, for several prompts, or if an advantage is not finite, NonFiniteError for a
     reward that is not finite.
     """
-    members = _members(len(rewards), completions)
+    completion_fields = _completion_fields(len(rewards), completions)
     group = group_advantages(rewards, std, epsilon, divide_by_std)
     if advantages is not None:
-        group = replace(group, advantages_G=_given(advantages, rewards))
-    scores = _scores(rewards, group, correct, keep_zero_variance)
-    shared: dict[str, Any] = {
+        group = replace(group, advantages_G=_caller_advantages(advantages, rewards))
+    reward_fields = _reward_fields(rewards, group, correct, keep_zero_variance)
+    prompt_fields: dict[str, Any] = {
         "prompt_id": prompt_id,
         "prompt_token_ids": _one_prompt(prompt_token_ids, prompt_id),
         "birth_step": birth_step,
@@ -70,18 +70,18 @@ def rollouts_of_group(
         "policy_version_end": birth_step - 1,
     }
     return [
-        Rollout(first_rollout_id + i, group_id, **shared, **members[i], **score)
-        for i, score in scores.items()
-        if members[i]["completion_mask"] is None or members[i]["completion_mask"].any()
+        Rollout(first_rollout_id + i, group_id, **prompt_fields, **completion_fields[i], **scores)
+        for i, scores in reward_fields.items()
+        if (mask_T := completion_fields[i]["completion_mask"]) is None or mask_T.any()
     ]
 
 
-def _members(size: int, given: CompletionArrays) -> list[dict[str, Any]]:
-    """The fields of each rollout that come from its completion."""
-    tokens, logprobs = given["completion_token_ids"], given["behavior_logprobs"]
-    sampler, masks = given.get("sampler_logprobs"), given.get("completion_mask")
-    extras = given.get("extras") or [{}] * size
-    truncated = given.get("truncated")
+def _completion_fields(size: int, arrays: CompletionArrays) -> list[dict[str, Any]]:
+    """The fields of each rollout that come from its completion, after checks of all lengths."""
+    tokens, logprobs = arrays["completion_token_ids"], arrays["behavior_logprobs"]
+    sampler, masks = arrays.get("sampler_logprobs"), arrays.get("completion_mask")
+    extras = arrays.get("extras") or [{}] * size
+    truncated = arrays.get("truncated")
     truncated = [False] * size if truncated is None else truncated
     sampler = logprobs if sampler is None else sampler
     if not len(tokens) == len(logprobs) == size:
@@ -89,16 +89,16 @@ def _members(size: int, given: CompletionArrays) -> list[dict[str, Any]]:
             f"a group has as many completions as rewards and log-probs, found {len(tokens)} "
             f"completions, {len(logprobs)} arrays of log-probs, {size} rewards"
         )
-    lengths = [len(each) for each in tokens]
+    lengths = [len(tokens_T) for tokens_T in tokens]
     for index, length in enumerate(lengths):
         if length != len(logprobs[index]) or not length:
             raise ValueError(
                 f"completion {index} has {length} tokens and {len(logprobs[index])} log-probs: one "
                 "log-prob for every token, and at least one"
             )
-    for name, arrays in (("sampler_logprobs", sampler), ("completion_mask", masks)):
-        if arrays is not None and [len(each) for each in arrays] != lengths:
-            raise ValueError(f"{name} and completion_token_ids have other lengths")
+    for name, token_values in (("sampler_logprobs", sampler), ("completion_mask", masks)):
+        if token_values is not None and [len(values_T) for values_T in token_values] != lengths:
+            raise ValueError(f"{name} and completion_token_ids have different lengths")
     for name, values in (("extras", extras), ("truncated", truncated)):
         if len(values) != size:
             raise ValueError(f"{len(values)} {name} for {size} completions")
@@ -118,7 +118,7 @@ def _members(size: int, given: CompletionArrays) -> list[dict[str, Any]]:
 
 
 def _one_prompt(token_ids: Any, prompt_id: str) -> np.ndarray:
-    """int32 [P]. Raises ValueError for several prompts, of equal or of other lengths."""
+    """Return the tokens as int32 [P]. Raises ValueError for the tokens of several prompts."""
     try:
         tokens_P = as_array(token_ids, np.int32)
         shape: tuple[Any, ...] = tokens_P.shape
@@ -137,8 +137,8 @@ def _one_prompt(token_ids: Any, prompt_id: str) -> np.ndarray:
 
 
 def as_array(values: Any, dtype: type | None = None) -> np.ndarray:
-    """A copy of a list, an array or a tensor, of its own type without `dtype`. numpy has no
-    bfloat16, and does not read a tensor of a GPU or with a gradient."""
+    """Copy a list, an array or a tensor to a numpy array of `dtype`, by default of its own type.
+    numpy has no bfloat16, and reads no tensor that is on a GPU or has a gradient."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         is_bfloat16 = str(values.dtype) == "torch.bfloat16"
@@ -146,23 +146,24 @@ def as_array(values: Any, dtype: type | None = None) -> np.ndarray:
     return np.array(values, dtype)
 
 
-def _scores(
+def _reward_fields(
     rewards: Sequence[float | None], group: GroupAdvantage, correct: float, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """The fields that come from the rewards, of the members of the group that become rollouts."""
+    """The fields that come from the rewards, by index of a completion that becomes a rollout."""
     rewarded = {index: reward for index, reward in enumerate(rewards) if reward is not None}
     advantages_G = group.advantages_G
     if advantages_G is None and keep:
         advantages_G = np.zeros(len(rewards), np.float32)
     if advantages_G is None or len(rewarded) < 2:
         return {}
+    group_correct = sum(reward >= correct for reward in rewarded.values())
     return {
         index: {
             "reward": float(np.float32(reward)),
             "advantage": float(advantages_G[index]),
             "group_reward_mean": group.mean,
             "group_reward_std": group.std,
-            "group_correct": sum(each >= correct for each in rewarded.values()),
+            "group_correct": group_correct,
             "verdict": "correct" if reward >= correct else "incorrect",
             "kept": True,
         }
@@ -170,10 +171,10 @@ def _scores(
     }
 
 
-def _given(
+def _caller_advantages(
     advantages: Sequence[float | None] | np.ndarray, rewards: Sequence[float | None]
 ) -> np.ndarray | None:
-    """float32 [G]; None if those of the members with a reward are all 0."""
+    """The caller's advantages, float32 [G]; None if those of all rewarded completions are 0."""
     if len(advantages) != len(rewards):
         raise ValueError(f"{len(advantages)} advantages for {len(rewards)} rewards")
     advantages_G = np.array(advantages, np.float32)  # None is NaN

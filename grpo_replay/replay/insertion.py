@@ -1,4 +1,4 @@
-"""What the buffer stores: entries of whole rollouts, and the checks before any entry is stored."""
+"""Makes entries of whole rollouts, and checks entries before the buffer stores them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from grpo_replay.replay.priorities import COLUMNS, check_groups_adjacent
 from grpo_replay.types import Entry, Rollout
 
 LARGEST_LOGPROB = 1e-3
-"""Largest behaviour log-prob. Samplers and the trainer give at most 0 exactly; the rest is room for
-the rounding of a normaliser that is computed apart from its logit, up to 10^4 in float32."""
+"""Largest behaviour log-prob that is accepted. Samplers and the trainer give at most exactly 0. Up
+to 1e-3 is rounding: of a float32 log-normaliser of up to 10^4, computed apart from its logit."""
 
 _DTYPES = {
     "prompt_token_ids": np.dtype(np.int32),
@@ -41,9 +41,9 @@ class RolloutColumns(Mapping[str, Any]):
         return len(COLUMNS)
 
 
-def entries_of(given: Sequence[Entry | Rollout]) -> list[Entry]:
-    """Entries, those of whole rollouts with these as payloads."""
-    return [each if isinstance(each, Entry) else _entry_of(each) for each in given]
+def entries_of(items: Sequence[Entry | Rollout]) -> list[Entry]:
+    """Make an entry of every whole rollout, with the rollout as payload; entries are unchanged."""
+    return [item if isinstance(item, Entry) else _entry_of(item) for item in items]
 
 
 def _entry_of(rollout: Rollout) -> Entry:
@@ -52,23 +52,25 @@ def _entry_of(rollout: Rollout) -> Entry:
 
 
 def stored_form(entry: Entry) -> Entry:
-    """The entry; a whole rollout without its text and its single scores, with read-only arrays."""
+    """Return the entry as it is stored: a whole rollout is frozen, another payload unchanged."""
     if not isinstance(entry.payload, Rollout):
         return entry
-    kept = frozen(entry.payload)
-    return entry if kept is entry.payload else _entry_of(kept)
+    stored = frozen(entry.payload)
+    return entry if stored is entry.payload else _entry_of(stored)
 
 
 def check_insertable(
     entries: Sequence[Entry], step: int, stored: Mapping[str, np.ndarray], unit: str
 ) -> None:
-    """Raises ValueError unless all entries were born at or before `step`, are not yet stored and,
-    if `unit` is "query", are ordered by group. Whole rollouts are survivors with valid numbers
-    (`number_problem`) and extras like those stored."""
+    """Raise ValueError unless all entries were born at or before `step`, are not yet stored and,
+    if `unit` is "query", are ordered by group. Whole rollouts must be survivors with valid numbers
+    (`number_problem`), and extras of the same dtypes and shapes as those stored. `stored` has the
+    columns of the store."""
     for entry in entries:
         rollout = entry.payload
         if isinstance(rollout, Rollout):
-            if not rollout.kept or rollout.advantage is None or rollout.behavior_logprobs is None:
+            has_values = rollout.advantage is not None and rollout.behavior_logprobs is not None
+            if not (rollout.kept and has_values):
                 raise ValueError(
                     f"rollout {rollout.rollout_id}: only survivors with advantage and behaviour "
                     "log-probs are stored"
@@ -92,7 +94,8 @@ def check_insertable(
 
 
 def frozen(rollout: Rollout) -> Rollout:
-    """The rollout without its text and its single scores, with read-only arrays."""
+    """Make the rollout's arrays read-only; return it without its text and its scores before
+    weighting, which rollouts/ has."""
     for array in (
         rollout.prompt_token_ids,
         rollout.completion_token_ids,
@@ -109,19 +112,19 @@ def frozen(rollout: Rollout) -> Rollout:
 
 
 def is_correct(columns: Mapping[str, Any]) -> bool:
-    """True if the advantage is positive or the whole group is correct. For rewards with two values
-    these are exactly the correct rollouts."""
+    """Return True if the advantage is positive or the whole group is correct. If rewards take two
+    values, these are exactly the correct rollouts."""
     if columns.get("group_reward_std") == 0:
         return (columns.get("group_correct") or 0) > 0
     return (columns.get("advantage") or 0) > 0
 
 
 def _check_same_extras(entries: Sequence[Entry], stored: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError if extras of one name have several dtypes or trailing shapes, among
-    `entries` or with those stored: a snapshot has one column for a name."""
+    """Raise ValueError if extras of one name differ in dtype or trailing shape, among `entries` or
+    from those stored: a snapshot has one column for a name."""
     names = {name for entry in entries for name in _extras(entry)}
     kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    for entry in reversed(stored["entry"]):  # of each name the newest: usually the first row
+    for entry in reversed(stored["entry"]):  # the newest entry, read first, usually has every name
         if not names - kinds.keys():
             break
         extras = _extras(entry)
@@ -144,8 +147,8 @@ def _extras(entry: Entry) -> Mapping[str, np.ndarray]:
 
 
 def number_problem(rollout: Rollout) -> str:
-    """What is wrong with the reward, the advantage, a group statistic, a log-prob, the mask or an
-    extra array of a survivor; "" if nothing is. What has no problem can be saved."""
+    """Describe what is wrong with a reward, the advantage, a group statistic, a log-prob, the mask
+    or an extra array of a survivor; "" if the rollout can be stored and saved."""
     logprobs_T, tokens_T = rollout.behavior_logprobs, rollout.completion_token_ids
     assert logprobs_T is not None and rollout.advantage is not None
     for name, array_T in (("behaviour", logprobs_T), ("sampler", rollout.sampler_logprobs)):
@@ -156,7 +159,8 @@ def number_problem(rollout: Rollout) -> str:
     valid_T = np.isfinite(logprobs_T) & (logprobs_T <= LARGEST_LOGPROB)
     mask_T = rollout.completion_mask
     if mask_T is not None:
-        if mask_T.dtype != np.bool_ or mask_T.shape != tokens_T.shape or not mask_T.any():
+        fits_tokens = mask_T.dtype == np.bool_ and mask_T.shape == tokens_T.shape
+        if not (fits_tokens and mask_T.any()):
             return (
                 f"its completion_mask is {mask_T.dtype} {mask_T.shape} with "
                 f"{np.count_nonzero(mask_T)} tokens that train: expected bool {tokens_T.shape} and "
@@ -173,25 +177,26 @@ def number_problem(rollout: Rollout) -> str:
 
 
 def _stored_problem(rollout: Rollout) -> str:
-    """What a snapshot could not hold: a number that is None or not exact in float32, tokens or
-    log-probs of another dtype."""
+    """Describe a value that a snapshot cannot hold: a number that is None or not exact in float32,
+    or tokens or log-probs of another dtype; "" if there is none."""
     for name in ("reward", "advantage", "group_reward_mean", "group_reward_std"):
         value = getattr(rollout, name)
-        if value is None or not math.isfinite(value) or c_float(value).value != value:
+        is_float32 = value is not None and c_float(value).value == value
+        if not is_float32 or not math.isfinite(value):
             advice = "leave out groups of fewer than two rewards" if value is None else "round it"
             return (
                 f"its {name} is {value}: expected a finite number that is exact in float32, the "
                 f"stored precision; {advice}"
             )
-    for name, dtype in _DTYPES.items():
-        found = getattr(rollout, name).dtype
-        if found != dtype:
-            return f"its {name} are {found}: expected {dtype}, the stored type; convert them"
+    for name, stored_dtype in _DTYPES.items():
+        dtype = getattr(rollout, name).dtype
+        if dtype != stored_dtype:
+            return f"its {name} are {dtype}: expected {stored_dtype}, the stored type; convert them"
     return ""
 
 
 def extra_problem(name: str, array: np.ndarray) -> str:
-    """What is wrong with an array of `Rollout.extras`; "" if nothing is."""
+    """Describe what is wrong with an array of `Rollout.extras`; "" if nothing is."""
     if not name.isidentifier():
         return f"extras: {name!r} is not a name; use letters, digits and underscores"
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
@@ -204,5 +209,5 @@ def extra_problem(name: str, array: np.ndarray) -> str:
 
 
 def _overlap(new: np.ndarray, stored: np.ndarray) -> bool:
-    """True if an id is in both. Fast if the new ids are larger, as in a run."""
+    """Return True if an id is in both. Fast if all new ids are larger, as in a run."""
     return bool(stored.size and new.min() <= stored.max() and np.isin(new, stored).any())

@@ -1,8 +1,8 @@
-"""The policy loss per token, and its statistics per rollout. Pure functions of tensors.
+"""Computes the policy loss per token and its statistics per rollout, in pure functions of tensors.
 
-Two differences from a textbook PPO loss. The denominator of the ratio is the behaviour policy
-cached with each rollout, fresh or replayed. The functions here return losses per token: the engine
-multiplies them by the weights of `batch.token_weights` and sums, so that the normalisation is that
+Two differences from a textbook PPO loss: the denominator of the ratio is the behaviour policy
+cached with each rollout, fresh or replayed, and the functions return losses per token. The engine
+multiplies these by the weights of `batch.token_weights` and sums, so that the normalisation is that
 of the whole mini-batch, independent of micro-batches and ranks.
 """
 
@@ -22,8 +22,9 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip threshold, and finite i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
-    """`losses_C` before weighting; `clipped_C` is True where a clip or mask removed the gradient;
-    `log_ratios_C` are policy minus behaviour log-probs, unclamped, detached."""
+    """The losses of tokens before weighting, `losses_C`. `clipped_C` is True where a clip or mask
+    removed the gradient; `log_ratios_C` are policy minus behaviour log-probs, unclamped, detached.
+    """
 
     losses_C: torch.Tensor
     clipped_C: torch.Tensor
@@ -37,15 +38,15 @@ def clipped_surrogate(
     settings: LossSection,
     lengths_R: Sequence[int] | None = None,
 ) -> TokenLoss:
-    """-max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0) per token (paper A, eq. 3;
-    Clip-Higher from DAPO, dual clip from Ye et al. 2020).
+    """The clipped loss per token, -max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0) (paper
+    A, eq. 3; Clip-Higher from DAPO, dual clip from Ye et al. 2020).
 
     With ρ = 1.5, A = 1, ε_high = 0.28: loss -1.28, clipped. With ρ = 20, A = -1, c = 10: loss 10,
     clipped; with ρ = 0.5, A = -1, ε_low = 0.2: loss 0.8, clipped.
 
-    With `settings.kind` "gspo", ρ is the same for all tokens of a rollout
-    (`sequence_log_ratios`), whose numbers of tokens are `lengths_R`: with the weights of
-    `sequence_mean` its tokens then add up to the surrogate of GSPO, eq. 5.
+    With `settings.kind` "gspo", ρ is the same for all tokens of a rollout (`sequence_log_ratios`),
+    and `lengths_R`, the rollouts' numbers of tokens, are needed. With the weights of
+    `sequence_mean` the losses then add up to the surrogate of GSPO, eq. 5.
     """
     log_ratios_C = logprobs_C - behavior_logprobs_C
     exponents_C = log_ratios_C
@@ -65,20 +66,20 @@ def clipped_surrogate(
 
 
 def sequence_log_ratios(log_ratios_C: torch.Tensor, lengths_R: Sequence[int]) -> torch.Tensor:
-    """The logarithm of GSPO's sequence-level ratio, s_i = (π_θ(o_i) / π_b(o_i))^(1/T_i), for each
-    token of its rollout: the mean of its tokens' log-ratios (GSPO, arXiv 2507.18071, eq. 7).
+    """The logarithm of GSPO's sequence-level ratio, s_i = (π_θ(o_i) / π_b(o_i))^(1/T_i), [C]: for
+    every token, the mean log-ratio of its rollout (GSPO, arXiv 2507.18071, eq. 7).
 
     Two rollouts with log-ratios [0.1, 0.3] and [-0.4] give [0.2, 0.2, -0.4].
     """
-    return _of_rollouts(torch.mean, log_ratios_C, lengths_R)
+    return _reduce_per_rollout(torch.mean, log_ratios_C, lengths_R)
 
 
-def _of_rollouts(
+def _reduce_per_rollout(
     reduce: Callable[[torch.Tensor], torch.Tensor], values_C: torch.Tensor, lengths_R: Sequence[int]
 ) -> torch.Tensor:
-    """For each token what `reduce` makes of its rollout's values."""
-    rows = values_C.split(list(lengths_R))
-    return torch.cat([reduce(row_T).expand_as(row_T) for row_T in rows])
+    """Reduce the values of each rollout to one, and repeat it for the rollout's tokens, [C]."""
+    rollouts = values_C.split(list(lengths_R))
+    return torch.cat([reduce(values_T).expand_as(values_T) for values_T in rollouts])
 
 
 def asymmetric_reinforce(
@@ -88,7 +89,8 @@ def asymmetric_reinforce(
     settings: LossSection | None = None,
     lengths_R: Sequence[int] | None = None,
 ) -> TokenLoss:
-    """-(r - (V + δV))·log π per token (paper B, AsymRE), without importance ratio or clipping."""
+    """The loss -(r - (V + δV))·log π per token, without importance ratio or clipping (paper B,
+    AsymRE). `coefficients_C` are r - (V + δV)."""
     log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
     clipped_C = torch.zeros_like(log_ratios_C, dtype=torch.bool)
     return TokenLoss(-coefficients_C * logprobs_C, clipped_C, log_ratios_C)
@@ -100,12 +102,12 @@ def masked_tokens(
     settings: LossSection,
     lengths_R: Sequence[int],
 ) -> torch.Tensor:
-    """bool [C]: the tokens that `settings` exclude by their ratio to the behaviour policy,
-    ρ = π_θ / π_b.
+    """Mark the tokens that `settings` exclude by their ratio ρ = π_θ / π_b to the behaviour policy,
+    bool [C].
 
     - `ratio_mask`: tokens whose ρ, or rollouts whose product of ρ, lies outside [low, high] (masked
       importance sampling; per token IcePop, arXiv 2510.18855).
-    - `max_negative_kl`: rollouts with A < 0 whose mean of -log ρ exceeds it (the off-policy
+    - `max_negative_kl`: rollouts with A < 0 whose mean of -log ρ is above it (the off-policy
       sequence mask of DeepSeek-V3.2, arXiv 2512.02556).
     - `negative_veto`: in a rollout with A < 0, the tokens after the first whose ρ lies outside
       [low, high] (μ-GRPO, arXiv 2605.17570).
@@ -117,7 +119,7 @@ def masked_tokens(
     if settings.ratio_mask is not None:
         logs_C = log_ratios_C
         if settings.ratio_mask.level == "sequence":
-            logs_C = _of_rollouts(torch.sum, log_ratios_C, lengths_R)
+            logs_C = _reduce_per_rollout(torch.sum, log_ratios_C, lengths_R)
         masked_C = settings.ratio_mask.excludes(logs_C)
     if settings.max_negative_kl is not None:
         far_C = -sequence_log_ratios(log_ratios_C, lengths_R) > settings.max_negative_kl
@@ -130,8 +132,8 @@ def masked_tokens(
 
 
 def kl_to_reference(logprobs_C: torch.Tensor, reference_logprobs_C: torch.Tensor) -> torch.Tensor:
-    """exp(d) - d - 1 with d = reference - policy, per token: the k3 estimator of
-    KL(policy ‖ reference), non-negative (Schulman 2020)."""
+    """The k3 estimator of KL(policy ‖ reference) per token, exp(d) - d - 1 with d = reference -
+    policy log-prob, non-negative, in nats (Schulman 2020)."""
     difference_C = (reference_logprobs_C - logprobs_C).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return difference_C.exp() - difference_C - 1.0
 
@@ -145,13 +147,12 @@ def token_loss(
     lengths_R: Sequence[int] | None = None,
     sampler_weights_C: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """The loss per token that `settings` select, KL term included.
+    """Compute the loss per token that `settings` select, KL term included.
 
-    A function of the user may return the losses alone: nothing then counts as clipped.
-
-    `lengths_R` are the rollouts' numbers of tokens, for the sequence-level ratio.
+    `lengths_R` are the rollouts' numbers of tokens, for sequence-level ratios and masks.
     `sampler_weights_C` (`batch.sampler_weights`) multiply the surrogate, not the KL term. Tokens of
-    `masked_tokens` have no surrogate, count as clipped, and stay in the denominators.
+    `masked_tokens` have no surrogate, count as clipped, and stay in the denominators. If a user's
+    function returns only losses, no token counts as clipped; RecipeError if they are not losses.
     """
     function = LOSSES.load(settings.kind)
     result = function(logprobs_C, behavior_logprobs_C, coefficients_C, settings, lengths_R)
@@ -173,16 +174,16 @@ def token_loss(
 
 
 def _check_losses(losses_C: Any, logprobs_C: torch.Tensor, kind: str) -> None:
-    """Raises RecipeError for what a function of the user returned in place of token losses."""
-    found = f"a {type(losses_C).__name__}"
+    """Raise RecipeError unless a user's function returned differentiable losses of the tokens."""
+    returned = f"a {type(losses_C).__name__}"
     if isinstance(losses_C, torch.Tensor):
         is_constant = logprobs_C.requires_grad and not losses_C.requires_grad
         if losses_C.shape == logprobs_C.shape and not is_constant:
             return
-        found = f"a tensor of shape {list(losses_C.shape)}"
-        found += " that does not depend on the log-probs" if is_constant else ""
+        returned = f"a tensor of shape {list(losses_C.shape)}"
+        returned += " that does not depend on the log-probs" if is_constant else ""
     raise RecipeError(
-        f"loss.kind {kind}: returned {found}: return the loss of each of the {len(logprobs_C)} "
+        f"loss.kind {kind}: returned {returned}: return the loss of each of the {len(logprobs_C)} "
         "tokens, a tensor of shape [C] that is differentiable in logprobs"
     )
 
@@ -191,8 +192,8 @@ ROW_STATISTICS = (
     "loss", "tokens", "clipped", "log_ratio", "log_ratio_squared",
     "approx_kl", "ratio", "ratio_squared", "log_ratio_max", "entropy", "reference_kl",
 )  # fmt: skip
-"""Columns of `row_statistics`: sums over a row's tokens, and the maximum for `log_ratio_max`.
-`loss` sums the weighted token losses: the row's share of the mini-batch loss."""
+"""Columns of `row_statistics`: sums over a row's tokens, but for `log_ratio_max`, the maximum.
+`loss` is the sum of the weighted token losses: the row's share of the mini-batch loss."""
 
 
 def row_statistics(
@@ -203,7 +204,8 @@ def row_statistics(
     row_of_C: torch.Tensor,
     rows: int,
 ) -> torch.Tensor:
-    """float64 [R, len(ROW_STATISTICS)], computed in float64 from detached values."""
+    """Compute `ROW_STATISTICS` of `rows` rows from detached values, float64
+    [R, len(ROW_STATISTICS)]. `row_of_C` (int64 [C]) has the row of every token."""
     log_ratios_C = result.log_ratios_C.double()
     ratios_C = log_ratios_C.clamp(max=700.0).exp()
     sums_C = torch.stack(

@@ -1,8 +1,7 @@
-"""Priorities, draw probabilities (paper A, section 4) `P(i) = p_i^α / Σ_j p_j^α`, with
-`replay.age_decay_steps` τ `P(i) ∝ p_i^α · exp(-age_i/τ)`, and draws of single rollouts or whole
-queries.
+"""Computes priorities p_i, and draws rollouts or whole queries by them (paper A, section 4).
 
-Probabilities are computed in float64 from logarithms, so that no exponent overflows.
+The draw probability is `P(i) = p_i^α / Σ_j p_j^α`; with `replay.age_decay_steps` τ it is
+`P(i) ∝ p_i^α · exp(-age_i/τ)`, computed in float64 from logarithms, so that no exponent overflows.
 """
 
 import math
@@ -27,48 +26,54 @@ ENTRY_FIELDS = ("rollout_id", "group_id", "birth_step")
 """The columns that are fields of an entry."""
 
 COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
-    **{n: (np.int64, attrgetter(n)) for n in ENTRY_FIELDS},
-    **{n: (np.float64, attrgetter(n)) for n in ("reward", "advantage", "group_reward_std")},
+    **{name: (np.int64, attrgetter(name)) for name in ENTRY_FIELDS},
+    "reward": (np.float64, attrgetter("reward")),
+    "advantage": (np.float64, attrgetter("advantage")),
+    "group_reward_std": (np.float64, attrgetter("group_reward_std")),
     "behavior_logprob_mean": (np.float64, attrgetter("behavior_logprob_mean")),
     "group_correct": (np.int64, attrgetter("group_correct")),
     "completion_tokens": (np.int64, lambda rollout: len(rollout.completion_token_ids)),
     "truncated": (np.bool_, lambda rollout: rollout.finish_reason == "length"),
 }
-"""The logged columns that a priority may need: their types, and what they are of a rollout."""
+"""The logged columns that a priority may read: the type of each, and its value for a rollout."""
 
 
 def needs(*columns: str, epsilon: bool = True) -> Callable[[Any], Any]:
-    """Names the columns of a priority, and whether `EPSILON` is added to it. The same as setting
-    its attributes `columns` and `epsilon`."""
+    """Declare the columns that a priority reads, and whether `EPSILON` is added to it: decorates a
+    function by setting its attributes `columns` and `epsilon`."""
 
-    def named(function: Any) -> Any:
+    def decorate(function: Any) -> Any:
         function.columns, function.epsilon = columns, epsilon
         return function
 
-    return named
+    return decorate
 
 
 @needs("advantage")
 def abs_advantage(columns: Columns) -> np.ndarray:
+    """|A_i|, the priority of paper A."""
     return np.abs(columns["advantage"])
 
 
 @needs("group_reward_std")
 def group_std(columns: Columns) -> np.ndarray:
+    """σ_g, the standard deviation of the rewards of the rollout's group."""
     return columns["group_reward_std"]
 
 
 @needs("rollout_id", epsilon=False)
 def uniform(columns: Columns) -> np.ndarray:
+    """1 for every rollout."""
     return np.ones(len(columns["rollout_id"]))
 
 
 def load_priority(name: str) -> Any:
-    """The function of `replay.priority`. Raises RecipeError, also for columns that are not
-    logged."""
+    """Load the function of `replay.priority`. Raises RecipeError, also if it reads columns that are
+    not logged."""
     function = PRIORITIES.load(name)
-    columns = getattr(function, "columns", None)
-    if not columns or isinstance(columns, str) or not set(columns) <= set(COLUMNS):
+    columns: Any = getattr(function, "columns", None)
+    is_collection = bool(columns) and not isinstance(columns, str)
+    if not (is_collection and set(columns) <= set(COLUMNS)):
         raise RecipeError(
             f"replay.priority {name}: its columns are {columns!r}; set {function.__name__}.columns "
             f"to a tuple of {', '.join(COLUMNS)}"
@@ -77,38 +82,38 @@ def load_priority(name: str) -> Any:
 
 
 def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
-    """p_i before the exponent, float64 [N]: the function `name` of `replay.priority`, plus ε.
+    """Compute p_i before the exponent, float64 [N]: `replay.priority` is `name`, and ε is added.
 
-    Raises RecipeError for values that are no priorities, for a column that an entry lacks, and for
-    a function that does not take each row by itself: an entry keeps the priority with which it was
-    stored.
+    Raises RecipeError for values that are not priorities, if an entry lacks a column, and if the
+    priority of a row depends on other rows: an entry keeps the priority with which it was stored.
     """
-    function, place = load_priority(name), f"replay.priority {name}"
-    columns = {column: column_of(entries, column, place) for column in function.columns}
+    function, option = load_priority(name), f"replay.priority {name}"
+    columns = {column: column_of(entries, column, option) for column in function.columns}
     try:
-        found = function(columns)
+        returned = function(columns)
     except KeyError as error:
-        raise RecipeError(f"{place} reads {error}, which its columns do not name") from error
-    p_N = one_number_each(place, found, len(entries))
+        raise RecipeError(f"{option} reads {error}, which its columns do not name") from error
+    p_N = one_number_per_row(option, returned, len(entries))
     if not (np.isfinite(p_N).all() and (p_N >= 0).all()):
         bad = int(np.flatnonzero(~(np.isfinite(p_N) & (p_N >= 0)))[0])
         raise RecipeError(
-            f"replay.priority {name}: {p_N[bad]} for rollout {entries[bad].rollout_id}: return "
-            "finite numbers of 0 or more"
+            f"{option}: {p_N[bad]} for rollout {entries[bad].rollout_id}: return finite numbers of "
+            "0 or more"
         )
     for row in {0, len(entries) - 1} if entries else ():
-        alone = {column: values[row : row + 1] for column, values in columns.items()}
-        p_alone = one_number_each(place, function(alone), 1)[0]
-        if not math.isclose(p_alone, p_N[row], rel_tol=1e-9):
+        single_row = {column: values[row : row + 1] for column, values in columns.items()}
+        p_single = one_number_per_row(option, function(single_row), 1)[0]
+        if not math.isclose(p_single, p_N[row], rel_tol=1e-9):
             raise RecipeError(
-                f"{place}: {p_N[row]} for rollout {entries[row].rollout_id} among others, "
-                f"{p_alone} for it alone; return one number per row, which depends on that row only"
+                f"{option}: {p_N[row]} for rollout {entries[row].rollout_id} among others, "
+                f"{p_single} by itself; return one number per row, computed from that row only"
             )
     return p_N + EPSILON if getattr(function, "epsilon", True) else p_N
 
 
 def column_of(entries: Sequence[Entry], name: str, reader: str) -> np.ndarray:
-    """A column of the entries, [N]. Raises RecipeError that names its `reader` if one lacks it."""
+    """A column of the entries, [N]. Raises RecipeError, with the recipe option that is the
+    `reader`, if an entry lacks the column."""
     dtype = COLUMNS[name][0]
     if name in ENTRY_FIELDS:
         return np.array([getattr(entry, name) for entry in entries], dtype)
@@ -122,18 +127,19 @@ def column_of(entries: Sequence[Entry], name: str, reader: str) -> np.ndarray:
         ) from None
 
 
-def one_number_each(place: str, found: Any, count: int) -> np.ndarray:
-    """What a function of a recipe returned for `count` rows, float64 [N]. Raises RecipeError that
-    names its `place` if it is not one number for each."""
+def one_number_per_row(option: str, returned: Any, count: int) -> np.ndarray:
+    """Convert what a user's function returned for `count` rows to float64 [N]. Raises RecipeError,
+    with the recipe `option` that names the function, if it is not one number per row."""
     try:
-        numbers_N = np.asarray(found, dtype=np.float64)
+        numbers_N = np.asarray(returned, dtype=np.float64)
     except (TypeError, ValueError):
         numbers_N = np.empty(0)
     if numbers_N.shape != (count,):
-        shape = list(np.shape(found)) if isinstance(found, np.ndarray | Sequence) else []
+        shape = list(np.shape(returned)) if isinstance(returned, np.ndarray | Sequence) else []
+        kind = f"shape {shape}" if shape else f"a {type(returned).__name__}"
         raise RecipeError(
-            f"{place}: returned {f'shape {shape}' if shape else f'a {type(found).__name__}'} for "
-            f"{count} rows; return one number per row, an array of shape [{count}]"
+            f"{option}: returned {kind} for {count} rows; return one number per row, an array of "
+            f"shape [{count}]"
         )
     return numbers_N
 
@@ -142,8 +148,8 @@ def one_number_each(place: str, found: Any, count: int) -> np.ndarray:
 class DrawLaw:
     """The distribution of the first draw from N candidates.
 
-    `log_weight_N` is `α ln p_i - age_i/τ` less its maximum, and -inf for candidates that are never
-    drawn. `weight_N` is its exponential, `total` the sum of the weights.
+    `log_weight_N` (float64 [N]) is `α ln p_i - age_i/τ` minus its maximum, and -inf for candidates
+    that are never drawn. `weight_N` is its exponential, `total` the sum of the weights.
     """
 
     log_weight_N: np.ndarray
@@ -157,7 +163,7 @@ class DrawLaw:
 
     @property
     def effective_sample_size(self) -> float:
-        """`1 / Σ P²`: N if uniform, 1 if one candidate has all the mass, 0 without candidates."""
+        """`1 / Σ P²`, in candidates: N if uniform, 1 if one has all the mass, 0 without any."""
         # No BLAS dot product: its rounding depends on the number of threads.
         return self.total**2 / float(np.square(self.weight_N).sum()) if self.total else 0.0
 
@@ -173,10 +179,11 @@ class DrawLaw:
 def draw_law(
     priority_N: np.ndarray, exponent: float, log_factor_N: np.ndarray | None = None
 ) -> DrawLaw:
-    """The distribution `P ∝ p^α · exp(log_factor)`. With α = 0 p plays no part, zero priorities
-    included. With α > 0 a candidate of priority 0 is never drawn.
+    """Compute the distribution `P ∝ p^α · exp(log_factor)`. With α = 0 priorities have no effect,
+    not even those of 0. With α > 0 a candidate of priority 0 is never drawn.
 
-    Raises RecipeError if α > 0 and all priorities are 0, as those of a user's function may be.
+    Raises RecipeError if α > 0 and all priorities are 0, as those of a user's function may be, and
+    ValueError for a priority that is negative or not finite.
     """
     priority_N = np.asarray(priority_N, dtype=np.float64)
     if priority_N.size and not (np.isfinite(priority_N).all() and priority_N.min() >= 0):
@@ -185,7 +192,7 @@ def draw_law(
     if priority_N.size == 0:
         return DrawLaw(priority_N, priority_N, 0.0)
     if exponent == 0:
-        return _law_of(np.zeros_like(priority_N), log_factor_N)
+        return _law_from_log_weights(np.zeros_like(priority_N), log_factor_N)
     with np.errstate(divide="ignore"):
         log_priority_N = np.log(priority_N)
     largest = log_priority_N.max()
@@ -194,10 +201,10 @@ def draw_law(
             f"replay.priority: all {priority_N.size} priorities are 0, so no draw has a "
             "probability; return a number above 0, or leave the function's epsilon True"
         )
-    return _law_of(exponent * (log_priority_N - largest), log_factor_N)
+    return _law_from_log_weights(exponent * (log_priority_N - largest), log_factor_N)
 
 
-def _law_of(log_weight_N: np.ndarray, log_factor_N: np.ndarray | None) -> DrawLaw:
+def _law_from_log_weights(log_weight_N: np.ndarray, log_factor_N: np.ndarray | None) -> DrawLaw:
     if log_factor_N is not None:
         log_weight_N = log_weight_N + log_factor_N
         log_weight_N = log_weight_N - log_weight_N.max()
@@ -206,7 +213,7 @@ def _law_of(log_weight_N: np.ndarray, log_factor_N: np.ndarray | None) -> DrawLa
 
 
 def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Distinct indices in the order drawn, int64 [≤ count]; fewer if fewer can be drawn.
+    """Draw distinct indices, int64 [≤ count], in the order drawn; fewer if fewer can be drawn.
 
     The distribution is that of successive draws, each from the remaining candidates with
     renormalised probabilities, as in `Generator.choice(replace=False, p=P)`. Implemented as
@@ -223,7 +230,7 @@ def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator)
 
 
 def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Indices of independent draws, int64 [count]; empty without candidates."""
+    """Draw indices independently of each other, int64 [count]; empty without candidates."""
     if count <= 0 or law.total == 0:
         return np.zeros(0, dtype=np.int64)
     cumulative_N = np.cumsum(law.weight_N)
@@ -236,14 +243,12 @@ def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The rollouts that can be drawn: priority p (float64 [N], before the exponent), group id
-    (int64 [N]), whether it was ever drawn (bool [N]) and age in training steps (int64 [N]).
-    Rollouts of a group are adjacent."""
+    """The rollouts that can be drawn, one per index. Rollouts of a group are adjacent."""
 
-    priority_N: np.ndarray
-    group_id_N: np.ndarray
-    used_N: np.ndarray
-    age_N: np.ndarray
+    priority_N: np.ndarray  # float64, p before the exponent
+    group_id_N: np.ndarray  # int64
+    used_N: np.ndarray  # bool, True if the rollout was ever drawn
+    age_N: np.ndarray  # int64, training steps
 
     def __add__(self, other: "Candidates") -> "Candidates":
         return Candidates(
@@ -256,8 +261,8 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picks:
-    """Indices into the candidates in the order drawn, each with its first-draw probability (that of
-    its query when `replay.unit` is query), and effective sample size and entropy of the
+    """Indices of the drawn candidates in the order drawn, with first-draw probabilities (those of
+    their queries if `replay.unit` is query), and effective sample size and entropy of the
     distribution. `unused_first` draws from two distributions, one over the rollouts never drawn and
     one over the others; effective sample size and entropy are those of the first one used."""
 
@@ -278,16 +283,16 @@ def pick(
     if settings.unit == "rollout":
         return _pick_units(candidates, count, settings, rng)
     starts_Q, sizes_Q = query_spans(candidates.group_id_N)
-    of_queries = Candidates(
+    query_candidates = Candidates(
         np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q,
         candidates.group_id_N[starts_Q],
         np.logical_or.reduceat(candidates.used_N, starts_Q),
         candidates.age_N[starts_Q],
     )
-    queries = _pick_units(of_queries, count, settings, rng)
+    queries = _pick_units(query_candidates, count, settings, rng)
     sizes = sizes_Q[queries.indices]
     return Picks(
-        indices=_members(starts_Q[queries.indices], sizes),
+        indices=_expand_spans(starts_Q[queries.indices], sizes),
         probabilities=np.repeat(queries.probabilities, sizes),
         effective_sample_size=queries.effective_sample_size,
         entropy=queries.entropy,
@@ -295,7 +300,7 @@ def pick(
 
 
 def query_spans(group_id_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start index and length of each run of equal group ids, int64 [Q] each."""
+    """Find the runs of equal group ids: their start indices and lengths, both int64 [Q]."""
     if group_id_N.size == 0:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     starts = np.concatenate([[0], np.flatnonzero(group_id_N[1:] != group_id_N[:-1]) + 1])
@@ -303,7 +308,7 @@ def query_spans(group_id_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_groups_adjacent(group_id_N: np.ndarray) -> None:
-    """Raises ValueError if the rollouts of a group are not adjacent."""
+    """Raise ValueError if the rollouts of a group are not adjacent."""
     starts, _ = query_spans(group_id_N)
     ids, runs = np.unique(group_id_N[starts], return_counts=True)
     if (runs > 1).any():
@@ -315,14 +320,14 @@ def check_groups_adjacent(group_id_N: np.ndarray) -> None:
 def _pick_units(
     units: Candidates, count: int, settings: ReplaySection, rng: np.random.Generator
 ) -> Picks:
-    """Draw from all units; with `unused_first` from the units never drawn, then, if those are too
-    few, from the others."""
+    """Draw from all units; with `unused_first` from the units never drawn, and if there are too few
+    of them, the rest from the others."""
     priority_U, used_U, age_U = units.priority_N, units.used_N, units.age_N
     if not settings.unused_first:
         return _pick_by_law(priority_U, age_U, count, settings, rng)
     drawable_U = (priority_U != 0) | (settings.priority_exponent == 0)
     if not drawable_U.any():
-        drawable_U[:] = True  # the law refuses them
+        drawable_U[:] = True  # `draw_law` refuses priorities that are all 0
     first, second = np.flatnonzero(drawable_U & ~used_U), np.flatnonzero(drawable_U & used_U)
     if first.size == 0:
         first, second = second, first
@@ -357,7 +362,7 @@ def _pick_by_law(
     )
 
 
-def _members(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """start, start + 1, … of each run, concatenated."""
+def _expand_spans(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The indices of all spans, concatenated: start, start + 1, … of each, int64."""
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(starts, sizes) + within

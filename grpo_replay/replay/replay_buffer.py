@@ -1,8 +1,9 @@
-"""The replay buffer as a library: all that another trainer calls.
+"""The replay buffer as a library: everything that another trainer calls.
 
-`ReplayBuffer` is the store of entries (`entry_store`) with one call a step (`compose`), groups with
-ids of its own (`group`), and a file (`snapshot`). Its `step` draws from a seed of its own; a run of
-this package calls `buffer_step` with a generator instead (`training/trainer.py`).
+`ReplayBuffer` extends the store of entries (`entry_store`): it runs a training step in one call
+(`compose`), makes groups and counts their ids (`group`), and saves itself to a file (`snapshot`).
+Its `step` draws with the buffer's seed; a run of this package calls `buffer_step` with a generator
+instead (`training/trainer.py`).
 """
 
 from collections import Counter
@@ -30,17 +31,17 @@ from grpo_replay.types import (
 )
 
 _STANDALONE_STATE = ("seed", "next_rollout_id", "next_group_id")
-"""State that `save` adds to a snapshot; a run of this package stores it elsewhere."""
+"""State that `save` adds to a snapshot; a run of this package has it in its checkpoint."""
 
 
 class ReplayBuffer(EntryStore):
     """Stored rollouts that can be drawn again.
 
     Life cycle in any trainer: each step, make the fresh rollouts (`new_group`, or `Rollout` with
-    ids of your own), call `step` once, train on what it returns with the log-probs frozen in it,
-    and call `save` with your checkpoint. `load` continues as if never interrupted, bit for bit.
-    Where a batch is planned ahead when a checkpoint is written, the checkpoint needs the buffer
-    before that step: `before = copy.copy(buffer)`, then `buffer.step(…)`, and `before.save(path)`.
+    ids of your own), call `step` once, train on the batch that it returns with the log-probs frozen
+    in it, and call `save` with your checkpoint. `load` continues as if never interrupted, bit for
+    bit. If a batch is already planned when a checkpoint is written, save the buffer before that
+    step: `before = copy.copy(buffer)`, then `buffer.step(…)`, and `before.save(path)`.
 
     >>> from grpo_replay import ReplayBuffer, ReplayConfig
     >>> config = ReplayConfig.of("ours", warmup_steps=0, max_age_steps=2)
@@ -60,10 +61,10 @@ class ReplayBuffer(EntryStore):
     3 2 4
     3 1 4
 
-    A trainer that keeps tensors itself gives `step` entries of its own: `Entry(rollout_id,
-    group_id, birth_step, columns, payload)`, with a handle as payload. `on_evict` is then called
-    with the entries that left the buffer: by `evict`, at the start of a step, with all that left
-    since the start of the step before, because until then the batch may need them.
+    A trainer that keeps its own tensors passes entries to `step`: `Entry(rollout_id, group_id,
+    birth_step, columns, payload)`, with a handle as payload. At the start of a step, `on_evict` is
+    called with the entries that left the buffer since the start of the step before: until then the
+    batch may need them.
     """
 
     def __init__(
@@ -75,21 +76,21 @@ class ReplayBuffer(EntryStore):
     ) -> None:
         super().__init__(settings, group_size, on_evict)
         self.seed = seed
-        self.last_step = 0  # the number of the last call of `step`
+        self.last_step = 0  # the last step made, 0 before the first
         self.next_rollout_id = 0
         self.next_group_id = 0
 
     @property
     def next_step(self) -> int:
-        """The step that `step` makes next, from 1 on: the birth step of its fresh rollouts."""
+        """The step that `step` makes next, counted from 1: the birth step of its fresh rollouts."""
         return self.last_step + 1
 
     def new_group(self, *, birth_step: int | None = None, **group: Any) -> list[Rollout]:
-        """The rollouts of one group for the next `step`: `rollouts_of_group` with the next ids. If
-        all rewards are equal, it is empty or kept, as `replay.drop_zero_variance` says.
+        """Make the rollouts of one group for the next `step`: `rollouts_of_group` with the next
+        ids. `replay.drop_zero_variance` decides whether a group of equal rewards is empty.
 
-        `birth_step` is the step whose policy sampled them: the next one, or where sampling runs
-        ahead of training an earlier one. Their ages count from it. Raises ValueError for a step
+        `birth_step` is the step whose policy sampled them, from which ages count: by default the
+        next one, or an earlier one if sampling runs ahead of training. Raises ValueError for a step
         before the first or after the next, and for more completions than `group_size`.
         """
         birth_step = self.next_step if birth_step is None else birth_step
@@ -116,20 +117,20 @@ class ReplayBuffer(EntryStore):
         return rollouts
 
     def step(self, fresh: Sequence[Entry | Rollout], generated: int | None = None) -> ComposedBatch:
-        """One training step: evict, insert, draw and compose in the order of the composition.
-        Returns what to train on: `entries` (`rollouts` are their payloads), their `ages` and which
-        are `replayed`.
+        """Run one training step: evict, insert, draw and compose in the order of the composition.
+        Returns the batch to train on: `entries` (`rollouts` are their payloads), their `ages`, and
+        which of them are `replayed`.
 
-        `fresh` are the survivors of the step, rollouts or entries, ordered by group; `generated`
-        the rollouts generated for it, dropped ones included (all were kept if None): `buffer_only`
-        draws in proportion to it, and with dropped groups needs it. The draw uses the random stream
-        of `seed` and the step, as a run of this package does. Raises ValueError, and changes
-        nothing, for what `insert` refuses, for more rollouts than the capacity, and for a group
-        larger than `group_size`; RecipeError, and changes nothing, for entries of which no priority
-        can be computed.
+        `fresh` are the survivors of the step, rollouts or entries, ordered by group. `generated` is
+        the number of rollouts before groups were dropped (None: no group was): `buffer_only` draws
+        in proportion to it, and needs it where groups are dropped. The draw uses the random stream
+        of `seed` and the step, as a run of this package does. Raises, and changes nothing:
+        ValueError for entries that `insert` refuses, for more rollouts than the capacity, and for a
+        group larger than `group_size`; RecipeError if a priority cannot be computed.
         """
         step, entries = self.next_step, entries_of(fresh)
-        if generated is None and self.settings.stores_first and self.settings.drop_zero_variance:
+        needs_generated = self.settings.stores_first and self.settings.drop_zero_variance
+        if generated is None and needs_generated:
             raise ValueError(
                 f"step {step}: replay.composition {self.settings.composition} draws in proportion "
                 "to the rollouts before groups of equal rewards were dropped: pass generated=…"
@@ -142,23 +143,23 @@ class ReplayBuffer(EntryStore):
         rng = stream(self.seed, step, DRAW_STREAM)
         batch = buffer_step(self, entries, step, generated, rng)
         if not self.settings.replays and self.on_evict is not None:
-            self._gone.extend(entries)  # the batch needs them until the next step
+            self._unreported.extend(entries)  # the batch needs them until the next step
         self.last_step = step
         self.count_ids(entries)
         return batch
 
     def split(self, batch: ComposedBatch, updates: int) -> list[np.ndarray]:
-        """The rows of the last step's `batch` that each of `updates` optimizer updates trains on,
-        ascending: a random split, as a run of this package makes it, in which replayed rows are in
-        every update. Sizes differ by at most one. There are fewer parts for fewer rows, so that
-        none is empty, and none for a batch without rows. The same for the same seed and step."""
+        """Split the rows of the last step's `batch` at random between `updates` optimizer updates,
+        as a run of this package does: fresh and replayed rows are mixed. Returns the ascending row
+        indices of each update, int64, the same for the same seed and step. Sizes differ by at most
+        one. No update is empty: fewer rows than updates make fewer, and an empty batch none."""
         rng = stream(self.seed, self.last_step, SPLIT_STREAM)
         return update_indices(batch, BatchSection(updates_per_step=updates), rng)
 
     def save(self, path: str | Path) -> None:
         """Write everything that `load` needs to continue after the last `step`: a snapshot
-        (`replay.snapshot`) with the seed and the next ids. Of payloads, only whole rollouts are
-        saved."""
+        (`replay.snapshot`) with the seed and the next ids. Payloads are saved if they are whole
+        rollouts."""
         from grpo_replay.replay.snapshot import write_snapshot  # loads pyarrow
 
         library = {name: getattr(self, name) for name in _STANDALONE_STATE}
@@ -171,25 +172,26 @@ class ReplayBuffer(EntryStore):
         payload_of: Callable[[int], Any] | None = None,
         on_evict: Callable[[tuple[Entry, ...]], None] | None = None,
     ) -> "ReplayBuffer":
-        """The buffer that `save` wrote. Its next steps are those of a buffer that was never
-        interrupted: a run keeps the replay settings that it began with. `settings` are those that
-        the caller expects; a difference is refused by its name. `payload_of` gives the payload of a
-        rollout id; without it a file of entries with other payloads than rollouts is refused. From
-        a checkpoint's buffer.parquet, seed is 0 and the next ids follow the stored ones. Raises
-        SnapshotError.
+        """Load the buffer that `save` wrote. Its next steps are those of a buffer that was never
+        interrupted, with the replay settings saved in the file. `settings` are those that the
+        caller expects, and `payload_of` returns the payload of a rollout id. From a checkpoint's
+        buffer.parquet, the seed is 0 and the next ids follow the stored ones.
+
+        Raises SnapshotError if the file cannot be read, if `settings` differ from the saved ones
+        (the message names the keys), or if payloads are not rollouts and there is no `payload_of`.
         """
-        from grpo_replay.replay.snapshot import read_snapshot, set_state_of  # loads pyarrow
+        from grpo_replay.replay.snapshot import load_state, read_snapshot  # loads pyarrow
 
         path = Path(path)
         snapshot = read_snapshot(path, payload_of)
         try:
-            own = ReplayConfig.model_validate(snapshot.settings)
+            saved_settings = ReplayConfig.model_validate(snapshot.settings)
         except RecipeError as error:
             raise SnapshotError(f"{path}: its replay settings are not valid: {error}") from error
         if settings is not None:
-            _refuse_other_settings(path, own, checked_settings(settings))
-        buffer = ReplayBuffer(own, snapshot.group_size, on_evict=on_evict)
-        set_state_of(path, snapshot, buffer)
+            _refuse_other_settings(path, saved_settings, checked_settings(settings))
+        buffer = ReplayBuffer(saved_settings, snapshot.group_size, on_evict=on_evict)
+        load_state(path, snapshot, buffer)
         buffer.last_step = snapshot.step
         buffer.count_ids(buffer.entries())
         for name in _STANDALONE_STATE:
@@ -221,15 +223,17 @@ class ReplayBuffer(EntryStore):
             )
 
 
-def _refuse_other_settings(path: Path, own: ReplaySection, expected: ReplaySection) -> None:
-    """Raises SnapshotError if the expected settings differ in effect from the file's `own`."""
+def _refuse_other_settings(
+    path: Path, saved_settings: ReplaySection, expected: ReplaySection
+) -> None:
+    """Raise SnapshotError if the expected settings differ in effect from the saved ones."""
     changed = [
         f"replay.{key} is {saved!r} in the file and {passed!r} in the settings given"
-        for key, saved, passed in differences(own, expected)
-        if key != "preset"  # the name of values that are compared themselves
+        for key, saved, passed in differences(saved_settings, expected)
+        if key != "preset"  # its values are compared
     ]
     if changed:
         raise SnapshotError(
             f"{path}: {'; '.join(changed)}: a run keeps the replay settings that it began with. "
-            f"Continue with {own!r}, or begin a new run with an empty buffer"
+            f"Continue with {saved_settings!r}, or begin a new run with an empty buffer"
         )

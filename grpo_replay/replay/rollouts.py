@@ -1,4 +1,4 @@
-"""Rollouts from completions and verdicts: ids, group statistics, advantages, the filter."""
+"""Makes rollouts of completions and verdicts: ids, group statistics, advantages, the filter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +22,8 @@ from grpo_replay.types import (
 def group_requests(
     prompts: Mapping[int, Prompt], step: int, sampling: SamplingSection, seed: int
 ) -> list[GenerationRequest]:
-    """G requests per prompt, each with its own seed, from the run's `seed`. `prompts` maps the
-    index within the step."""
+    """Make G requests per prompt, each with a seed of its own, derived from the run's `seed`. The
+    keys of `prompts` are prompt indices within the step."""
     return [
         GenerationRequest(
             key=key,
@@ -49,20 +49,22 @@ def assemble_rollouts(
     first_rollout_id: int,
     first_group_id: int,
 ) -> list[Rollout]:
-    """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
-    advantage 0 if `replay.drop_zero_variance` is false. A completion without a reward has
-    `kept` False and counts nowhere in its group; with fewer than two rewards, so has the whole
-    group. With `reward.mask_truncated`, a completion that was cut off has `kept` False too, and so
-    has one with a mask that leaves no token to train.
+    """Make the rollouts of whole groups, in the order of their ids. `kept` is False, and the
+    rollout neither trained on nor stored,
+
+    - in a group of equal rewards, unless `replay.drop_zero_variance` is false: advantages are 0;
+    - without a reward, when it is also left out of the group's statistics, and in a group of fewer
+      than two rewards;
+    - if the completion was truncated and `reward.mask_truncated` is set, and if no token trains.
 
     Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
-    rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
-    known yet.
+    rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are None
+    until `with_behavior_logprobs`.
     """
     size, rollouts = recipe.sampling.group_size, []
     for prompt_index, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, prompt_index, index) for index in range(size)]
-        members = [_with_length(graded[key], recipe) for key in keys]
+        members = [_with_length_penalty(graded[key], recipe) for key in keys]
         group, correct = _score_group([member.verdict for member in members], recipe)
         shared = {"group_id": first_group_id + prompt_index, "group_correct": correct}
         first = first_rollout_id + prompt_index * size
@@ -73,8 +75,8 @@ def assemble_rollouts(
     return rollouts
 
 
-def _with_length(graded: Graded, recipe: Recipe) -> Graded:
-    """With the length penalty among the scores of its verdict, if the recipe has one."""
+def _with_length_penalty(graded: Graded, recipe: Recipe) -> Graded:
+    """Add the length penalty to the reward and the scores, if the recipe has one."""
     verdict, buffer = graded.verdict, recipe.reward.overlong_buffer_tokens
     if buffer is None or verdict.reward is None:
         return graded
@@ -89,18 +91,18 @@ def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) 
     al. 2025, equation 13).
 
     0 up to `longest_tokens - buffer_tokens`, then falling linearly to -1 at `longest_tokens`.
-    Example: of at most 20 tokens with a buffer of 8, lengths 12, 14 and 20 score 0, -0.25 and -1.
+    Example: with at most 20 tokens and a buffer of 8, lengths 12, 14, 20 score 0, -0.25 and -1.
     """
     free_tokens = longest_tokens - buffer_tokens
     return max(-1.0, min(0.0, (free_tokens - length_tokens) / buffer_tokens))
 
 
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> tuple[GroupAdvantage, int]:
-    """What the rollouts of one group share: statistics, with advantages unless it is dropped, and
-    the number of correct ones."""
+    """Compute the statistics of one group, with advantages unless it is dropped, and the number of
+    its correct completions."""
     group = estimate_advantages([verdict.reward for verdict in verdicts], recipe.advantage)
     if group.std == 0 and not recipe.replay.drop_zero_variance:
-        # Trained on with 0 (asymre: `loss_coefficient`).
+        # The group is trained on with advantage 0 (asymre: see `loss_coefficient`).
         group = replace(group, advantages_G=np.zeros(len(verdicts), dtype=np.float32))
     rewarded = (verdict for verdict in verdicts if verdict.reward is not None)
     return group, sum(verdict.scores[0] >= recipe.reward.correct for verdict in rewarded)
@@ -150,20 +152,21 @@ def _rollout(
 def _advantage(
     completion: Completion, verdict: Verdict, group: GroupAdvantage, mask_truncated: bool
 ) -> float | None:
-    """None for a completion that is neither trained on nor stored."""
+    """The advantage of a completion; None if it is neither trained on nor stored."""
     mask_T = completion.completion_mask
     is_masked = mask_truncated and completion.finish_reason == "length"
     is_masked |= mask_T is not None and not mask_T.any()
-    if group.advantages_G is None or verdict.reward is None or is_masked:
+    advantages_G = group.advantages_G if verdict.reward is not None else None
+    if advantages_G is None or is_masked:
         return None
-    return float(group.advantages_G[completion.key.completion_index])
+    return float(advantages_G[completion.key.completion_index])
 
 
 def with_behavior_logprobs(
     rollouts: Sequence[Rollout], logprobs: Mapping[int, np.ndarray]
 ) -> list[Rollout]:
-    """The survivors with their behaviour log-probs, which `logprobs` maps by rollout id. They never
-    change afterwards. Raises KeyError for a survivor without."""
+    """Return the kept rollouts with their behaviour log-probs (float32 [T], by rollout id), which
+    never change afterwards. Raises KeyError for a kept rollout without log-probs."""
     return [
         replace(rollout, behavior_logprobs=logprobs[rollout.rollout_id])
         for rollout in rollouts

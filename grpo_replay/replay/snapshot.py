@@ -1,13 +1,14 @@
-"""The store of the buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
+"""Saves the buffer's store as a Parquet file and loads it: buffer.parquet in a checkpoint (schema
+version 1).
 
 One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text` and
 `reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn), then
 `completion_mask` and `extra_<name>` if a stored rollout has them. The file's metadata contain the
 step, the replay settings and the counters as JSON. `ReplayBuffer.save` adds `library`: the seed and
-the next ids, which a run of this package has elsewhere. Nothing is pickled.
+the next ids, which a run of this package has in its checkpoint. Nothing is pickled.
 
-Entries with payloads of another trainer are a file of another kind (`handles`), with the columns
-that they were given; payloads are not saved.
+Entries whose payloads are another trainer's handles make a file of another kind (`handles`): it has
+the columns of the entries, and no payloads.
 """
 
 import json
@@ -61,8 +62,8 @@ _HANDLE_SCHEMA = pa.schema(
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """A buffer read from a file. `state` is for `EntryStore.set_state`, `settings` is the replay
-    section of its run, `step` the last training step before it was written, and `library` what
-    `ReplayBuffer.save` adds."""
+    section of its run, `step` the last training step before it was written, and `library` the
+    state that `ReplayBuffer.save` adds."""
 
     step: int
     group_size: int
@@ -79,8 +80,8 @@ class Snapshot:
 def write_snapshot(
     path: Path, store: EntryStore, step: int, library: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the store after `step`. Reading the file gives the same state bit for bit, but for
-    payloads that are not rollouts. Raises ValueError if only some of them are."""
+    """Write the store as it is after `step`. Reading the file gives the same state bit for bit, but
+    for payloads that are not rollouts. Raises ValueError if only some payloads are rollouts."""
     state = store.get_state()
     facts = {
         "step": step,
@@ -90,12 +91,13 @@ def write_snapshot(
         **({} if library is None else {"library": library}),
     }
     metadata = {_FACTS_KEY: json.dumps(facts).encode()}
-    rollouts = [each.payload for each in state["entries"] if isinstance(each.payload, Rollout)]
-    if rollouts or not state["entries"]:
-        if len(rollouts) < len(state["entries"]):
+    payloads = [entry.payload for entry in state["entries"]]
+    rollouts = [payload for payload in payloads if isinstance(payload, Rollout)]
+    if rollouts or not payloads:
+        if len(rollouts) < len(payloads):
             raise ValueError(
-                f"{path}: {len(rollouts)} of {len(state['entries'])} stored entries are whole "
-                "rollouts, the others have payloads of yours: store one or the other"
+                f"{path}: {len(rollouts)} of {len(payloads)} stored entries are whole rollouts, "
+                "the others have payloads of yours: store one or the other"
             )
         optional = optional_fields_of(rollouts)
         kind, schema = "buffer", pa.schema([*SNAPSHOT_SCHEMA, *optional])
@@ -106,8 +108,8 @@ def write_snapshot(
 
 
 def read_snapshot_facts(path: Path) -> dict[str, Any]:
-    """A snapshot's metadata, without its rollouts: `step`, `group_size`, `settings` (the replay
-    section, with the keys of today) and the counters of `get_state`. Raises SnapshotError."""
+    """Read a snapshot's metadata, not its rollouts: `step`, `group_size`, `settings` (the replay
+    section) and the counters of `get_state`. Raises SnapshotError."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
         facts: dict[str, Any] = json.loads(file.schema_arrow.metadata[_FACTS_KEY])
     return facts
@@ -120,23 +122,23 @@ def count_stored(path: Path) -> int:
 
 
 def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) -> Snapshot:
-    """Read a snapshot. `payload_of` gives the payload of a rollout id, where payloads are not
-    rollouts. Raises SnapshotError if the file is missing, damaged, of another kind, or of such
-    payloads without `payload_of`."""
-    of_handles = kind_of(path) == HANDLES
-    if of_handles and payload_of is None:
+    """Read a snapshot. `payload_of` returns the payload of a rollout id, where payloads are not
+    rollouts. Raises SnapshotError if the file is missing, damaged or of another kind, or if it
+    needs `payload_of`."""
+    has_handles = kind_of(path) == HANDLES
+    if has_handles and payload_of is None:
         raise SnapshotError(
-            f"{path}: its entries had payloads, which are not saved; give load(…, payload_of=…) a "
+            f"{path}: its entries had payloads, which are not saved; pass load(…, payload_of=…) a "
             "function from a rollout id to its payload"
         )
-    kind, schema = (HANDLES, _HANDLE_SCHEMA) if of_handles else ("buffer", SNAPSHOT_SCHEMA)
+    kind, schema = (HANDLES, _HANDLE_SCHEMA) if has_handles else ("buffer", SNAPSHOT_SCHEMA)
     with open_parquet(path, kind, SNAPSHOT_VERSION) as file:
         facts = json.loads(file.schema_arrow.metadata[_FACTS_KEY])
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
         entries: list[Entry] = []
         optional = [field.name for field in optional_fields(file.schema_arrow)]
         for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=[*schema.names, *optional]):
-            if payload_of is not None and of_handles:
+            if payload_of is not None and has_handles:
                 entries.extend(_handles(batch, payload_of))
             else:
                 entries.extend(entries_of(table_to_rollouts(pa.Table.from_batches([batch]))))
@@ -146,9 +148,9 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
             columns["last_used_step"].append(last_used.to_numpy())
     state: dict[str, Any] = {
         "entries": tuple(entries),
-        "priority": _joined(columns["priority"], np.float64),
-        "times_used": _joined(columns["times_used"], np.int32),
-        "last_used_step": _joined(columns["last_used_step"], np.int64),
+        "priority": _concatenate(columns["priority"], np.float64),
+        "times_used": _concatenate(columns["times_used"], np.int32),
+        "last_used_step": _concatenate(columns["last_used_step"], np.int64),
         **{name: facts[name] for name in _COUNTERS},
     }
     state["evicted_at"] = tuple(state["evicted_at"])
@@ -159,11 +161,12 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
 def restore_snapshot(path: Path, store: EntryStore) -> None:
     """Load a snapshot into `store`. Raises SnapshotError if the file cannot be read or its content
     is inconsistent."""
-    set_state_of(path, read_snapshot(path), store)
+    load_state(path, read_snapshot(path), store)
 
 
-def set_state_of(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
-    """Load what was read from `path`. Raises SnapshotError if it is inconsistent."""
+def load_state(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
+    """Load a snapshot that was read from `path` into `store`. Raises SnapshotError if it is
+    inconsistent."""
     try:
         store.set_state(snapshot.state)
     except ValueError as error:
@@ -173,21 +176,22 @@ def set_state_of(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
 def _tables_of_rollouts(
     rollouts: Sequence[Rollout], state: Mapping[str, Any], optional: Sequence[pa.Field]
 ) -> Iterator[pa.Table]:
-    known = len(ROLLOUT_SCHEMA) - len(LOG_ONLY)
+    required = len(ROLLOUT_SCHEMA) - len(LOG_ONLY)
     schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
     for chunk in _chunks(len(rollouts)):
-        whole = rollouts_to_table(rollouts[chunk], optional)
-        frozen = whole.drop_columns(list(LOG_ONLY)).columns
-        yield pa.table([*frozen[:known], *_uses(state, chunk), *frozen[known:]], schema=schema)
+        logged = rollouts_to_table(rollouts[chunk], optional)
+        stored = logged.drop_columns(list(LOG_ONLY)).columns
+        columns = [*stored[:required], *_use_columns(state, chunk), *stored[required:]]
+        yield pa.table(columns, schema=schema)
 
 
 def _tables_of_handles(state: Mapping[str, Any]) -> Iterator[pa.Table]:
-    """What an entry was not given is null."""
+    """Yield tables of entries with handles; a column that an entry lacks is null."""
     for chunk in _chunks(len(state["entries"])):
         entries = state["entries"][chunk]
         arrays = [[getattr(entry, name) for entry in entries] for name in ENTRY_FIELDS]
         arrays += [[entry.columns.get(name) for entry in entries] for name in _CALLER_COLUMNS]
-        yield pa.table([*map(pa.array, arrays), *_uses(state, chunk)], schema=_HANDLE_SCHEMA)
+        yield pa.table([*map(pa.array, arrays), *_use_columns(state, chunk)], schema=_HANDLE_SCHEMA)
 
 
 def _handles(batch: pa.RecordBatch, payload_of: Callable[[int], Any]) -> Iterator[Entry]:
@@ -201,7 +205,7 @@ def _chunks(count: int) -> Iterator[slice]:
     return (slice(start, start + _CHUNK_ROLLOUTS) for start in range(0, count, _CHUNK_ROLLOUTS))
 
 
-def _uses(state: Mapping[str, Any], chunk: slice) -> list[pa.Array]:
+def _use_columns(state: Mapping[str, Any], chunk: slice) -> list[pa.Array]:
     last_used = state["last_used_step"][chunk]
     return [
         pa.array(state["priority"][chunk]),
@@ -210,5 +214,5 @@ def _uses(state: Mapping[str, Any], chunk: slice) -> list[pa.Array]:
     ]
 
 
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
