@@ -146,7 +146,7 @@ class RewardSection(Section):
         return (*(weighted.name or "" for weighted in self.functions), *overlong)
 
     def with_single_function(self, function: str) -> "RewardSection":
-        """These settings with `function` as the only reward function."""
+        """Return these settings with `function` as the only reward function."""
         only = {"function": function, "overlong_buffer_tokens": None}
         return self.model_copy(update=only)
 

@@ -28,7 +28,7 @@ GYM = "reasoning_gym:"
 """Prefix of prompt sources that reasoning-gym generates."""
 
 ANSWER_MARKER = "####"
-"""If an answer contains it, only the text after the last one is the reference answer."""
+"""Marker in answers: only the text after the last one is the reference answer."""
 
 
 class LoraSection(Passthrough):
@@ -144,7 +144,7 @@ class PromptsSection(Section):
     user_template: str = PAPER_USER_TEMPLATE
     """Python format string with the placeholder `{problem}`."""
     max_prompt_length: Positive = 1024
-    """In tokens. Longer prompts are skipped and counted."""
+    """Maximum tokens of a prompt; longer ones are skipped and counted."""
 
     @field_validator("template", "system_prompt", "user_template")
     @classmethod
@@ -351,7 +351,7 @@ class SamplingSection(Section):
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     """Applied to both log-probs of the ratio too. Training uses neither top-p nor top-k."""
     max_completion_length: Positive = 8192
-    """In tokens."""
+    """Maximum tokens of a completion."""
     stop_tokens: Annotated[list[str], Field(min_length=1)] | None = None
     """Tokens that end a completion, as text, in training and evaluation: `[<|endoftext|>]`, or
     `["\\n"]` where a newline is one token. Null: docs/sampling.md."""

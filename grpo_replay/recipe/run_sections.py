@@ -106,7 +106,7 @@ class EvalSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Top-p (nucleus sampling)."""
     max_completion_length: Positive | None = None
-    """In tokens. Null: `sampling.max_completion_length`."""
+    """Maximum tokens of a completion. Null: `sampling.max_completion_length`."""
     greedy: bool = False
     """Also decode one greedy completion per problem."""
     data_folder: str | None = None

@@ -195,8 +195,8 @@ class DecodingBatch:
         mode: DecodeMode,
         model_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """If `mode` is not padded, all prompts must have equal lengths. `model_context` is entered
-        around calls into the model and its cache."""
+        """Prefill the prompts, which must have equal lengths if `mode` is not padded.
+        `model_context` is entered around calls into the model and its cache."""
         self._model, self._mode, self._model_context = model, mode, model_context
         device = model.device
         self.alive = len(requests)

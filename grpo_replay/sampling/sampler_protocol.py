@@ -178,7 +178,7 @@ def checked_completions(
 
 
 def _problem_of(completion: Completion) -> str | None:
-    """What is wrong with the arrays of a completion; None if they are valid."""
+    """Describe the problem of a completion's arrays; None if they are valid."""
     tokens = completion.token_ids
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         return "token_ids that are no array of integers [T]"

@@ -92,7 +92,7 @@ def differences(one: BaseModel, other: BaseModel) -> list[tuple[str, Any, Any]]:
 
 
 def content_differences(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]]:
-    """Those `differences` that are not only the folder of a file or the host of a URL."""
+    """The `differences` except those of only the folder of a file or the host of a URL."""
     a, b = (flatten(shareable(recipe.model_dump(mode="json"))) for recipe in (one, other))
     return [item for item in differences(one, other) if a.get(item[0]) != b.get(item[0])]
 

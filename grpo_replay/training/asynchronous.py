@@ -39,8 +39,8 @@ from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, evenly_spaced,
 from grpo_replay.types import GenerationRequest, RequestKey, Rollout, completion_seed
 
 UNCHECKED_STEPS, PROBED_PROMPTS, PROBED_TOKENS = 5, 8, 16
-"""If in this many consecutive steps no rollout was sampled by the newest weights only, that many
-prompts are sampled with them, up to that many tokens, to compare sampler and trainer."""
+"""Consecutive steps without a rollout that only the newest weights sampled, after which sampler and
+trainer are compared on a probe: its number of prompts, and maximum tokens of each completion."""
 
 
 def open_async_source(

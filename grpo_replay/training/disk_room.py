@@ -74,7 +74,7 @@ def notices_of_room(
 
 
 def how_to_continue(kept: Sequence[Path]) -> str:
-    """How to continue a run that a full disk stopped after the checkpoints `kept`."""
+    """Advice on how to continue a run that a full disk stopped after the checkpoints `kept`."""
     if not kept:
         return "There is no earlier checkpoint: start again then"
     return f"{kept[-1].name} is complete: go on from there with --resume then"

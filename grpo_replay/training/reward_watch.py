@@ -158,7 +158,7 @@ def describe_failures(verdicts: Sequence[str]) -> str:
 
 
 def advice_on_cut_off(sampling: SamplingSection) -> str:
-    """What to do if many completions were cut off."""
+    """Advice for many completions that were cut off."""
     return (
         f"raise sampling.max_completion_length, {sampling.max_completion_length} tokens, or set "
         "sampling.stop_tokens: the model may never sample those that end a completion now"
@@ -217,7 +217,7 @@ class LearningWatch:
         )
 
     def _advice(self) -> str:
-        """What is wrong with most completions, and what to do about it."""
+        """The most common fault of the completions, and advice."""
         counts, half = self._counts, self._counts["rollouts"] / 2
         if counts["failed"] > half:
             return "The reward function fails: see log/ for its first error"

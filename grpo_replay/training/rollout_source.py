@@ -118,8 +118,8 @@ class StepRecord:
     results: Sequence[UpdateResult]
     outcomes: Sequence[RolloutOutcome]
     probe: Mapping[int, RolloutOutcome] = field(default_factory=dict)
-    """With `replay.shadow`: outcomes of drawn rollouts under the policy before the updates, by
-    index in the draw."""
+    """Outcomes of drawn rollouts under the policy before the updates, by index in the draw; empty
+    without `replay.shadow`."""
 
     @property
     def generated(self) -> Sequence[Rollout]:

@@ -106,7 +106,7 @@ def summarise_replay(metrics: Lines, settings: ReplaySection) -> dict[str, Any]:
 
 
 def advice(mu: float | None) -> str | None:
-    """What docs/results.md measured for replay at a cost ratio μ; None if μ is unknown."""
+    """Advice by the results of docs/results.md at a cost ratio μ; None if μ is unknown."""
     if mu is None:
         return None
     if mu < 1:
@@ -125,7 +125,7 @@ def advice(mu: float | None) -> str | None:
 
 
 def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
-    """What replay cost, or in shadow would have done and cost; nothing where μ is unknown."""
+    """Describe the cost of replay, or in shadow its effect and cost; nothing if μ is unknown."""
 
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{100 * share:.3g} %"
