@@ -1,13 +1,14 @@
 """Figures: complete, the same twice, only of what has data."""
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import run_inspect as run
 
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.inspection.buffer_figures import panels_of
+from grpo_replay.lab.inspection.buffer_figures import caption_of, panels_of
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 
@@ -43,3 +44,11 @@ def test_only_panels_with_data_are_drawn(runs):
     names = [*panels_of(summarise(open_source(runs["ours"])))]
     assert names == ["staleness", "uses", "last-use", "clip", "kl", "stored"]
     assert list(panels_of(summarise(open_source(runs["grpo"])))) == ["uses"]
+
+
+def test_in_shadow_a_caption_says_that_nothing_drawn_was_trained_on(runs):
+    seen = summarise(open_source(runs["ours"]))
+    in_shadow = replace(seen, settings={**seen.settings, "shadow": True})
+    assert "trained on each kept rollout" in caption_of("uses", seen)
+    assert "Nothing drawn was trained on" in caption_of("uses", in_shadow)
+    assert caption_of("kl", in_shadow) == caption_of("kl", seen)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from grpo_replay.cli.app import app
 from grpo_replay.lab.inspection.buffer_panels import print_inspection
 from grpo_replay.lab.inspection.buffer_summary import StalenessRow
-from grpo_replay.lab.inspection.buffer_tables import age_bins
+from grpo_replay.lab.inspection.buffer_tables import age_bins, trends_of
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 
@@ -134,3 +134,17 @@ def test_runs_without_replay_or_survivors_have_a_screen_and_markup_in_a_name_is_
     assert "occupancy" not in text and "populations" in text
     early = write_synthetic_run(tmp_path / "[bold]run", "ours", steps=2)
     assert "[bold]run" in screen(early.folder)
+
+
+def test_a_metric_without_a_value_in_the_last_eighth_shows_its_last_one_and_the_step(runs):
+    """As in shadow, where only probes measure clipping: 24 steps, of which the last is 22 to 24."""
+    seen = summarise(open_source(runs["ours"]))
+    points = {
+        "replay/approx_kl": ((10, 0.25), (20, 0.5)),
+        "buffer/rollouts": ((22, 8.0), (24, 6.0)),
+    }
+    probed = replace(seen, trends=points)
+    assert [trend.last for trend in trends_of(probed)] == ["0.5 (step 20)", "7"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_inspection(probed, console)
+    assert max(map(len, console.export_text().splitlines())) == 80

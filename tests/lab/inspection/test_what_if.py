@@ -184,7 +184,7 @@ def test_an_age_limit_that_needs_what_was_dropped_is_refused():
     refuse_longer_age_limit(log, 4, 4)
     refuse_longer_age_limit(log, 6, None)  # nothing came later
     for limit in (5, None):
-        with pytest.raises(UsageError, match="2 rollouts that came more than 4 steps late"):
+        with pytest.raises(UsageError, match="2 rollouts that arrived more than 4 steps late"):
             refuse_longer_age_limit(log, 4, limit)
 
 
