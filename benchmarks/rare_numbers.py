@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from grpo_replay.lab.report.two_level import of_difference
+from grpo_replay.lab.report.two_level import two_level_difference_interval
 
 BENCHMARKS = ("rare", "hard")
 SAMPLES = 32
@@ -178,7 +178,7 @@ def estimate(values: Values, resamples: int = RESAMPLES, seed: int = 0) -> Estim
         means_R += np.einsum("rn,rn->r", drawn_RS @ each, drawn_RN) / len(values)
     low, high = np.quantile(means_R, [0.025, 0.975]).tolist()
     tails = [(1 + int((sign * means_R <= 0).sum())) / (resamples + 1) for sign in (1, -1)]
-    interval = of_difference(values)
+    interval = two_level_difference_interval(values)
     by_seed_S = np.mean([each.mean(axis=1) for each in values], axis=0)
     return Estimate(
         float(by_seed_S.mean()), low, high, min(1.0, 2 * min(tails)),

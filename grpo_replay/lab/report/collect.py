@@ -1,4 +1,4 @@
-"""From the PATHs of a report to its arms: runs, sweeps and folders of runs.
+"""Collects the arms of a report from its PATHs: runs, sweeps and folders of runs.
 
 An arm is a set of runs that differ only in their seed. All arms of a report are comparable.
 """
@@ -25,7 +25,7 @@ from grpo_replay.terminal.console import tracked
 MANY_PATHS = 4
 
 BASE_MODEL_KEYS = ("path", "revision", "random_init")
-"""Keys of the recipe's model section that make another base model."""
+"""Keys of the recipe's model section that define the base model."""
 
 NOT_AN_AXIS = ("name", "run.seed", "sampling.servers.address", "sampling.servers.urls")
 """Keys in which the runs of one arm may differ."""
@@ -33,8 +33,8 @@ NOT_AN_AXIS = ("name", "run.seed", "sampling.servers.address", "sampling.servers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arm:
-    """The finished runs of one arm by seed, and why others are missing. `tuned` are the overrides
-    that a tuning stage chose."""
+    """The finished runs of one arm by seed, and the reasons why others are missing. `tuned` are the
+    overrides that a tuning stage chose."""
 
     name: str
     runs: dict[int, FinishedRun]
@@ -42,13 +42,13 @@ class Arm:
     tuned: str = ""
 
     def paired_with(self, other: "Arm") -> list[tuple[FinishedRun, FinishedRun]]:
-        """(its run, that of the other arm) of every seed that both have."""
+        """(this arm's run, the other's) for every seed that both have."""
         return [(run, other.runs[s]) for s, run in self.runs.items() if s in other.runs]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experiment:
-    """The comparable arms of a report. `notes` are sentences on differences that are let pass."""
+    """The comparable arms of a report. `notes` are sentences on differences that are allowed."""
 
     name: str
     arms: tuple[Arm, ...]
@@ -61,7 +61,7 @@ class Experiment:
 
 
 def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
-    """The experiment in these folders, each PATH or NAME=PATH.
+    """Collect the experiment in these folders, each PATH or NAME=PATH.
 
     Raises DataError for a run that is unfinished or cannot be read, and if two runs cannot be
     compared; UsageError for an unknown baseline, or an arm with one seed twice. In a sweep,
@@ -69,9 +69,9 @@ def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
     """
     named: dict[str, list[Path]] = {}
     for word in dict.fromkeys(paths):
-        name, path = _named(word)
+        name, path = _split_name(word)
         named.setdefault(name, []).append(path)
-    arms = _merged([arm for name, own in named.items() for arm in _arms_called(name, own)])
+    arms = _merge_arms([arm for name, own in named.items() for arm in _named_arms(name, own)])
     if not any(arm.runs for arm in arms):
         cells = [f"{arm.name} seed {s}: {why}" for arm in arms for s, why in arm.missing.items()]
         raise DataError(f"{' '.join(paths)}: no finished run yet: {'; '.join(cells)}")
@@ -85,22 +85,21 @@ def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
     )
 
 
-def _named(word: str) -> tuple[str, Path]:
-    """The name ("" without one) and the path of PATH or NAME=PATH. What exists is a path, also with
-    an equals sign, as the folders of tuned values have."""
+def _split_name(word: str) -> tuple[str, Path]:
+    """Split NAME=PATH; the name of a PATH is "". An existing path is a PATH, also with an equals
+    sign, as in the folders of tuned values."""
     name, equals, path = word.partition("=")
     if equals and name and path and "/" not in name and not Path(word).exists():
         return name, Path(path)
     return "", Path(word)
 
 
-def _arms_called(name: str, paths: Sequence[Path]) -> list[Arm]:
-    """The arms in these paths. With a name, a single arm is called so, and of several each
-    NAME/ARM."""
-    found = [arm for path in paths for arm in _arms_in(path)]
-    loose = [run.recipe for arm in found if not arm.name for run in arm.runs.values()]
-    names = iter(_names_of_recipes(loose))
-    arms = _merged([arm if arm.name else replace(arm, name=next(names)) for arm in found])
+def _named_arms(name: str, paths: Sequence[Path]) -> list[Arm]:
+    """The arms in these paths. With a `name`, a single arm gets it, and several become NAME/ARM."""
+    arms = [arm for path in paths for arm in _arms_in(path)]
+    unnamed = [run.recipe for arm in arms if not arm.name for run in arm.runs.values()]
+    names = iter(_recipe_names(unnamed))
+    arms = _merge_arms([arm if arm.name else replace(arm, name=next(names)) for arm in arms])
     if not name:
         return arms
     several = len(arms) > 1
@@ -108,7 +107,7 @@ def _arms_called(name: str, paths: Sequence[Path]) -> list[Arm]:
 
 
 def _arms_in(path: Path) -> list[Arm]:
-    """The arms of a sweep, or one for each run. A run outside a sweep has no name yet."""
+    """The arms of a sweep, or one per run. The arm of a run outside a sweep has no name yet."""
     if not path.exists():
         raise DataError(no_such_path(path))
     if (path / SWEEP).exists():
@@ -117,8 +116,8 @@ def _arms_in(path: Path) -> list[Arm]:
         run, arm_folder = read_finished_run(path), path.resolve().parent
         in_sweep = (arm_folder.parent / SWEEP).exists()
         return [Arm(arm_folder.name if in_sweep else "", {run.seed: run})]
-    found = sorted(file.parent for file in path.glob("*/recipe.yaml"))
-    runs = [run for run in found if not is_of_another_trainer(run)]  # which evaluates nothing
+    folders = sorted(file.parent for file in path.glob("*/recipe.yaml"))
+    runs = [run for run in folders if not is_of_another_trainer(run)]  # it evaluates nothing
     if not runs:
         raise DataError(f"{path}: no run, folder of runs or sweep")
     return [arm for run in runs for arm in _arms_in(run)]
@@ -140,20 +139,20 @@ def _arms_of_sweep(folder: Path) -> list[Arm]:
     return arms
 
 
-def _merged(arms: Sequence[Arm]) -> list[Arm]:
-    """Arms of one name as one. Raises UsageError if a seed is there twice. A seed that is finished
-    in one of them is not missing."""
+def _merge_arms(arms: Sequence[Arm]) -> list[Arm]:
+    """Merge arms of the same name. Raises UsageError if two have a run of the same seed. A seed
+    that is finished in one of them is not missing."""
     merged: dict[str, Arm] = {}
     for arm in arms:
-        known = merged.setdefault(arm.name, Arm(arm.name, {}, {}, arm.tuned))
+        target = merged.setdefault(arm.name, Arm(arm.name, {}, {}, arm.tuned))
         for seed in arm.runs:
-            if seed in known.runs:
+            if seed in target.runs:
                 raise UsageError(
-                    f"arm {arm.name} has seed {seed} twice: {known.runs[seed].path} and "
+                    f"arm {arm.name} has seed {seed} twice: {target.runs[seed].path} and "
                     f"{arm.runs[seed].path}; give one of them, or name one as NAME=PATH"
                 )
-        known.runs.update(arm.runs)
-        known.missing.update(arm.missing)
+        target.runs.update(arm.runs)
+        target.missing.update(arm.missing)
     return [
         replace(arm, missing={s: why for s, why in arm.missing.items() if s not in arm.runs})
         for arm in merged.values()
@@ -161,8 +160,8 @@ def _merged(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def _refuse_other_experiments(runs: Sequence[FinishedRun]) -> None:
-    """Raises EvaluationFileError, naming the difference, unless all evaluated the same problems
-    under the same settings with as many samples, starting from the same base model."""
+    """Raises EvaluationFileError, which names the difference, unless all runs start from the same
+    base model and evaluate the same problems with the same settings and number of samples."""
     first = runs[0]
     for other in runs[1:]:
         refuse_incomparable(str(first.path), first.final, str(other.path), other.final)
@@ -183,7 +182,8 @@ def _refuse_other_experiments(runs: Sequence[FinishedRun]) -> None:
 
 
 def _notes(arms: Sequence[Arm]) -> Iterable[str]:
-    """Arms whose runs differ in more than their seed, and steps without a time."""
+    """Yield notes on arms whose runs differ in more than their seed, and on steps without a
+    time."""
     for arm in arms:
         if keys := _differing_keys([_settings(run.recipe) for run in arm.runs.values()]):
             yield f"the runs of {arm.name} differ in {', '.join(keys)}"
@@ -202,31 +202,32 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in NOT_AN_AXIS}
 
 
-def _names_of_recipes(recipes: Sequence[Recipe]) -> list[str]:
-    """A name for each recipe: its preset, and in which keys it differs from others with it."""
+def _recipe_names(recipes: Sequence[Recipe]) -> list[str]:
+    """A name for each recipe: its preset, and the keys in which recipes of that preset differ."""
     names = []
     for recipe in recipes:
         preset = recipe.replay.preset
         peers = [_settings(other) for other in recipes if other.replay.preset == preset]
         own = _settings(recipe)
-        words = [f"{key.split('.')[-1]}={shareable(own[key])}" for key in _differing_keys(peers)]
-        names.append(" ".join([preset, *words]))
+        values = [f"{key.split('.')[-1]}={shareable(own[key])}" for key in _differing_keys(peers)]
+        names.append(" ".join([preset, *values]))
     return names
 
 
 def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values are not the same in all recipes."""
-    keys: Iterable[str] = dict.fromkeys(key for each in settings for key in each)
-    return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
+    keys: Iterable[str] = dict.fromkeys(key for recipe in settings for key in recipe)
+    first = settings[0] if settings else {}
+    return [key for key in keys if any(recipe.get(key) != first.get(key) for recipe in settings)]
 
 
-def _baseline(arms: Sequence[Arm], wanted: str | None) -> Arm:
-    """The arm `wanted`; else the arm `grpo`, the only arm that does not replay, or the first.
+def _baseline(arms: Sequence[Arm], name: str | None) -> Arm:
+    """The arm `name`; without a name `grpo`, the only arm that does not replay, or the first.
     Raises UsageError if there is no such arm with a finished run."""
     finished = {arm.name: arm for arm in arms if arm.runs}
-    if wanted is not None and wanted not in finished:
-        raise UsageError(f"--baseline {wanted}: the finished arms are {', '.join(finished)}")
+    if name is not None and name not in finished:
+        raise UsageError(f"--baseline {name}: the finished arms are {', '.join(finished)}")
     plain = [arm for arm in finished.values()
              if not any(run.recipe.replays for run in arm.runs.values())]  # fmt: skip
     first = plain[0] if len(plain) == 1 else next(iter(finished.values()))
-    return finished[wanted] if wanted else finished.get("grpo", first)
+    return finished[name] if name else finished.get("grpo", first)

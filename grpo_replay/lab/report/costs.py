@@ -1,10 +1,10 @@
-"""What a run spent until a training step, what it spent to reach an accuracy, and above which μ an
-arm reaches it for less than the baseline.
+"""Costs of a run up to a training step and to an accuracy, and the μ above which an arm reaches an
+accuracy for less than the baseline.
 
 Compute follows paper B's deterministic form: a step that trains on B rollouts and generates R costs
 c = B + μR, in units of training on one rollout once; μ is the cost of generating one rollout over
-that. Two arms are compared at one μ. Where recipes name workers and trainers, it is also charged as
-the paper does: γ(W, T) for each rollout trained on, 1 without a buffer.
+that. Two arms are compared at one μ. If recipes name workers and trainers, compute is also charged
+as in the paper: γ(W, T) for each rollout trained on, 1 without a buffer.
 """
 
 import math
@@ -30,8 +30,8 @@ OWN_BEST = 0.98
 
 
 FEWEST_EVALUATIONS = 4
-"""Of a run, the base's included, to interpolate between them: between fewer, a straight line lies
-far below a curve that rises early."""
+"""Minimum number of a run's evaluations, with the base's, for interpolation: with fewer, a straight
+line lies far below a curve that rises early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +52,21 @@ GENERATED = _metric_axis("generated", "rollouts generated", "cost/generated_roll
 
 
 def usable_axes(runs: Sequence[FinishedRun], given_mu: Sequence[float]) -> list[Axis]:
-    """Steps, generated tokens, compute at each μ and at γ(W, T), and time of the training steps:
-    those that every run logged."""
-    found = [
+    """The axes that every run logged: steps, generated tokens, compute at each μ and at γ(W, T),
+    and time of the training steps."""
+    axes = [
         Axis("steps", "training steps", lambda run: np.arange(len(run.lines) + 1.0)),
         _metric_axis("generated_tokens", "generated tokens", "cost/generated_tokens"),
     ]
     if (measured := measured_mu_of(runs)) is not None:
-        found.append(_compute_axis("compute_measured", measured, "measured"))
-    found += [_compute_axis(f"compute_{mu:g}", mu, "given") for mu in given_mu]
+        axes.append(_compute_axis("compute_measured", measured, "measured"))
+    axes += [_compute_axis(f"compute_{mu:g}", mu, "given") for mu in given_mu]
     machines = [run.recipe.replay.machines for run in runs]
-    if of_machines := [each.mu for each in machines if each]:
-        mu, label = median(of_machines), "compute at γ of (W, T), rollouts"
-        found.append(Axis("compute_machines", label, lambda run: _charged(run, mu)))
-    found.append(_metric_axis("seconds", "training time, s", "step_time"))
-    return [axis for axis in found if all(np.isfinite(axis.total(run)[-1]) for run in runs)]
+    if machine_mu := [ratio.mu for ratio in machines if ratio]:
+        mu, label = median(machine_mu), "compute at γ of (W, T), rollouts"
+        axes.append(Axis("compute_machines", label, lambda run: _charged(run, mu)))
+    axes.append(_metric_axis("seconds", "training time, s", "step_time"))
+    return [axis for axis in axes if all(np.isfinite(axis.total(run)[-1]) for run in runs)]
 
 
 def measured_mu_of(runs: Sequence[FinishedRun]) -> float | None:
@@ -86,9 +86,9 @@ def compute(run: FinishedRun, mu: float) -> np.ndarray:
 
 
 def _charged(run: FinishedRun, mu: float) -> np.ndarray:
-    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T). Without a buffer, or
-    without (W, T), Σ (B + μR)/(1 + μ): 1 for a rollout that is generated and trained on, μ/(1 + μ)
-    for one that is dropped."""
+    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T). Without a buffer or
+    (W, T) it is Σ (B + μR)/(1 + μ), which charges 1 for a rollout that is generated and trained on,
+    and μ/(1 + μ) for a dropped one."""
     replay = run.recipe.replay
     if replay.machines is None or not replay.trains_on_draws:
         return compute(run, mu) / (1 + mu)
@@ -117,16 +117,16 @@ def first_crossing(costs: Sequence[float], accuracies: Sequence[float], target: 
 
 
 def rollouts_to_reach(pairs: Pairs, accuracy: float, outcome: Outcome) -> np.ndarray:
-    """float64 [S, 2, 2]: rollouts trained on and generated to an accuracy, of the arm's run and the
-    baseline's, for the seeds in which both reached it."""
-    found = [
+    """float64 [S, 2, 2]: rollouts trained on and generated up to an accuracy, by the arm's run and
+    the baseline's, for the seeds in which both reached it."""
+    spent = [
         [
             [cost_to_reach(run, accuracy, axis, outcome) for axis in (TRAINED, GENERATED)]
-            for run in each
+            for run in pair
         ]
-        for each in pairs
+        for pair in pairs
     ]
-    spent_S22 = np.array(found, dtype=float).reshape(-1, 2, 2)
+    spent_S22 = np.array(spent, dtype=float).reshape(-1, 2, 2)
     return spent_S22[np.isfinite(spent_S22).all(axis=(1, 2))]
 
 
@@ -136,18 +136,18 @@ def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
     costs are equal at every seed.
 
     `pays` says where the arm costs less: `above` or `below` μ*, `always` or `never`. The interval
-    has every μ ≥ 0 at which the 95 % t interval of the paired difference in cost holds 0 (Fieller
-    1954): it has no upper end if the seeds do not tell whether the arm generates less, and is None
-    if they tell that the costs differ at every μ.
+    has every μ ≥ 0 at which the 95 % t interval of the paired difference in cost includes 0
+    (Fieller 1954). It is unbounded if the seeds do not show that the arm generates less, and None
+    if they show that the costs differ at every μ.
     """
     if not len(spent_S22):
         return None
-    apart_S2 = spent_S22[:, 0] - spent_S22[:, 1]
-    equal_S2 = abs(apart_S2) < EQUAL * spent_S22.max()  # lines between evaluations round
-    apart_S2[equal_S2] = 0.0
-    if not apart_S2.any():
+    difference_S2 = spent_S22[:, 0] - spent_S22[:, 1]
+    is_equal_S2 = abs(difference_S2) < EQUAL * spent_S22.max()  # interpolation rounds
+    difference_S2[is_equal_S2] = 0.0
+    if not difference_S2.any():
         return None
-    extra_S, saved_S = apart_S2.T * [[1], [-1]]
+    extra_S, saved_S = difference_S2.T * [[1], [-1]]
     extra, saved = float(extra_S.mean()), float(saved_S.mean())
     if extra * saved > 0:
         pays = "above" if saved > 0 else "below"
@@ -169,27 +169,27 @@ def cost_ratio(spent_S22: np.ndarray, mu: float) -> tuple[float, tuple[float, fl
 
 
 def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | None:
-    """The x ≥ 0 at which the t interval of the mean of extra - x·saved holds 0; None if there is no
-    such x, or for fewer than `FEWEST_SEEDS`."""
+    """The x ≥ 0 at which the t interval of the mean of extra - x·saved includes 0 (Fieller 1954);
+    None if there is no such x, or for fewer than `FEWEST_SEEDS`."""
     seeds = len(extra_S)
     if seeds < FEWEST_SEEDS:
         return None
-    (of_extra, both), (_, of_saved) = np.cov(extra_S, saved_S) / seeds
+    (var_extra, covariance), (_, var_saved) = np.cov(extra_S, saved_S) / seeds
     squared = float(stdtrit(seeds - 1, (1 + CONFIDENCE) / 2)) ** 2
-    a = saved_S.mean() ** 2 - squared * of_saved
-    half_b = extra_S.mean() * saved_S.mean() - squared * both
-    c = extra_S.mean() ** 2 - squared * of_extra
+    a = saved_S.mean() ** 2 - squared * var_saved
+    half_b = extra_S.mean() * saved_S.mean() - squared * covariance
+    c = extra_S.mean() ** 2 - squared * var_extra
     root = math.sqrt(max(half_b**2 - a * c, 0.0))
     if a == half_b == 0 < c:
         return None
-    if a <= 0:  # every x but those between two roots, of which one is below 0 if c > 0
+    if a <= 0:  # all x outside the two roots, one of which is negative if c > 0
         return (float((half_b - root) / a) if a < 0 < c else 0.0, math.inf)
     low, high = (half_b - root) / a, (half_b + root) / a
     return None if high < 0 else (max(0.0, float(low)), float(high))
 
 
 def main_axis(costs: Sequence[Axis]) -> Axis:
-    """The cost of tables with one cost."""
+    """The axis of tables that show a single cost."""
     by_key = {axis.key: axis for axis in costs}
     return next(by_key[key] for key in (*MAIN_AXES, *by_key) if key in by_key)
 
@@ -197,8 +197,8 @@ def main_axis(costs: Sequence[Axis]) -> Axis:
 def course(
     runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome
 ) -> dict[str, Sequence[float | None]]:
-    """Paper B's numbers of whole curves: the cost to `OWN_BEST` of a run's best outcome, and the
-    maximum of the median curve over seeds, the same for every run."""
+    """Paper B's summaries of whole curves, a value per run: the cost to `OWN_BEST` of its best
+    outcome, and the maximum of the median curve over seeds, which all runs share."""
     curves = [run.curve(outcome) for run in runs]
     if not curves or any(steps != curves[0][0] for steps, _ in curves):
         return {}
@@ -217,8 +217,8 @@ def course(
 def frontier(
     arms: Mapping[str, Sequence[FinishedRun]], axis: Axis, outcome: Outcome
 ) -> list[dict[str, Any]]:
-    """Cost, accuracy, arm and step of the evaluations that no cheaper one equals, over all arms:
-    medians over seeds. With arms at several learning rates, paper B's Pareto frontier."""
+    """The Pareto frontier of paper B over all arms: cost, accuracy, arm and step of the
+    evaluations, as medians over seeds, that are better than every cheaper one."""
     points = []
     for name, runs in arms.items():
         common = set.intersection(*(set(run.evaluations) for run in runs)) if runs else set()
@@ -228,5 +228,5 @@ def frontier(
             points.append((float(cost), float(np.median(values)), name, step))
     points.sort(key=lambda point: (point[0], -point[1]))
     highest = np.maximum.accumulate([-np.inf, *(value for _, value, _, _ in points)])
-    best = [point for point, before in zip(points, highest) if point[1] > before]
+    best = [point for point, previous in zip(points, highest) if point[1] > previous]
     return [dict(zip(("cost", "accuracy", "arm", "step"), point)) for point in best]

@@ -1,4 +1,4 @@
-"""One finished run, as a report reads it."""
+"""A finished run, as read by a report."""
 
 import functools
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ from grpo_replay.storage.stored_recipe import read_recipe_file
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The accuracy that tables, curves and targets are about: `avg_at_k` or `pass_at_k` of one
-    benchmark, or of the `mean` over all."""
+    """The accuracy shown by tables, curves and targets: `avg_at_k` or `pass_at_k` of one benchmark,
+    or of the `mean` over all."""
 
     benchmark: str = "mean"
     metric: str = "avg_at_k"
@@ -41,10 +41,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedRun:
-    """What a report uses of a run.
+    """The parts of a run that a report uses.
 
-    `lines` are the metrics of its steps; `evaluations`, by training step, are those comparable with
-    `final`, the last, which has per-sample rows if their file exists.
+    `lines` has the metrics of its steps. `final` is the last evaluation, with per-sample rows if
+    their file exists; `evaluations`, by training step, are those comparable with it.
     """
 
     path: Path
@@ -85,7 +85,7 @@ def evaluation_at(run: FinishedRun, step: int) -> EvaluationReport:
 
 
 class UnfinishedRun(DataError):
-    """A run without a result. `reason` says how far it got."""
+    """Raised for a run without a result; `reason` has its progress."""
 
     def __init__(self, path: Path, reason: str, remedy: str) -> None:
         super().__init__(f"{path}: {reason}; a report needs finished runs: {remedy}, or omit it")
@@ -93,7 +93,7 @@ class UnfinishedRun(DataError):
 
 
 def read_finished_run(path: Path) -> FinishedRun:
-    """A finished run. Raises UnfinishedRun, and DataError for one that cannot be read."""
+    """Read a finished run. Raises UnfinishedRun, and DataError for one that cannot be read."""
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
     recipe = read_recipe_file(path / "recipe.yaml")
@@ -115,28 +115,29 @@ def read_finished_run(path: Path) -> FinishedRun:
 
 
 def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metrics of a step. One that was repeated from a journal waited for no sampler: its time
-    is unknown."""
+    """The metrics of a step, with an unknown time if it was repeated from a journal, which waits
+    for no sampler."""
     repeated = "async/sampler_idle" in line and line.get("cost/generation_seconds") is None
     return {**line, "step_time": None} if repeated else line
 
 
-def _summary(path: Path, done: str) -> dict[str, Any]:
-    """summary.json. Raises UnfinishedRun, which says what is `done`, while there is none."""
+def _summary(path: Path, progress: str) -> dict[str, Any]:
+    """Read summary.json. Raises UnfinishedRun, with the `progress`, if there is none yet."""
     if is_locked(path / LOCK):
-        raise UnfinishedRun(path, f"still running, {done}", "wait for it")
+        raise UnfinishedRun(path, f"still running, {progress}", "wait for it")
     summary = read_summary(path)
     if summary is None and is_of_another_trainer(path):
         remedy = "evaluate its checkpoints, and compare those files (grpo-replay eval --compare)"
         raise UnfinishedRun(path, "a run of another trainer, which has no evaluations", remedy)
     if summary is None:
         remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
-        raise UnfinishedRun(path, f"stopped after {done}", remedy)
+        raise UnfinishedRun(path, f"stopped after {progress}", remedy)
     return summary
 
 
 def _without_texts(file: Path) -> EvaluationReport:
-    """The completions of all runs would fill the memory, and no number needs them."""
+    """Read an evaluation without completions: no number needs them, and they would fill the
+    memory."""
     return read_report(file, with_texts=False)
 
 

@@ -1,5 +1,5 @@
-"""Computes every number of a report: the document that `--json` prints (docs/report.md), of which
-the verdict, the table and the figures are views.
+"""Computes every number of a report: the document that `--json` prints (docs/report.md). Verdict,
+table and figures are views of it.
 
 Accuracies and rates are fractions. `low` and `high` are always the quartiles over seeds, `interval`
 is always a 95 % interval, and a cost that was not reached is infinite.
@@ -34,10 +34,10 @@ from grpo_replay.lab.report.costs import (
 )
 from grpo_replay.lab.report.finished_run import FinishedRun, Outcome, evaluation_at
 from grpo_replay.lab.report.two_level import (
-    of_accuracy,
-    of_difference,
     sampled_over,
     seeds_to_tell,
+    two_level_accuracy_interval,
+    two_level_difference_interval,
 )
 from grpo_replay.storage.stored_recipe import shareable
 
@@ -59,11 +59,12 @@ FEW_EVALUATIONS = (
 
 
 def default_outcome(experiment: Experiment, metric: str = "avg_at_k") -> Outcome:
-    """The mean over benchmarks; the first of them if they differ in their samples or temperature,
-    as paper B's pass@1 and pass@k do, whose mean would mix two quantities."""
+    """The mean over benchmarks; the first benchmark if they differ in samples or temperature, as
+    paper B's pass@1 and pass@k do, whose mean would mix two quantities."""
     sampled = experiment.runs[0].final.sampled.benchmarks
     settings = experiment.runs[0].final.settings["benchmarks"]
-    kinds = {(each.k, settings.get(name, {}).get("temperature")) for name, each in sampled.items()}
+    kinds = {(bench.k, settings.get(name, {}).get("temperature"))
+             for name, bench in sampled.items()}  # fmt: skip
     return Outcome("mean" if len(kinds) == 1 else next(iter(sampled)), metric)
 
 
@@ -73,8 +74,9 @@ def measure(
     given_mu: Sequence[float] = (),
     outcome: Outcome | None = None,
 ) -> Document:
-    """The document. `targets` are accuracies as fractions; default: `GAIN_SHARES`. The default
-    outcome is `default_outcome`. Raises UsageError for a benchmark that was not evaluated."""
+    """Compute the document. `targets` are accuracies as fractions; default: `GAIN_SHARES`. The
+    default outcome is `default_outcome`. Raises UsageError for a benchmark that was not
+    evaluated."""
     first, outcome = experiment.runs[0].final, outcome or default_outcome(experiment)
     known = ["mean", *first.sampled.benchmarks]
     if outcome.benchmark not in known:
@@ -110,22 +112,22 @@ def _titles(report: EvaluationReport) -> dict[str, str]:
     return {name: described.get(name, {}).get("title", name) for name in report.sampled.benchmarks}
 
 
-def shown_title(found: Document) -> str:
-    """`avg@k, mean over benchmarks`, or the title of one."""
-    titles, shown = found["benchmarks"], found["shown"]
+def shown_title(document: Document) -> str:
+    """The title of the outcome shown, such as `avg@k, mean over benchmarks`."""
+    titles, shown = document["benchmarks"], document["shown"]
     several = shown["benchmark"] == "mean" and len(titles) > 1
     name = next(iter(titles)) if shown["benchmark"] == "mean" else shown["benchmark"]
-    what = "mean over benchmarks" if several else titles[name]
-    return f"{shown['metric'].replace('_at_', '@')}, {what}"
+    subject = "mean over benchmarks" if several else titles[name]
+    return f"{shown['metric'].replace('_at_', '@')}, {subject}"
 
 
-def shown_target(found: Document) -> float | None:
-    """The accuracy to which tables and figures give a cost; None without a target."""
-    return next((arm["reach"][-1]["accuracy"] for arm in found["arms"] if arm["reach"]), None)
+def shown_target(document: Document) -> float | None:
+    """The accuracy whose cost tables and figures show; None without a target."""
+    return next((arm["reach"][-1]["accuracy"] for arm in document["arms"] if arm["reach"]), None)
 
 
 def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
-    """Accuracies on the way from the base to the baseline; none if nothing was learnt."""
+    """Accuracies between those of the base model and the baseline; empty if nothing was learnt."""
     runs = list(baseline.runs.values())
     bases = [outcome.of(run.base) for run in runs if run.base is not None]
     if not bases:
@@ -148,7 +150,7 @@ def _arm(
     targets = [] if _is_coarse(arm) or _is_coarse(baseline) else targets
     metric = outcome.metric
     final = [Accuracies.of(run.final, metric) for run in runs]
-    ahead = [
+    gains = [
         Accuracies.of(run.final, metric).plus(Accuracies.of(other.final, metric), -1)
         for run, other in pairs
     ]
@@ -157,11 +159,11 @@ def _arm(
         "seeds": list(arm.runs),
         "missing": [{"seed": seed, "reason": why} for seed, why in arm.missing.items()],
         "tuned": arm.tuned,
-        "final": estimates(final, of_accuracy) if final else None,
-        "difference": differences(pairs, ahead) if pairs else None,
+        "final": estimates(final, two_level_accuracy_interval) if final else None,
+        "difference": differences(pairs, gains) if pairs else None,
         "quantities": quantities(runs, costs, outcome),
         "equal_cost": _equal_costs(pairs, costs, outcome),
-        "reach": [reach_target(each, runs, shared, costs, outcome) for each in targets if runs],
+        "reach": [reach_target(target, runs, shared, costs, outcome) for target in targets if runs],
     }
 
 
@@ -174,22 +176,23 @@ def spread(values: Sequence[float]) -> Document:
 def quantities(
     runs: Sequence[FinishedRun], costs: Sequence[Axis], outcome: Outcome
 ) -> dict[str, Document]:
-    """Spreads over the runs that have a quantity; one that no run has is left out."""
-    found: dict[str, Sequence[float | None]] = {
+    """The spread of each quantity over the runs that have it; without quantities that no run
+    has."""
+    columns: dict[str, Sequence[float | None]] = {
         "wall_seconds": [run.wall_seconds for run in runs],
         "mu": [measured_mu(run.lines) for run in runs],
         "base": [outcome.of(run.base) if run.base else None for run in runs],
     }
     for name, metric in STEP_SUMS.items():
         totals = [float(run.running_total(metric)[-1]) for run in runs]
-        found[name] = [None if np.isnan(total) else total for total in totals]
+        columns[name] = [None if np.isnan(total) else total for total in totals]
     for axis in costs:
         if axis.key.startswith("compute"):
-            found[axis.key] = [float(axis.total(run)[-1]) for run in runs]
-    found |= course(runs, main_axis(costs), outcome)
+            columns[axis.key] = [float(axis.total(run)[-1]) for run in runs]
+    columns |= course(runs, main_axis(costs), outcome)
     return {
         name: {**spread(known), "runs": len(known)}
-        for name, values in found.items()
+        for name, values in columns.items()
         if (known := [value for value in values if value is not None])
     }
 
@@ -201,53 +204,54 @@ def reach_target(
     costs: Sequence[Axis],
     outcome: Outcome,
 ) -> Document:
-    """The cost at which each run's outcome first reaches `accuracy`: medians over seeds, and its
-    ratio to the baseline's at the seeds in which both reached it."""
-    others = [(a, b) for a, b in pairs if a is not b]
-    found = {}
+    """The cost at which the runs' outcome first reaches `accuracy`: the median over seeds, and the
+    ratio to the baseline's cost over the seeds in which both reached it."""
+    other_pairs = [(a, b) for a, b in pairs if a is not b]
+    cost_by_axis = {}
     for axis in costs:
-        own = [cost_to_reach(run, accuracy, axis, outcome) for run in runs]
-        spent = [[cost_to_reach(run, accuracy, axis, outcome) for run in pair] for pair in pairs]
-        known = [(ours, theirs) for ours, theirs in spent if np.isfinite([ours, theirs]).all()]
-        ratios = [ours / theirs for ours, theirs in known if theirs > 0]
+        spent = [cost_to_reach(run, accuracy, axis, outcome) for run in runs]
+        paired = [[cost_to_reach(run, accuracy, axis, outcome) for run in pair] for pair in pairs]
+        ratios = [ours / base for ours, base in paired if np.isfinite([ours, base]).all() and base]
         ratio = median(ratios) if ratios else None
-        found[axis.key] = {"median": median(own), "ratio": ratio, "ratio_seeds": len(ratios)}
+        cost_by_axis[axis.key] = {
+            "median": median(spent), "ratio": ratio, "ratio_seeds": len(ratios),
+        }  # fmt: skip
     return {
         "accuracy": accuracy,
         "reached": sum(max(run.curve(outcome)[1]) >= accuracy for run in runs),
         "runs": len(runs),
-        "costs": found,
-        "break_even": break_even(rollouts_to_reach(others, accuracy, outcome)),
+        "costs": cost_by_axis,
+        "break_even": break_even(rollouts_to_reach(other_pairs, accuracy, outcome)),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracies:
-    """Of a run, or differences of two runs: of every benchmark and `mean`, and on every problem,
-    [N] by benchmark (None without per-sample rows)."""
+    """The accuracies of a run, or the differences of two runs: `means` by benchmark and `mean`;
+    `values` [N] on every problem, by benchmark (None without per-sample rows)."""
 
     means: dict[str, float]
     values: dict[str, np.ndarray] | None
 
     @classmethod
     def of(cls, report: EvaluationReport, key: str) -> "Accuracies":
-        """`key` is `avg_at_k` or `pass_at_k`."""
-        means = {name: getattr(each, key) for name, each in report.sampled.benchmarks.items()}
+        """The accuracies of an evaluation; `key` is `avg_at_k` or `pass_at_k`."""
+        means = {name: getattr(bench, key) for name, bench in report.sampled.benchmarks.items()}
         return cls({**means, "mean": getattr(report.sampled.mean, key)}, _on_problems(report, key))
 
     def plus(self, other: "Accuracies", weight: float) -> "Accuracies":
         """self + weight · other."""
-        means = {name: each + weight * other.means[name] for name, each in self.means.items()}
+        means = {name: mean + weight * other.means[name] for name, mean in self.means.items()}
         if self.values is None or other.values is None:
             return Accuracies(means, None)
-        return Accuracies(
-            means, {name: each + weight * other.values[name] for name, each in self.values.items()}
-        )
+        values = {name: own_N + weight * other.values[name] for name, own_N in self.values.items()}
+        return Accuracies(means, values)
 
 
 @cache
 def _on_problems(report: EvaluationReport, key: str) -> dict[str, np.ndarray] | None:
-    """[N] of every benchmark; None without per-sample rows. Cached by the report's identity."""
+    """The accuracy on every problem, [N] by benchmark; None without per-sample rows. Cached by the
+    report's identity."""
     if report.samples is None:
         return None
     tables = {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
@@ -259,42 +263,43 @@ def estimates(
     runs: Sequence[Accuracies],
     interval_of: Callable[[Sequence[np.ndarray]], Interval | None],
 ) -> dict[str, Document]:
-    """Of every benchmark and `mean`: the spread over seeds and the interval of the mean."""
-    found = {}
+    """The spread over seeds and the interval of the mean, by benchmark and `mean`."""
+    by_name = {}
     for name in runs[0].means:
         values, table = [run.means[name] for run in runs], _by_benchmark(runs, name)
-        found[name] = {
+        by_name[name] = {
             **spread(values), "values": values, "interval": interval_of(table),
             "interval_over": sampled_over(table),
         }  # fmt: skip
-    return found
+    return by_name
 
 
 def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
-    """[S, N] of a benchmark, or of every one for `mean`; [S, 1] without per-sample rows."""
+    """The values [S, N] of a benchmark, or of every benchmark for `mean`; [S, 1] without per-sample
+    rows."""
     known = [run.values for run in runs if run.values is not None]
     if len(known) == len(runs):
         benchmarks = list(known[0]) if name == "mean" else [name]
-        return [np.array([each[benchmark] for each in known]) for benchmark in benchmarks]
+        return [np.array([values[benchmark] for values in known]) for benchmark in benchmarks]
     return [np.array([[run.means[name]] for run in runs])]
 
 
 def differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Document]:
-    """The arm minus the baseline, of every benchmark and `mean`; `runs` has that of each
+    """The arm minus the baseline, by benchmark and `mean`; `runs` has the difference of each
     pair."""
-    found = estimates(runs, of_difference)
-    for name, each in found.items():
-        each |= {
+    by_name = estimates(runs, two_level_difference_interval)
+    for name, estimate in by_name.items():
+        estimate |= {
             "seeds": [run.seed for run, _ in pairs],
-            "seeds_better": sum(value > EQUAL for value in each["values"]),
+            "seeds_better": sum(value > EQUAL for value in estimate["values"]),
             "seeds_to_tell": seeds_to_tell(_by_benchmark(runs, name)),
         }
-    return found
+    return by_name
 
 
 def _equal_costs(pairs: Pairs, costs: Sequence[Axis], outcome: Outcome) -> dict[str, Document]:
-    """By axis, the accuracy of the arm minus the baseline's when both runs of a pair have spent
-    what the cheaper one spent in all. Steps are not a cost."""
+    """The accuracy of the arm minus the baseline's, by axis, when both runs of a pair have spent
+    the total of the cheaper one. Steps are not a cost."""
     usable = [
         pair
         for pair in pairs
@@ -308,21 +313,22 @@ def _equal_costs(pairs: Pairs, costs: Sequence[Axis], outcome: Outcome) -> dict[
 
 
 def _equal_cost(pairs: Pairs, axis: Axis, metric: str) -> Document:
-    spent, ahead = [], []
+    spent, gains = [], []
     for pair in pairs:
         cost = min(float(axis.total(run)[max(run.evaluations)]) for run in pair)
-        ours, theirs = (accuracies_at(run, axis, cost, metric) for run in pair)
+        ours, base = (accuracies_at(run, axis, cost, metric) for run in pair)
         spent.append(cost)
-        ahead.append(ours.plus(theirs, -1))
-    return {"spent": {**spread(spent), "runs": len(spent)}, "difference": differences(pairs, ahead)}
+        gains.append(ours.plus(base, -1))
+    return {"spent": {**spread(spent), "runs": len(spent)}, "difference": differences(pairs, gains)}
 
 
 def accuracies_at(run: FinishedRun, axis: Axis, cost: float, metric: str) -> Accuracies:
-    """When the run had spent `cost`, interpolated linearly between its evaluations."""
+    """The accuracies of a run when it had spent `cost`, interpolated linearly between
+    evaluations."""
     steps = sorted(run.evaluations)
-    place = float(np.interp(cost, axis.total(run)[steps], np.arange(len(steps))))
-    before = min(int(place), len(steps) - 2)
+    position = float(np.interp(cost, axis.total(run)[steps], np.arange(len(steps))))
+    before = min(int(position), len(steps) - 2)
     first, second = (
         Accuracies.of(evaluation_at(run, step), metric) for step in steps[before : before + 2]
     )
-    return first.plus(second.plus(first, -1), place - before)
+    return first.plus(second.plus(first, -1), position - before)

@@ -1,5 +1,5 @@
-"""Figures of a report: one colour per arm; medians over seeds, with quartile bands, or with every
-seed as a thin line if there are fewer than five."""
+"""Figures of a report. Each arm has a colour; curves are medians over seeds, with quartile bands,
+or with every seed as a thin line if there are fewer than five."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,20 +29,20 @@ COLOURS = (STORED, REPLAYED, FRESH, "#CC79A7", WARN, "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 
 FEWEST_FOR_BANDS = 5
-"""With fewer seeds, each is shown as a line instead of quartiles."""
+"""Minimum number of seeds for quartile bands; with fewer, every seed is a line."""
 
 OVER_SEEDS = f"Median and quartiles over seeds; of fewer than {FEWEST_FOR_BANDS}, every seed."
 
 BEYOND = 1e9
-"""A cost relative to the baseline's that stands for an interval without an upper end."""
+"""The relative cost drawn for an interval without an upper bound."""
 
 LEGEND_LETTERS = 60
-"""Letters that fit into one line of a legend."""
+"""Number of letters that fit into one line of a legend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure: its file name, title, caption and how it is drawn on axes."""
+    """One figure: file name, title, caption, and a function that draws it on axes."""
 
     name: str
     title: str
@@ -54,7 +54,9 @@ Look = tuple[str, str]
 """Colour and line style."""
 
 
-def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]) -> list[Figure]:
+def report_figures(
+    experiment: Experiment, document: Document, axes: Sequence[Axis]
+) -> list[Figure]:
     """The figures that have data: accuracy over steps, compute and seconds, and the cost of an
     accuracy over μ."""
     looks = _looks(experiment)
@@ -62,15 +64,15 @@ def report_figures(experiment: Experiment, found: Document, axes: Sequence[Axis]
     figures: list[Figure] = []
     if any(len(run.evaluations) > 1 for arm in trained for run in arm.runs.values()):
         figures += [
-            _accuracy_figure(trained, looks, axis, found)
+            _accuracy_figure(trained, looks, axis, document)
             for axis in axes
             if axis.key != "generated_tokens"
         ]
-    return figures + _cost_ratio_figure(experiment, looks, found)
+    return figures + _cost_ratio_figure(experiment, looks, document)
 
 
 def _looks(experiment: Experiment) -> dict[str, Look]:
-    """A colour for each arm; after the last colour, the next line style."""
+    """Choose a colour per arm; after the last colour, the next line style."""
     styles = cycle([(colour, line) for line in LINES for colour in COLOURS])
     return {
         arm.name: (GREY, "-") if arm is experiment.baseline else next(styles)
@@ -80,7 +82,7 @@ def _looks(experiment: Experiment) -> dict[str, Look]:
 
 @contextmanager
 def drawn(figure: Figure) -> Iterator[Any]:
-    """Yields the drawn matplotlib figure, inside our style."""
+    """Draw a figure in `figure_style`; yields the matplotlib figure."""
     with figure_style() as figure_class:
         canvas = figure_class(figsize=(COLUMN_INCHES, 2.1), layout="constrained")
         figure.draw(canvas.add_subplot())
@@ -90,9 +92,9 @@ def drawn(figure: Figure) -> Iterator[Any]:
 
 
 def _accuracy_figure(
-    arms: Sequence[Arm], looks: dict[str, Look], axis: Axis, found: Document
+    arms: Sequence[Arm], looks: dict[str, Look], axis: Axis, document: Document
 ) -> Figure:
-    outcome = Outcome(**found["shown"])
+    outcome = Outcome(**document["shown"])
 
     def draw(axes: Any) -> None:
         from matplotlib.ticker import EngFormatter
@@ -109,43 +111,47 @@ def _accuracy_figure(
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         _legend(axes)
 
-    caption = f"{shown_title(found)}, at every evaluation, at the median cost. {OVER_SEEDS}"
+    caption = f"{shown_title(document)}, at every evaluation, at the median cost. {OVER_SEEDS}"
     title = f"Accuracy over {axis.label.split(',')[0]}"
     return Figure(f"accuracy_by_{axis.key}", title, caption, draw)
 
 
 def _draw_seeds(
-    axes: Any, places: np.ndarray, values_ST: np.ndarray, label: str, look: Look, marker: str = ""
+    axes: Any, costs: np.ndarray, values_ST: np.ndarray, label: str, look: Look, marker: str = ""
 ) -> None:
-    """The median over seeds, with the quartiles as a band, or with every seed as a thin line."""
+    """Draw the median over seeds, with quartiles as a band, or with every seed as a thin line."""
     colour, line = look
     low, middle, high = np.quantile(values_ST, [0.25, 0.5, 0.75], axis=0)
     if 1 < len(values_ST) < FEWEST_FOR_BANDS:
-        for each_T in values_ST:
-            axes.plot(places, each_T, line, color=colour, linewidth=0.4, alpha=0.6)
+        for values_T in values_ST:
+            axes.plot(costs, values_T, line, color=colour, linewidth=0.4, alpha=0.6)
     elif len(values_ST) > 1:
-        axes.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
-    axes.plot(places, middle, line, marker=marker, color=colour, label=label)
+        axes.fill_between(costs, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(costs, middle, line, marker=marker, color=colour, label=label)
 
 
 def _cost_ratio_figure(
-    experiment: Experiment, looks: dict[str, Look], found: Document
+    experiment: Experiment, looks: dict[str, Look], document: Document
 ) -> list[Figure]:
-    """Where a line is below 1, the arm reaches the accuracy of the table for less than the
-    baseline. Empty if no arm reaches it."""
-    base, target, outcome = experiment.baseline, shown_target(found), Outcome(**found["shown"])
+    """The figure of an arm's cost to the table's accuracy, relative to the baseline's; empty if no
+    arm reaches that accuracy."""
+    base, target, outcome = (
+        experiment.baseline,
+        shown_target(document),
+        Outcome(**document["shown"]),
+    )
     spent = {
         arm.name: rollouts_to_reach(arm.paired_with(base), target, outcome)
         for arm in experiment.arms
         if arm is not base and target is not None
     }
-    spent = {name: each_S22 for name, each_S22 in spent.items() if each_S22[:, 1].any()}
+    spent = {name: spent_S22 for name, spent_S22 in spent.items() if spent_S22[:, 1].any()}
     if target is None or not spent:
         return []
-    known = [mu for mu in (found["mu"]["measured"], *found["mu"]["given"]) if mu]
+    marked_mu = [mu for mu in (document["mu"]["measured"], *document["mu"]["given"]) if mu]
 
     def draw(axes: Any) -> None:
-        draw_cost_ratios(axes, spent, looks, known)
+        draw_cost_ratios(axes, spent, looks, marked_mu)
         axes.axhline(1.0, color=looks[base.name][0], linewidth=0.8)
         axes.set_ylabel(f"compute, relative to {base.name}")
         _legend(axes)
@@ -160,10 +166,14 @@ def _cost_ratio_figure(
 
 
 def draw_cost_ratios(
-    axes: Any, spent: Mapping[str, np.ndarray], looks: Mapping[str, Look], known: Sequence[float]
+    axes: Any,
+    spent: Mapping[str, np.ndarray],
+    looks: Mapping[str, Look],
+    marked_mu: Sequence[float],
 ) -> None:
-    """`cost_ratio` over μ of each arm's [S, 2, 2] of `rollouts_to_reach`; `known` are marked."""
-    mu_M = np.geomspace(min([0.1, *known]), max([100.0, *known]), 121)
+    """Draw `cost_ratio` over μ of each arm's [S, 2, 2] of `rollouts_to_reach`, and mark
+    `marked_mu`."""
+    mu_M = np.geomspace(min([0.1, *marked_mu]), max([100.0, *marked_mu]), 121)
     highest = 1.0
     for name, spent_S22 in spent.items():
         colour, line = looks[name]
@@ -176,7 +186,7 @@ def draw_cost_ratios(
         if even is not None and even["mu"] is not None and mu_M[0] <= even["mu"] <= mu_M[-1]:
             axes.plot(even["mu"], 1.0, "o", color=colour, markersize=4)
         highest = max(highest, *ratio_M)
-    for mu in known:
+    for mu in marked_mu:
         axes.axvline(mu, color=GREY, linewidth=0.8, linestyle=":")
     axes.set(xscale="log", xlabel="μ, generating a rollout over training on it")
     axes.set(xlim=(mu_M[0], mu_M[-1]), ylim=(0.0, 1.15 * highest))
@@ -184,7 +194,7 @@ def draw_cost_ratios(
 
 
 def _legend(axes: Any) -> None:
-    """A legend above the data, as many arms to a line as fit, at most three."""
+    """Draw a legend above the data, with up to three arms per line."""
     handles, names = axes.get_legend_handles_labels()
     columns = max(1, min(3, LEGEND_LETTERS // (max(map(len, names)) + 5)))
     axes.legend(

@@ -1,5 +1,5 @@
-"""What a report says first, its table, facts and warnings, all of the document that `measure`
-makes, the same in the terminal, Markdown and HTML; and the files of a report."""
+"""Views of the document of `measure`: verdict, table, facts and warnings, the same in the terminal,
+Markdown and HTML; and the files of a report."""
 
 import json
 import math
@@ -24,47 +24,48 @@ JSON_FILE = "report.json"
 MISSING = "–"
 
 
-def verdict(found: Document) -> str:
-    """Whether the arms are ahead of the baseline, at equal rollouts and at equal cost, and how many
-    seeds would tell. An arm is ahead or behind if the 95 % interval of its difference says so."""
-    compared = [arm for arm in found["arms"] if arm["difference"] is not None]
+def verdict(document: Document) -> str:
+    """A sentence: are the arms ahead of the baseline, at equal rollouts and at equal cost, and how
+    many seeds would decide it? An arm is ahead or behind if the 95 % interval of its difference
+    excludes 0."""
+    compared = [arm for arm in document["arms"] if arm["difference"] is not None]
     if not compared:
-        return f"nothing to compare: no other arm has a seed of {found['baseline']}"
+        return f"nothing to compare: no other arm has a seed of {document['baseline']}"
     if len(compared) == 1:
-        return _verdict_on(compared[0], found)
-    said = []
-    for where, difference_of in (
-        (_equal_final(found), _final_difference), (_equal_cost(found), _cost_difference)
+        return _verdict_on(compared[0], document)
+    sentences = []
+    for condition, difference_of in (
+        (_equal_final(document), _final_difference), (_equal_cost(document), _cost_difference)
     ):  # fmt: skip
-        words: dict[str, list[str]] = {}
+        names_by_standing: dict[str, list[str]] = {}
         for arm in compared:
-            if each := difference_of(arm, found):
-                words.setdefault(_word(each), []).append(arm["name"])
-        listed = (f"{', '.join(names)} {word}" for word, names in sorted(words.items()))
-        said += [f"{where}: {', '.join(listed)}"] if words else []
+            if difference := difference_of(arm, document):
+                names_by_standing.setdefault(_standing(difference), []).append(arm["name"])
+        listed = (f"{', '.join(names)} {word}" for word, names in sorted(names_by_standing.items()))
+        sentences += [f"{condition}: {', '.join(listed)}"] if names_by_standing else []
     fewest = min(len(arm["seeds"]) for arm in compared)
     few = f"; fewer than {FEWEST_SEEDS} seeds cannot tell" if fewest < FEWEST_SEEDS else ""
-    return f"against {found['baseline']}, {'; '.join(said)}{few}"
+    return f"against {document['baseline']}, {'; '.join(sentences)}{few}"
 
 
-def _verdict_on(arm: Document, found: Document) -> str:
-    """For example `undecided: ours against grpo, 2 seeds, +1.0 points at equal rollouts, -0.5 at
-    equal compute; about 9 seeds would tell`."""
-    final, spent = _final_difference(arm, found), _cost_difference(arm, found)
-    word, numbers = _word(final), f"{_with_interval(final)} points {_equal_final(found)}"
-    if spent is not None:
-        numbers += f", {_with_interval(spent)} {_equal_cost(found)}"
-        if _word(spent) != word:
-            word = f"{word} {_equal_final(found)}, {_word(spent)} {_equal_cost(found)}"
+def _verdict_on(arm: Document, document: Document) -> str:
+    """The verdict on one arm, such as `undecided: ours against grpo, 2 seeds, +1.0 points at equal
+    rollouts, -0.5 at equal compute; about 9 seeds would tell`."""
+    final, at_cost = _final_difference(arm, document), _cost_difference(arm, document)
+    word, numbers = _standing(final), f"{_with_interval(final)} points {_equal_final(document)}"
+    if at_cost is not None:
+        numbers += f", {_with_interval(at_cost)} {_equal_cost(document)}"
+        if _standing(at_cost) != word:
+            word = f"{word} {_equal_final(document)}, {_standing(at_cost)} {_equal_cost(document)}"
     count = len(final["seeds"])
     seeds = f"{count} {'seed' if count == 1 else 'seeds'}"
-    whose = f"{arm['name']} against {found['baseline']}, {seeds}"
-    return f"{word}: {whose}, {numbers}{_more_seeds(final)}"
+    subject = f"{arm['name']} against {document['baseline']}, {seeds}"
+    return f"{word}: {subject}, {numbers}{_more_seeds(final)}"
 
 
 def _more_seeds(final: Document) -> str:
     needed = final["seeds_to_tell"]
-    if _word(final) != "undecided":
+    if _standing(final) != "undecided":
         return ""
     if needed is None:
         return "; one seed says nothing of others"
@@ -73,102 +74,108 @@ def _more_seeds(final: Document) -> str:
     return f"; about {needed} seeds would tell"
 
 
-def _with_interval(each: Document) -> str:
-    words = [f"{100 * each['mean']:+.1f}"]
-    if each["interval"] is not None:
-        words.append("[{:+.1f}, {:+.1f}]".format(*(100 * bound for bound in each["interval"])))
-    return " ".join(words)
+def _with_interval(difference: Document) -> str:
+    parts = [f"{100 * difference['mean']:+.1f}"]
+    if difference["interval"] is not None:
+        bounds = (100 * bound for bound in difference["interval"])
+        parts.append("[{:+.1f}, {:+.1f}]".format(*bounds))
+    return " ".join(parts)
 
 
-def _word(each: Document) -> str:
-    low, high = each["interval"] or (0, 0)
+def _standing(difference: Document) -> str:
+    low, high = difference["interval"] or (0, 0)
     return "ahead" if low > 0 else "behind" if high < 0 else "undecided"
 
 
-def _equal_final(found: Document) -> str:
-    return "at equal rollouts" if found["equal_rollouts"] else "after the last step"
+def _equal_final(document: Document) -> str:
+    return "at equal rollouts" if document["equal_rollouts"] else "after the last step"
 
 
-def _main_cost(found: Document) -> str:
-    return "compute" if found["main_axis"].startswith("compute") else "tokens"
+def _main_cost(document: Document) -> str:
+    return "compute" if document["main_axis"].startswith("compute") else "tokens"
 
 
-def _equal_cost(found: Document) -> str:
-    return f"at equal {_main_cost(found)}"
+def _equal_cost(document: Document) -> str:
+    return f"at equal {_main_cost(document)}"
 
 
-def _final_difference(arm: Document, found: Document) -> Any:
-    return arm["difference"] and arm["difference"][found["shown"]["benchmark"]]
+def _final_difference(arm: Document, document: Document) -> Any:
+    return arm["difference"] and arm["difference"][document["shown"]["benchmark"]]
 
 
-def _cost_difference(arm: Document, found: Document) -> Any:
-    at = arm["equal_cost"].get(found["main_axis"])
-    return at and at["difference"][found["shown"]["benchmark"]]
+def _cost_difference(arm: Document, document: Document) -> Any:
+    at = arm["equal_cost"].get(document["main_axis"])
+    return at and at["difference"][document["shown"]["benchmark"]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The cell of an arm, and the sentence of the legend that explains the column."""
+    """A column of the report's table: its cell for an arm, and the sentence that explains it."""
 
     cell: Callable[[Document], str]
     legend: str = ""
 
 
-def report_table(found: Document) -> TextTable:
-    """One row for each arm. A column without a value is left out, and so is its legend."""
+def report_table(document: Document) -> TextTable:
+    """The table with one row per arm. Columns without a value are left out, with their legend."""
     points = "Differences are in points, paired."
     columns = {
         "seeds": _Column(seeds_of),
         "final, %": _Column(
-            lambda arm: _final_cell(arm, found),
-            f"Final: {shown_title(found)}, after the last step.",
+            lambda arm: _final_cell(arm, document),
+            f"Final: {shown_title(document)}, after the last step.",
         ),
-        _ahead(found, _equal_final(found)): _Column(
-            lambda arm: _points_cell(_final_difference(arm, found)), points
+        _difference_heading(document, _equal_final(document)): _Column(
+            lambda arm: _points_cell(_final_difference(arm, document)), points
         ),
-        _ahead(found, _equal_cost(found)): _Column(
-            lambda arm: _points_cell(_cost_difference(arm, found)), points
+        _difference_heading(document, _equal_cost(document)): _Column(
+            lambda arm: _points_cell(_cost_difference(arm, document)), points
         ),
-        f"{_main_cost(found)} to\n{percent(shown_target(found) or 0.0)} %": _Column(
-            lambda arm: _reach_cell(arm, found), _reach_legend(found)
+        f"{_main_cost(document)} to\n{percent(shown_target(document) or 0.0)} %": _Column(
+            lambda arm: _reach_cell(arm, document), _reach_legend(document)
         ),
-        f"pays at μ{_here(found)}": _Column(_break_even_cell, _break_even_legend(found)),
+        f"pays at μ{_measured_mu(document)}": _Column(
+            _break_even_cell, _break_even_legend(document)
+        ),
     }
-    cells = {header: [each.cell(arm) for arm in found["arms"]] for header, each in columns.items()}
-    shown = {header: each for header, each in cells.items() if set(each) - {MISSING}}
+    cells = {
+        header: [column.cell(arm) for arm in document["arms"]] for header, column in columns.items()
+    }
+    shown = {header: values for header, values in cells.items() if set(values) - {MISSING}}
     legend = [columns[header].legend for header in shown if columns[header].legend]
     if any("[" in cell for column in shown.values() for cell in column):
         legend.append(
             f"In brackets: 95 % intervals over seeds and problems, from {FEWEST_SEEDS} seeds on."
         )
-    names = [arm["name"] for arm in found["arms"]]
+    names = [arm["name"] for arm in document["arms"]]
     rows = list(zip(names, *shown.values()))
     return TextTable(("arm", *shown), rows, legend=" ".join(dict.fromkeys(legend)))
 
 
-def _ahead(found: Document, where: str) -> str:
-    """The heading of a difference, on two lines."""
-    word, rest = where.split(" ", 1)
-    return f"− {found['baseline']} {word}\n{rest}"
+def _difference_heading(document: Document, condition: str) -> str:
+    """The heading of a column of differences, on two lines."""
+    word, rest = condition.split(" ", 1)
+    return f"− {document['baseline']} {word}\n{rest}"
 
 
-def _here(found: Document) -> str:
-    """The μ of the runs, beside which a threshold is read."""
-    mu = found["mu"]["measured"]
+def _measured_mu(document: Document) -> str:
+    """The measured μ, to compare a threshold with; empty if there is none."""
+    mu = document["mu"]["measured"]
     return "" if mu is None else f"\n(here {mu:.2g})"
 
 
-def _reach_legend(found: Document) -> str:
+def _reach_legend(document: Document) -> str:
+    axis, baseline = document["axes"][document["main_axis"]], document["baseline"]
     return (
-        f"Cost: {found['axes'][found['main_axis']]}; ×: to {found['baseline']} at the same seeds, "
-        "(n) if only n of both reached it; ∞: not reached."
+        f"Cost: {axis}; ×: to {baseline} at the same seeds, (n) if only n of both reached it; ∞: "
+        "not reached."
     )
 
 
-def _break_even_legend(found: Document) -> str:
+def _break_even_legend(document: Document) -> str:
     return (
-        f"Pays at μ: where that accuracy costs less than with {found['baseline']}, if generating a "
-        "rollout costs μ times what training on it does."
+        f"Pays at μ: where that accuracy costs less than with {document['baseline']}, if "
+        "generating a rollout costs μ times what training on it does."
     )
 
 
@@ -178,29 +185,29 @@ def seeds_of(arm: Document) -> str:
     return f"{known} of {known + missing}" if missing else str(known)
 
 
-def _final_cell(arm: Document, found: Document) -> str:
+def _final_cell(arm: Document, document: Document) -> str:
     if arm["final"] is None:
         return MISSING
-    each = arm["final"][found["shown"]["benchmark"]]
-    bounds = "" if each["interval"] is None else f"\n{interval(each['interval'], percent)}"
-    return percent(each["mean"]) + bounds
+    final = arm["final"][document["shown"]["benchmark"]]
+    bounds = "" if final["interval"] is None else f"\n{interval(final['interval'], percent)}"
+    return percent(final["mean"]) + bounds
 
 
-def _points_cell(each: Document | None) -> str:
-    return MISSING if each is None else _with_interval(each).replace(" [", "\n[")
+def _points_cell(difference: Document | None) -> str:
+    return MISSING if difference is None else _with_interval(difference).replace(" [", "\n[")
 
 
-def _reach_cell(arm: Document, found: Document) -> str:
+def _reach_cell(arm: Document, document: Document) -> str:
     if not arm["reach"]:
         return MISSING
-    cost = arm["reach"][-1]["costs"][found["main_axis"]]
-    if cost["ratio"] is None or arm["name"] == found["baseline"]:
+    cost = arm["reach"][-1]["costs"][document["main_axis"]]
+    if cost["ratio"] is None or arm["name"] == document["baseline"]:
         return amount(cost["median"])
-    return f"× {cost['ratio']:.2f}{_of(cost['ratio_seeds'], arm)}\n{amount(cost['median'])}"
+    return f"× {cost['ratio']:.2f}{_seed_mark(cost['ratio_seeds'], arm)}\n{amount(cost['median'])}"
 
 
-def _of(seeds: int, arm: Document) -> str:
-    """A mark if not every seed has the number."""
+def _seed_mark(seeds: int, arm: Document) -> str:
+    """The number of seeds in brackets, unless the arm has no others."""
     return "" if seeds == len(arm["seeds"]) else f" ({seeds})"
 
 
@@ -215,63 +222,63 @@ def amount(value: float) -> str:
 
 
 def _break_even_cell(arm: Document) -> str:
-    each = arm["reach"][-1]["break_even"] if arm["reach"] else None
-    return MISSING if each is None else pays_at(each, _of(each["seeds"], arm))
+    even = arm["reach"][-1]["break_even"] if arm["reach"] else None
+    return MISSING if even is None else pays_at(even, _seed_mark(even["seeds"], arm))
 
 
 def pays_at(even: Document, mark: str = "") -> str:
-    """`above 3.1`, `below 3.1`, `always` or `never`, and the interval on a line of its own."""
+    """`above 3.1`, `below 3.1`, `always` or `never`, and the interval on a second line."""
     mu = "" if even["mu"] is None else f" {even['mu']:.2g}"
     bounds = "[{:.2g}, {:.2g}]".format(*even["interval"]) if even["interval"] else ""
     return f"{even['pays']}{mu}{mark}\n{bounds}".strip().replace("inf", "∞")
 
 
-def facts_of(found: Document) -> list[str]:
-    """Baseline, benchmarks, verifier, μ and what tuning chose, one fact each."""
+def facts_of(document: Document) -> list[str]:
+    """Facts of the comparison: baseline, benchmarks, verifier, μ and tuned values."""
     facts = [
-        f"baseline {found['baseline']}",
-        f"benchmarks {', '.join(found['benchmarks'].values())}",
-        f"graded by {found['graded_by']}",
+        f"baseline {document['baseline']}",
+        f"benchmarks {', '.join(document['benchmarks'].values())}",
+        f"graded by {document['graded_by']}",
     ]
-    if found["mu"]["measured"] is not None:
+    if (mu := document["mu"]["measured"]) is not None:
         facts.append(
-            f"μ, generating a rollout over training on it once, {found['mu']['measured']:.3g} in "
-            "the median of the finished runs"
+            f"μ, generating a rollout over training on it once, {mu:.3g} in the median of the "
+            "finished runs"
         )
-    tuned = [f"{arm['name']} {arm['tuned']}" for arm in found["arms"] if arm["tuned"]]
+    tuned = [f"{arm['name']} {arm['tuned']}" for arm in document["arms"] if arm["tuned"]]
     return [*facts, *([f"tuned on other seeds: {'; '.join(tuned)}"] if tuned else [])]
 
 
-def warnings_of(found: Document) -> list[str]:
+def warnings_of(document: Document) -> list[str]:
     """Missing seeds with their reasons, seeds that are not paired, and other notes."""
     missing: dict[tuple[str, str], list[str]] = {}
-    for arm in found["arms"]:
-        for each in arm["missing"]:
-            missing.setdefault((arm["name"], each["reason"]), []).append(str(each["seed"]))
+    for arm in document["arms"]:
+        for cell in arm["missing"]:
+            missing.setdefault((arm["name"], cell["reason"]), []).append(str(cell["seed"]))
     warnings = [
         f"missing: {name}, {_seeds(seeds)}: {reason}" for (name, reason), seeds in missing.items()
     ]
-    for arm in found["arms"]:
+    for arm in document["arms"]:
         paired = arm["difference"]["mean"]["seeds"] if arm["difference"] else arm["seeds"]
-        if lone := [str(seed) for seed in arm["seeds"] if seed not in paired]:
-            warnings.append(f"{arm['name']}: {found['baseline']} lacks {_seeds(lone)}")
-    return [*warnings, *found["notes"]]
+        if unpaired := [str(seed) for seed in arm["seeds"] if seed not in paired]:
+            warnings.append(f"{arm['name']}: {document['baseline']} lacks {_seeds(unpaired)}")
+    return [*warnings, *document["notes"]]
 
 
 def _seeds(seeds: Sequence[str]) -> str:
     return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"
 
 
-def as_json(found: Document) -> Document:
-    """The document of `--json`: the verdict and the numbers, null for what is not finite."""
-    return {"verdict": verdict(found), **json_values(found)}
+def as_json(document: Document) -> Document:
+    """The document of `--json`: the verdict and the numbers, with null for infinity and NaN."""
+    return {"verdict": verdict(document), **json_values(document)}
 
 
-def markdown(found: Document, figures: Sequence[Figure]) -> str:
+def markdown(document: Document, figures: Sequence[Figure]) -> str:
     """The report as a Markdown page."""
-    table = report_table(found)
-    lines = [f"# {found['name']}", "", f"**{verdict(found)}**", ""]
-    lines += [f"- {fact}" for fact in (*facts_of(found), *warnings_of(found))]
+    table = report_table(document)
+    lines = [f"# {document['name']}", "", f"**{verdict(document)}**", ""]
+    lines += [f"- {fact}" for fact in (*facts_of(document), *warnings_of(document))]
     lines += ["", *table.markdown(), "", table.legend, ""]
     for figure in figures:
         lines += [f"![{figure.title}](figures/{figure.name}.svg)", "", figure.caption, ""]
@@ -286,17 +293,19 @@ def refuse_other_files(folder: Path) -> None:
         )
 
 
-def write_report(experiment: Experiment, found: Document, folder: Path) -> None:
+def write_report(experiment: Experiment, document: Document, folder: Path) -> None:
     """Write all forms of the report. Raises OutputDirectoryError."""
     refuse_other_files(folder)
-    figures = report_figures(experiment, found, usable_axes(experiment.runs, found["mu"]["given"]))
+    figures = report_figures(
+        experiment, document, usable_axes(experiment.runs, document["mu"]["given"])
+    )
     with named_if_unwritable(folder):
         (folder / "figures").mkdir(parents=True, exist_ok=True)
-        text = json.dumps(as_json(found), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(as_json(document), indent=2, ensure_ascii=False, allow_nan=False)
         write_text_whole(folder / JSON_FILE, text + "\n")
         svgs = _write_figures(figures, folder / "figures")
-        write_text_whole(folder / "report.md", markdown(found, figures))
-        write_text_whole(folder / "report.html", page_text(found, figures, svgs))
+        write_text_whole(folder / "report.md", markdown(document, figures))
+        write_text_whole(folder / "report.html", page_text(document, figures, svgs))
 
 
 def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
@@ -314,18 +323,18 @@ def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
     return svgs
 
 
-def page_text(found: Document, figures: Sequence[Figure], svgs: Mapping[str, str]) -> str:
+def page_text(document: Document, figures: Sequence[Figure], svgs: Mapping[str, str]) -> str:
     """The report as one self-contained HTML page: inline figures, no script, no network.
     `svgs` has the SVG element of each figure by its name. Every text is escaped."""
     return render_page(
         "lab/report/report_page.html",
-        found=found,
-        verdict=verdict(found),
-        table=report_table(found),
+        document=document,
+        verdict=verdict(document),
+        table=report_table(document),
         figures=[
             {"title": figure.title, "svg": svgs[figure.name], "caption": figure.caption}
             for figure in figures
         ],
-        facts=facts_of(found),
-        warnings=warnings_of(found),
+        facts=facts_of(document),
+        warnings=warnings_of(document),
     )

@@ -1,4 +1,4 @@
-"""Intervals over seeds and problems, and how many seeds would tell.
+"""Intervals over seeds and problems, and the number of seeds that would decide a comparison.
 
     S  seeds     N  problems of a benchmark
 
@@ -32,42 +32,45 @@ from grpo_replay.evaluation.statistics import (
 )
 
 FEWEST_SEEDS = 3
-"""With fewer there is no interval over seeds."""
+"""Minimum number of seeds for an interval."""
 
 MOST_SEEDS = 1000
-"""More are not asked for."""
+"""The largest number of seeds that `seeds_to_tell` returns."""
 
 
 def sampled_over(values_SN: Sequence[np.ndarray]) -> str | None:
-    """What an interval of these values is over, one [S, N] per benchmark; None without one."""
+    """What an interval of these values covers, seeds or also problems; None if there is none. The
+    values are [S, N] for each benchmark."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
     return "seeds and problems" if _have_problems(values_SN) else "seeds"
 
 
-def of_accuracy(values_SN: Sequence[np.ndarray]) -> Interval | None:
+def two_level_accuracy_interval(values_SN: Sequence[np.ndarray]) -> Interval | None:
     """The 95 % interval of the mean of accuracies; None for fewer than `FEWEST_SEEDS`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
     widened = values_SN
     if _have_problems(values_SN):
-        widened = [with_both_answers(each) for each in values_SN]
-    found = _variance(widened)
-    return share_interval(_mean(values_SN), _mean(widened), found.variance, found.freedom)
+        widened = [with_both_answers(benchmark_SN) for benchmark_SN in values_SN]
+    estimate = _variance(widened)
+    return share_interval(_mean(values_SN), _mean(widened), estimate.variance, estimate.freedom)
 
 
-def of_difference(values_SN: Sequence[np.ndarray]) -> Interval | None:
-    """The same of differences between accuracies. If none varies, that of `with_both_answers`."""
+def two_level_difference_interval(values_SN: Sequence[np.ndarray]) -> Interval | None:
+    """The 95 % interval of the mean of differences between accuracies; None for fewer than
+    `FEWEST_SEEDS`. If they do not vary, the variance is that of `with_both_answers`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
-    found = _variance(values_SN)
-    if found.variance < EQUAL**2 and _have_problems(values_SN):
-        found = _variance([with_both_answers(each, least=-1.0) for each in values_SN])
-    return t_interval(_mean(values_SN), found)
+    estimate = _variance(values_SN)
+    if estimate.variance < EQUAL**2 and _have_problems(values_SN):
+        widened = [with_both_answers(benchmark_SN, least=-1.0) for benchmark_SN in values_SN]
+        estimate = _variance(widened)
+    return t_interval(_mean(values_SN), estimate)
 
 
 def _have_problems(values_SN: Sequence[np.ndarray]) -> bool:
-    return all(each.shape[1] > 1 for each in values_SN)
+    return all(benchmark_SN.shape[1] > 1 for benchmark_SN in values_SN)
 
 
 def _variance(values_SN: Sequence[np.ndarray]) -> Component:
@@ -75,20 +78,20 @@ def _variance(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
-    """The number of seeds from which on the interval of the mean of these differences would not
-    hold 0, if mean and variances stayed as they are: seeds and the rest shrink with their number,
-    problems do not. Infinite if more than `MOST_SEEDS`; None for a single seed."""
+    """The smallest number of seeds with which the interval of the mean difference would exclude 0,
+    if mean and variances stayed the same. More seeds shrink V_seeds and V_rest, not V_problems.
+    Infinite if more than `MOST_SEEDS`; None for a single seed."""
     seeds = len(values_SN[0])
     if seeds < 2:
         return None
-    shrinking, staying = seeds * _over_seeds(values_SN).variance, 0.0
+    per_seed, constant = seeds * _over_seeds(values_SN).variance, 0.0
     if _have_problems(values_SN):
         rest = _rest(values_SN).variance
-        staying = max(0.0, _over_problems(values_SN).variance - rest)
-        shrinking = max(shrinking, seeds * rest)  # as in `two_level_variance`
+        constant = max(0.0, _over_problems(values_SN).variance - rest)
+        per_seed = max(per_seed, seeds * rest)  # as in `two_level_variance`
     for count in range(FEWEST_SEEDS, MOST_SEEDS + 1):
         quantile = stdtrit(count - 1, (1 + CONFIDENCE) / 2)
-        if quantile * math.sqrt(shrinking / count + staying) < abs(_mean(values_SN)):
+        if quantile * math.sqrt(per_seed / count + constant) < abs(_mean(values_SN)):
             return count
     return math.inf
 
@@ -111,12 +114,12 @@ def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def _mean(values_SN: Sequence[np.ndarray]) -> float:
-    return float(np.mean([each.mean() for each in values_SN]))
+    return float(np.mean([benchmark_SN.mean() for benchmark_SN in values_SN]))
 
 
 def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
     """The variance of the mean over seeds, of each seed's mean over problems and benchmarks."""
-    mean_S = np.mean([each.mean(axis=1) for each in values_SN], axis=0)
+    mean_S = np.mean([benchmark_SN.mean(axis=1) for benchmark_SN in values_SN], axis=0)
     seeds = len(mean_S)
     if np.ptp(mean_S) < EQUAL:  # the variance of equal floats is not always 0
         return Component(0.0, seeds - 1)
@@ -124,16 +127,17 @@ def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def _over_problems(values_SN: Sequence[np.ndarray]) -> Component:
-    """The variance of the mean over problems, of each one's mean over seeds."""
-    return Component.of_mean([Component.over_problems(each.mean(axis=0)) for each in values_SN])
+    """The variance of the mean over problems, of each problem's mean over seeds."""
+    means = [benchmark_SN.mean(axis=0) for benchmark_SN in values_SN]
+    return Component.of_mean([Component.over_problems(mean_N) for mean_N in means])
 
 
 def _rest(values_SN: Sequence[np.ndarray]) -> Component:
-    """The variance of the mean of what neither seed nor problem explains."""
-    found = []
-    for each in values_SN:
-        seeds, problems = each.shape
-        rest = each - each.mean(axis=0) - each.mean(axis=1, keepdims=True) + each.mean()
+    """The variance of the mean of the residuals, which neither seed nor problem explains."""
+    parts = []
+    for x_SN in values_SN:
+        seeds, problems = x_SN.shape
+        rest_SN = x_SN - x_SN.mean(axis=0) - x_SN.mean(axis=1, keepdims=True) + x_SN.mean()
         freedom = (seeds - 1) * (problems - 1)
-        found.append(Component(float((rest**2).sum()) / freedom / each.size, freedom))
-    return Component.of_mean(found)
+        parts.append(Component(float((rest_SN**2).sum()) / freedom / x_SN.size, freedom))
+    return Component.of_mean(parts)

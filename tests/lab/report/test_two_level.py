@@ -9,20 +9,20 @@ from scipy import stats
 from grpo_replay.evaluation.statistics import Component, t_interval
 from grpo_replay.lab.report.costs import break_even, cost_ratio, first_crossing
 from grpo_replay.lab.report.two_level import (
-    of_accuracy,
-    of_difference,
     sampled_over,
     seeds_to_tell,
+    two_level_accuracy_interval,
+    two_level_difference_interval,
     two_level_variance,
 )
 
 
 def accuracy_over_seeds(values):
-    return of_accuracy(values), sampled_over(values)
+    return two_level_accuracy_interval(values), sampled_over(values)
 
 
 def difference_over_seeds(values):
-    return of_difference(values), sampled_over(values)
+    return two_level_difference_interval(values), sampled_over(values)
 
 
 def test_the_variance_by_hand_without_interaction():
