@@ -80,7 +80,7 @@ def cells_of_sweep(context: Context, file: Path) -> list[dict[str, Any]]:
     if context.seeds:
         sweep = sweep.model_copy(update={"seeds": context.seeds})
     for place, cell in enumerate(expand(sweep, file, context.work)):
-        if cell.awaits_choice:
+        if cell.awaits_tuning:
             continue  # `grpo-replay sweep` chooses, of the tuning runs
         here = [
             f"sampling.servers.address=127.0.0.1:{FIRST_PORT + place}",

@@ -91,7 +91,7 @@ def _conclude(entries: Sequence[Entry], folder: Path, code: int) -> None:
 def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
     """The shell command of each unfinished cell, and a comment if some wait for tuning."""
     for entry in entries:
-        if entry.status is Status.WAITING and not entry.cell.awaits_choice:
+        if entry.status is Status.WAITING and not entry.cell.awaits_tuning:
             yield shell_command(entry.cell, entry.state)
-    if waiting := sum(entry.cell.awaits_choice for entry in entries):
+    if waiting := sum(entry.cell.awaits_tuning for entry in entries):
         yield f"# {waiting} cells wait for their tuning: run the lines above, then print again"

@@ -1,7 +1,7 @@
-"""Cells as processes of this machine, which share its cores and GPUs.
+"""Runs cells as processes of this machine, which share its cores and GPUs.
 
-`python -m grpo_replay.lab.sweep.cell_processes PARENT_PID ARGUMENTS` is what a sweep starts as a
-cell: `grpo-replay ARGUMENTS`, told to stop after its step if the sweep dies, also by SIGKILL.
+A sweep starts a cell by `python -m grpo_replay.lab.sweep.cell_processes PARENT_PID ARGUMENTS`. It
+runs `grpo-replay ARGUMENTS`, and stops after its step if the sweep dies, also by SIGKILL.
 """
 
 import os
@@ -34,29 +34,29 @@ class Launcher:
     def __init__(self, jobs: int) -> None:
         self._environment = share_of_cores(jobs)
         self._gpus = shares_of_gpus(jobs)
-        self._places: list[Process | None] = [None] * jobs
+        self._processes: list[Process | None] = [None] * jobs
 
-    def free_place(self) -> int | None:
-        """The number of a place without a running cell; None if all have one."""
-        for number, process in enumerate(self._places):
+    def free_slot(self) -> int | None:
+        """The number of a job slot without a running cell; None if all are taken."""
+        for number, process in enumerate(self._processes):
             if process is None or process.poll() is not None:
                 return number
         return None
 
-    def start(self, cell: Cell, state: CellState, place: int) -> Process:
-        """Start a new cell, or resume a started one, in a free place."""
-        # For trackers that keep all runs in one place, where `seed-42` says nothing.
+    def start(self, cell: Cell, state: CellState, slot: int) -> Process:
+        """Start a new cell, or resume a started one, in a free job slot."""
+        # Trackers list all runs together, where a name like `seed-42` is ambiguous.
         name = f"{cell.root.name}/{cell.name}"
         names = {"WANDB_NAME": name, "TRACKIO_NAME": name}
         environment = {**self._environment, **import_path(), **names}
         if self._gpus:
-            environment[GPUS_VARIABLE] = self._gpus[place]
+            environment[GPUS_VARIABLE] = self._gpus[slot]
         entry = [sys.executable, *PYTHON_MODULE, ENTRY, str(os.getpid())]
-        words = [*entry, *train_arguments(cell, state)]
+        command = [*entry, *train_arguments(cell, state)]
         cell.log.parent.mkdir(parents=True, exist_ok=True)
         with cell.log.open("ab", buffering=0) as log:
             process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -64,34 +64,34 @@ class Launcher:
                 env={**os.environ, **environment},
             )
             log.write(f"{STARTED}{process.pid}: {shell_command(cell, state)}\n".encode())
-        self._places[place] = process
+        self._processes[slot] = process
         return process
 
 
 def share_of_cores(jobs: int) -> dict[str, str]:
-    """Variables that limit the threads of one of `jobs` cells, and of its children."""
+    """Environment variables that limit the threads of one of `jobs` cells and its children."""
     cores = str(max(1, available_cores() // jobs))
     return {CORES_VARIABLE: cores, "OMP_NUM_THREADS": cores}
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them; found without torch. Raises
-    LaunchError for one that is named twice."""
-    named = named_gpus()
-    if named is not None:
-        return named
+    """The visible GPUs as in CUDA_VISIBLE_DEVICES, determined without torch. Raises LaunchError for
+    one that is named twice."""
+    gpus = named_gpus()
+    if gpus is not None:
+        return gpus
     return [str(number) for number in range(len(list(_GPU_FOLDER.glob("*"))))]
 
 
 def shares_of_gpus(jobs: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each of `jobs` cells: equal parts, or one GPU each by turns if there
-    are more cells than GPUs. Empty for one job or no GPU."""
+    """CUDA_VISIBLE_DEVICES of each of `jobs` cells: equal shares, or one GPU each, in turn, if
+    there are more cells than GPUs. Empty for one job or no GPU."""
     gpus = visible_gpus()
     if jobs == 1 or not gpus:
         return []
     size = max(1, len(gpus) // jobs)
-    turns = [gpus[(size * job) % len(gpus) :][:size] for job in range(jobs)]
-    return [",".join(share) for share in turns]
+    shares = [gpus[(size * job) % len(gpus) :][:size] for job in range(jobs)]
+    return [",".join(share) for share in shares]
 
 
 def main() -> None:

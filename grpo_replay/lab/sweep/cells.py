@@ -1,5 +1,5 @@
-"""The cells of a sweep: which runs there are, where they lie, the recipe and the state of each, and
-the command that starts or continues it.
+"""The cells of a sweep, its runs: folder, recipe and state of each, and the command that starts or
+continues it.
 
 OUTPUT_DIR/ARM/seed-N/                      the comparison
 OUTPUT_DIR/tune/ARM/VALUE-NAME/seed-N/      the tuning stage
@@ -22,7 +22,7 @@ _load = functools.lru_cache(maxsize=None)(load_recipe)
 
 
 class CellState(enum.Enum):
-    """What a cell's folder holds: no run, one that is to be resumed, or a finished one."""
+    """The content of a cell's folder: no run, one to resume, or a finished one."""
 
     NEW = "new"
     STARTED = "started"
@@ -43,11 +43,11 @@ class Cell:
     recipe: str
     overrides: tuple[str, ...]
     candidate: tuple[str, ...] | None = None
-    awaits_choice: bool = False
+    awaits_tuning: bool = False
 
     @property
     def name(self) -> str:
-        """The folder relative to the sweep's, which is how messages name the cell."""
+        """The folder relative to that of the sweep; names the cell in messages."""
         if self.candidate is None:
             return f"{self.arm}/seed-{self.seed}"
         return f"tune/{self.arm}/{value_name(self.candidate)}/seed-{self.seed}"
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """What the cell's processes print."""
+        """The log file of the cell's processes."""
         return self.root / "log" / f"{self.name}.log"
 
     def all_overrides(self) -> tuple[str, ...]:
@@ -74,25 +74,29 @@ class Cell:
 
     def with_choice(self, chosen: Sequence[str]) -> "Cell":
         """The comparison cell with the values that tuning chose."""
-        return replace(self, overrides=(*self.overrides, *chosen), awaits_choice=False)
+        return replace(self, overrides=(*self.overrides, *chosen), awaits_tuning=False)
 
     @property
     def accuracy(self) -> float | None:
-        """Mean held-out accuracy at the end of the run; None before, or if it evaluated nothing."""
+        """Mean held-out accuracy at the end of the run; None before, or without evaluation."""
         return ((read_summary(self.folder) or {}).get("final") or {}).get("mean")
 
 
 def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) -> list[Cell]:
-    """The cells in `root` of a sweep read from `source`, of all arms or of the arm `only`, fully
-    checked: tuning first, then seed by seed, so that arms stay level with each other. Raises
-    SweepFileError for an arm, an override or a recipe that there is not."""
+    """List the cells of a sweep that was read from `source`, of all arms or of the arm `only`, with
+    folders in `root`. Tuning comes first, then seed by seed, so that all arms progress alike.
+    Raises SweepFileError for an unknown arm, override or recipe."""
     if only is not None and only not in sweep.arms:
         hint = did_you_mean(only, sweep.arms)
         raise SweepFileError(
             f"--only {only}: no such arm{hint}; the sweep has: {', '.join(sweep.arms)}"
         )
     recipe = _recipe_name(sweep.recipe, source)
-    arms = {name: (*sweep.set, *own) for name, own in sweep.arms.items() if only in (None, name)}
+    arms = {
+        name: (*sweep.set, *overrides)
+        for name, overrides in sweep.arms.items()
+        if only in (None, name)
+    }
     candidates = sweep.tune.candidates() if sweep.tune else []
     tuning = [
         Cell(root, name, seed, recipe, overrides, candidate)
@@ -101,7 +105,7 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
         for seed in (sweep.tune.seeds if sweep.tune else ())
     ]
     comparison = [
-        Cell(root, name, seed, recipe, overrides, awaits_choice=bool(candidates))
+        Cell(root, name, seed, recipe, overrides, awaits_tuning=bool(candidates))
         for seed in sweep.seeds
         for name, overrides in arms.items()
     ]
@@ -114,13 +118,13 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
 
 
 def _recipe_name(word: str, source: Path) -> str:
-    """What `train` is given: an absolute path, or the name of a shipped recipe."""
-    beside = source.parent / word
+    """The recipe argument of `train`: an absolute path, or the name of a shipped recipe."""
+    local_file = source.parent / word
     try:
-        found = beside if beside.is_file() else find_recipe(word)
+        path = local_file if local_file.is_file() else find_recipe(word)
     except RecipeError as error:
         raise SweepFileError(f"{source}: recipe: {error}") from error
-    return word if found.name.removesuffix(".yaml") == word else str(found.resolve())
+    return word if path.name.removesuffix(".yaml") == word else str(path.resolve())
 
 
 def state_of(cell: Cell) -> CellState:
@@ -128,39 +132,41 @@ def state_of(cell: Cell) -> CellState:
     recipe."""
     if not RunDirectory(cell.folder).recipe_path.exists():
         return CellState.NEW
-    ours = cell.resolved_recipe()
-    recipe = ours if cell.awaits_choice else read_recipe_file(RunDirectory(cell.folder).recipe_path)
-    if found := differences(recipe, ours):
-        shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in found[:3])
+    expected = cell.resolved_recipe()
+    stored = expected
+    if not cell.awaits_tuning:
+        stored = read_recipe_file(RunDirectory(cell.folder).recipe_path)
+    if changes := differences(stored, expected):
+        shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in changes[:3])
         raise OutputDirectoryError(
             f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, "
             "or restore the recipe or the sweep file"
         )
     summary = read_summary(cell.folder)
-    return CellState.DONE if summary and summary["steps"] >= ours.run.steps else CellState.STARTED
+    is_done = summary and summary["steps"] >= expected.run.steps
+    return CellState.DONE if is_done else CellState.STARTED
 
 
 def train_arguments(cell: Cell, state: CellState) -> list[str]:
-    """The words after `grpo-replay` that start the run, or continue it with its own recipe."""
+    """The arguments of `grpo-replay` that start the run, or continue it with its own recipe."""
     folder = ["--output-dir", str(cell.folder)]
     if state is CellState.STARTED:
         return ["train", "--resume", *folder]
-    overrides = [word for each in cell.all_overrides() for word in ("--set", each)]
+    overrides = [word for override in cell.all_overrides() for word in ("--set", override)]
     return ["train", cell.recipe, *overrides, *folder]
 
 
 def shell_command(cell: Cell, state: CellState) -> str:
-    """The cell as one line for a shell."""
+    """The command of the cell as one line for a shell."""
     return shlex.join(["grpo-replay", *train_arguments(cell, state)])
 
 
 STARTED = "# process "
-"""How the line begins that an attempt at a cell writes first into its log."""
+"""Prefix of the first line that an attempt at a cell writes to its log."""
 
 
 def error_line(log: Path) -> str | None:
-    """The first line of the error with which a cell's last attempt ended; None if it printed
-    none."""
+    """The first line of the error that ended a cell's last attempt; None without one."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.rpartition(STARTED)[2].splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

@@ -1,5 +1,5 @@
 """SWEEP.yaml: a recipe, named arms, seeds, and values to tune before the arms are compared. The
-folder of a sweep has it as sweep.yaml, beside chosen.json, the values that were chosen."""
+folder of a sweep has a copy, sweep.yaml, and the tuned values, chosen.json."""
 
 import itertools
 import json
@@ -19,13 +19,13 @@ from grpo_replay.shipped_recipes import shipped_sweeps
 SWEEP = "sweep.yaml"
 CHOSEN = "chosen.json"
 RESERVED = ("tune", "log")
-"""Folders of a sweep that hold no arm."""
+"""Folders of a sweep that are not arms."""
 
 
 def _folder_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,99}", text) or text in RESERVED:
         raise ValueError(
-            f"{text!r} is to name a folder: use up to 100 letters, digits and . _ = + , -, "
+            f"{text!r} names a folder: use up to 100 letters, digits and . _ = + , -, "
             f"begin with a letter or digit, and leave out {' and '.join(RESERVED)}"
         )
     return text
@@ -40,8 +40,8 @@ Grid = dict[str, Some[list[Scalar]]]
 
 
 class TuneSection(Section):
-    """The tuning stage: every arm is run with every value of the grid on the tuning seeds, and gets
-    the values with the best mean of `final.mean` in summary.json."""
+    """The tuning stage: every arm is run with every value of the grid on the tuning seeds; the
+    values with the best mean of `final.mean` in summary.json are then used in the comparison."""
 
     seeds: Seeds
     """Seeds of the tuning runs. None of them may be a seed of the comparison."""
@@ -77,12 +77,12 @@ class SweepFile(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> "SweepFile":
         tuned = self.tune.grid if self.tune else {}
-        for place, overrides in (("set", self.set), *self.arms.items()):
+        for name, overrides in (("set", self.set), *self.arms.items()):
             keys = _keys(overrides)
             if "run.seed" in keys:
-                raise ValueError(f"{place} sets run.seed: the seeds of a sweep are listed in seeds")
+                raise ValueError(f"{name} sets run.seed: the seeds of a sweep are listed in seeds")
             if both := [key for key in keys if key in tuned]:
-                raise ValueError(f"{place} sets {both[0]}, which tune.grid varies: remove one")
+                raise ValueError(f"{name} sets {both[0]}, which tune.grid varies: remove one")
         if self.tune and (common := sorted({*self.tune.seeds} & {*self.seeds})):
             raise ValueError(
                 f"tune.seeds and seeds share {', '.join(map(str, common))}: values that were "
@@ -96,16 +96,16 @@ class SweepFile(Section):
         """The sweep with an arm for every combination of the grid, and no grid."""
         arms: dict[str, list[str]] = {}
         for name, overrides in self.arms.items():
-            own = [key for key in self.grid if key not in _keys(overrides)]
-            for values in _combinations({key: self.grid[key] for key in own}):
-                full = ",".join([name, value_name(values)]) if values else name
-                arms[full] = [*overrides, *values]
+            varied = [key for key in self.grid if key not in _keys(overrides)]
+            for values in _combinations({key: self.grid[key] for key in varied}):
+                arm = ",".join([name, value_name(values)]) if values else name
+                arms[arm] = [*overrides, *values]
         return SweepFile.model_validate({**self.model_dump(), "arms": arms, "grid": {}})
 
 
 def _combinations(grid: Mapping[str, Sequence[Scalar]]) -> list[tuple[str, ...]]:
-    each = ([f"{key}={_text(value)}" for value in values] for key, values in grid.items())
-    return list(dict.fromkeys(itertools.product(*each)))
+    settings = ([f"{key}={_text(value)}" for value in values] for key, values in grid.items())
+    return list(dict.fromkeys(itertools.product(*settings)))
 
 
 def _text(value: Scalar) -> str:
@@ -114,13 +114,13 @@ def _text(value: Scalar) -> str:
 
 
 def value_name(overrides: Sequence[str]) -> str:
-    """A name for overrides, the folder of a tuned value: `learning_rate=5e-05`, or several joined
-    by commas. Keys with the same last part keep their sections."""
+    """The folder name of tuned values: `learning_rate=5e-05`, several joined by commas. Keys with
+    the same last part keep their sections."""
     pairs = [word.partition("=") for word in overrides]
     leaves = [key.rpartition(".")[2] for key, _, _ in pairs]
-    short = len(set(leaves)) == len(leaves)
+    are_distinct = len(set(leaves)) == len(leaves)
     return ",".join(
-        f"{leaf if short else key}={value}" for leaf, (key, _, value) in zip(leaves, pairs)
+        f"{leaf if are_distinct else key}={value}" for leaf, (key, _, value) in zip(leaves, pairs)
     )
 
 
@@ -134,7 +134,7 @@ def find_sweep(name_or_path: str) -> Path:
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Read and check a sweep. Raises RecipeError with file and place."""
+    """Read and check a sweep. Raises RecipeError that names file and key."""
     document = read_yaml(path)
     if not isinstance(document, Mapping):
         raise SweepFileError(f"{path}: a sweep is a mapping with name, recipe, arms and seeds")
@@ -142,7 +142,8 @@ def read_sweep_file(path: Path) -> SweepFile:
         return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
         problems = [
-            f"{path}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+            f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            for problem in error.errors()
         ]
         problems.append(f"{path}: the keys of a sweep are {', '.join(SweepFile.model_fields)}")
         raise SweepFileError(
@@ -156,6 +157,6 @@ def sweep_to_yaml(sweep: SweepFile) -> str:
 
 
 def read_choices(folder: Path) -> dict[str, Any]:
-    """What tuning chose, by arm, from chosen.json; empty if nothing was chosen yet."""
+    """The tuned values by arm, from chosen.json; empty before tuning is complete."""
     path = folder / CHOSEN
     return json.loads(path.read_text(encoding="utf-8"))["arms"] if path.exists() else {}

@@ -1,5 +1,5 @@
-"""Running a sweep: start what is ready, follow what runs, choose what was tuned (per arm, the
-values with the best mean over the tuning seeds)."""
+"""Runs a sweep: starts cells that are ready, follows running ones, and chooses tuned values (per
+arm those with the best mean over the tuning seeds)."""
 
 import enum
 import signal
@@ -26,15 +26,15 @@ from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole, wr
 POLL_SECONDS = 0.5
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-"""What a cell gets at the first, second and third request to stop: finish the step and checkpoint;
-stop at once; die."""
+"""Signals to a cell at the first, second and third request to stop: finish the step and checkpoint;
+stop at once; be killed."""
 
 Scores = Mapping[tuple[str, ...], Mapping[int, float]]
 """Accuracy by candidate and seed."""
 
 
 def refuse_other_sweep(folder: Path, sweep: SweepFile) -> None:
-    """Raises OutputDirectoryError if the folder is of a sweep of another name."""
+    """Raises OutputDirectoryError if the folder belongs to a sweep with another name."""
     path = folder / SWEEP
     if path.exists() and (name := read_sweep_file(path).name) != sweep.name:
         raise OutputDirectoryError(f"{folder} holds the sweep {name}: choose another --output-dir")
@@ -53,17 +53,17 @@ def choose(scores: Scores) -> tuple[str, ...]:
 
 
 def record_choice(root: Path, arm: str, chosen: Sequence[str], scores: Scores) -> None:
-    """Write the choice to chosen.json, beside those of other arms."""
+    """Add the choice of an arm to chosen.json."""
     candidates = [
-        {"set": list(each), "mean": fmean(values.values()), "seeds": values}
-        for each, values in scores.items()
+        {"set": list(candidate), "mean": fmean(values.values()), "seeds": values}
+        for candidate, values in scores.items()
     ]
     arms = {**read_choices(root), arm: {"set": list(chosen), "candidates": candidates}}
     write_json_whole(root / CHOSEN, {"arms": arms})
 
 
 class Status(enum.Enum):
-    """What the sweep knows of a cell."""
+    """The status of a cell in the running sweep."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -74,7 +74,7 @@ class Status(enum.Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """A cell of a sweep that runs. `message` says why it failed."""
+    """A cell and its status in the running sweep. `message` says why it failed."""
 
     cell: Cell
     state: CellState
@@ -86,8 +86,8 @@ class Entry:
 
 @dataclass(slots=True)
 class SweepRun:
-    """One attempt at a sweep. `stops` is how often the user asked to stop; signal handlers raise
-    it."""
+    """One attempt at a sweep. `stops` is the number of requests to stop, which signal handlers
+    increase."""
 
     cells: Sequence[Cell]
     jobs: int = 1
@@ -97,30 +97,31 @@ class SweepRun:
     entries: list[Entry] = field(default_factory=list)
 
     def prepare(self) -> None:
-        """Look at every cell, before anything is started, and make the choices of tuning that is
-        complete. Raises OutputDirectoryError for a folder with a run of another recipe, but
-        an arm whose comparison has runs with another choice than that of now has failed."""
+        """Read the state of every cell before any is started, and choose values where tuning is
+        complete. Raises OutputDirectoryError for a folder with a run of another recipe. If runs of
+        a comparison have other tuned values than are now chosen, the arm fails instead."""
         self.entries = [Entry(cell, state_of(cell)) for cell in self.cells]
         for entry in self.entries:
-            if entry.state is CellState.DONE and not entry.cell.awaits_choice:
+            if entry.state is CellState.DONE and not entry.cell.awaits_tuning:
                 entry.status = Status.DONE
         self._choose()
 
     def run(self) -> int:
         """Run until no cell can be started; returns the exit code of the sweep."""
-        launcher, passed_on = Launcher(self.jobs), 0
+        launcher, stops_sent = Launcher(self.jobs), 0
         while True:
             for entry in self._with(Status.RUNNING):
                 self._collect(entry)
             if not self.stops:
                 self._choose()
                 self._start(launcher)
-            for number in range(passed_on, self.stops):
+            for number in range(stops_sent, self.stops):
                 for entry in self._with(Status.RUNNING):
                     assert entry.process is not None
                     entry.process.send_signal(STOP_SIGNALS[min(number, len(STOP_SIGNALS) - 1)])
-            passed_on = self.stops
-            if not self._with(Status.RUNNING) and (self.stops or not self.ready()):
+            stops_sent = self.stops
+            starts_nothing = self.stops or not self.ready()
+            if not self._with(Status.RUNNING) and starts_nothing:
                 break
             time.sleep(POLL_SECONDS)
         failed = self._with(Status.FAILED)
@@ -131,14 +132,14 @@ class SweepRun:
 
     def ready(self) -> list[Entry]:
         """The entries that can be started."""
-        return [e for e in self._with(Status.WAITING) if not e.cell.awaits_choice]
+        return [e for e in self._with(Status.WAITING) if not e.cell.awaits_tuning]
 
     def _start(self, launcher: Launcher) -> None:
         for entry in self.ready():
-            place = launcher.free_place()
-            if place is None:
+            slot = launcher.free_slot()
+            if slot is None:
                 return
-            entry.process = launcher.start(entry.cell, entry.state, place)
+            entry.process = launcher.start(entry.cell, entry.state, slot)
             self._set(entry, Status.RUNNING, f"process {entry.process.pid}")
 
     def _collect(self, entry: Entry) -> None:
@@ -153,23 +154,23 @@ class SweepRun:
             self._set(entry, Status.INTERRUPTED)
         else:
             entry.exit_code = code if code > 0 else 4
-            why = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            self._set(entry, Status.FAILED, error_line(entry.cell.log) or why)
+            reason = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            self._set(entry, Status.FAILED, error_line(entry.cell.log) or reason)
 
     def _set(self, entry: Entry, status: Status, message: str = "") -> None:
         entry.status, entry.message = status, message
         self.on_change(entry)
 
     def _choose(self) -> None:
-        """Give the comparison cells of arms that are now tuned their values."""
+        """Set the tuned values in the comparison cells of arms whose tuning is complete."""
         for arm in dict.fromkeys(cell.arm for cell in self.cells):
-            own = [entry for entry in self.entries if entry.cell.arm == arm]
-            waiting = [e for e in own if e.cell.awaits_choice]
-            tuning = [e for e in own if e.cell.candidate is not None]
+            entries = [entry for entry in self.entries if entry.cell.arm == arm]
+            waiting = [e for e in entries if e.cell.awaits_tuning]
+            tuning = [e for e in entries if e.cell.candidate is not None]
             if waiting and all(e.status is Status.DONE for e in tuning):
-                self._give_choice(arm, waiting, [entry.cell for entry in tuning])
+                self._apply_choice(arm, waiting, [entry.cell for entry in tuning])
 
-    def _give_choice(self, arm: str, waiting: Sequence[Entry], tuning: Sequence[Cell]) -> None:
+    def _apply_choice(self, arm: str, waiting: Sequence[Entry], tuning: Sequence[Cell]) -> None:
         scores: dict[tuple[str, ...], dict[int, float]] = {}
         for cell in tuning:
             assert cell.accuracy is not None, f"{cell.folder}/summary.json has no final.mean"

@@ -37,14 +37,14 @@ def test_cells_lie_where_the_contract_says_and_arms_stay_level():
         "out/tune/b/learning_rate=0.0002/seed-1",
         "out/a/seed-3", "out/b/seed-3", "out/a/seed-4", "out/b/seed-4",
     ]  # fmt: skip
-    assert [cell.awaits_choice for cell in cells] == [False] * 4 + [True] * 4
+    assert [cell.awaits_tuning for cell in cells] == [False] * 4 + [True] * 4
     assert cells[3].all_overrides() == (
         "replay.ratio=1", "optimizer.learning_rate=0.0002", "run.seed=1",
     )  # fmt: skip
     chosen = cells[5].with_choice(["optimizer.learning_rate=0.0002"])
     recipe = chosen.resolved_recipe()
     found = (recipe.replay.ratio, recipe.optimizer.learning_rate, recipe.run.seed)
-    assert found == (1.0, 2e-4, 3) and not chosen.awaits_choice
+    assert found == (1.0, 2e-4, 3) and not chosen.awaits_tuning
 
 
 @pytest.mark.parametrize("name", shipped_sweeps())

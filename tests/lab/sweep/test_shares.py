@@ -66,11 +66,11 @@ def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(
     monkeypatch.chdir(tmp_path)
     launcher = processes.Launcher(2)
     for place in range(2):
-        assert launcher.free_place() == place
+        assert launcher.free_slot() == place
         launcher.start(cell(4), CellState.NEW, place)
-    assert launcher.free_place() is None
+    assert launcher.free_slot() is None
     started[0].ended = 0
-    launcher.start(cell(4), CellState.NEW, launcher.free_place())
+    launcher.start(cell(4), CellState.NEW, launcher.free_slot())
     assert [process.gpus for process in started] == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
     assert {process.name for process in started} == {"out/ours/seed-3"}
 

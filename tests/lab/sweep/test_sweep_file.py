@@ -57,7 +57,7 @@ BAD = {
     "a tuned key that no recipe has": (("optimizer.learning_rate", "optimizer.rate"), "unknown k"),
     "tuning without evaluation": (("run.steps=30", "'eval.benchmarks=[]'"), "evaluates nothing"),
     "a value that cannot be a folder": (
-        ("optimizer.learning_rate: [5.0e-5, 1.0e-4]", "model.path: [a/b]"), "name a folder",
+        ("optimizer.learning_rate: [5.0e-5, 1.0e-4]", "model.path: [a/b]"), "names a folder",
     ),
     "an unknown key": (("name: two", "name: two\nseed: 3"), "seed: Extra.*keys .* seeds"),
 }  # fmt: skip
