@@ -367,6 +367,7 @@ def _loss_contradictions(recipe: Recipe) -> Iterable[str]:
 
 
 def _schedule_contradictions(recipe: Recipe) -> Iterable[str]:
+    """A warm-up as long as the run, and refills that could have no effect."""
     optimizer, steps = recipe.optimizer, recipe.run.steps
     if optimizer.warmup_steps >= steps:
         yield (
@@ -378,11 +379,15 @@ def _schedule_contradictions(recipe: Recipe) -> Iterable[str]:
             f"sampling.max_refills {recipe.sampling.max_refills} with replay.drop_zero_variance "
             "false: no group is dropped, so nothing is refilled; set sampling.max_refills 0"
         )
-    elif recipe.sampling.max_refills > 0 and recipe.replays and recipe.replay.stores_first:
+    elif (
+        recipe.sampling.max_refills > 0
+        and recipe.replay.trains_on_draws
+        and recipe.replay.stores_first
+    ):
         yield (
             f"sampling.max_refills {recipe.sampling.max_refills} with replay.composition "
-            "'buffer_only': its batch is drawn from the buffer, and fresh groups that are missing "
-            "leave no gap in it; set sampling.max_refills 0"
+            "'buffer_only': its batch is drawn from the buffer and keeps its size when fresh "
+            "groups are dropped; set sampling.max_refills 0"
         )
 
 

@@ -343,6 +343,12 @@ def test_a_name_cannot_leave_the_folder_of_runs(name):
     assert resolve_recipe([{"name": "exp[bold] 1"}]).name == "exp[bold] 1"
 
 
+def test_refills_in_shadow_are_those_of_grpo_whatever_would_be_drawn():
+    """Nothing drawn is trained on, so a batch of the buffer alone is not what refills fill."""
+    words = REFUSED["refills of a batch that is drawn from the buffer"][0]
+    assert load_recipe("tiny", [*words, "replay.shadow=true"]).sampling.max_refills == 2
+
+
 def test_a_disabled_buffer_is_not_checked_for_contradictions():
     recipe = load_recipe("tiny", ["replay.preset=grpo", "run.steps=5", "replay.warmup_steps=20"])
     assert not recipe.replays
