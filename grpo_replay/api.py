@@ -179,15 +179,15 @@ def _with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 def _recipe_of_run(
     recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides, has_reward: bool
 ) -> Recipe:
-    """The recipe to train with. Raises UsageError for a recipe of several ranks, for none in a new
-    run, and in a resume for another than the run's."""
+    """The recipe to train with. Raises UsageError if it has several ranks, if a new run has none,
+    or if a resume is given one that differs from the run's."""
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
     from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_other_recipe_file
 
     loaded = None if recipe is None else load_recipe(recipe, overrides)
     if resume and not (loaded and RunDirectory(path).holds_only_opening_files):
         refuse_missing(path)
-        resolved = recipe_to_resume(path, None, _words(overrides))
+        resolved = recipe_to_resume(path, None, _words(overrides))  # `recipe` is compared below
         if loaded is not None:
             may_differ = {"reward.function"} if has_reward else set()
             if resolved.prompts.source == str(_prompts_file(path)):

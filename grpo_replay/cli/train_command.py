@@ -17,13 +17,13 @@ from grpo_replay.terminal.console import print_json
 
 
 def run(options: TrainOptions) -> int:
-    """Train as the recipe says, or print the dry run; returns the exit code.
+    """Train, launch the ranks that train, or print the dry run; returns the exit code.
 
     Raises UsageError for options that cannot be combined.
     """
     recipe = _read_recipe(options)
     environment, ranks = rank_environment(), recipe.engine.num_processes
-    requested = ranks if ranks > 1 else options.num_processes
+    requested = ranks if ranks > 1 else options.num_processes  # None: any number will do
     refuse_other_count(environment, requested, "engine.num_processes")
     _announce_or_refuse_code(recipe, options)
     if options.dry_run:

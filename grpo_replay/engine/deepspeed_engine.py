@@ -425,8 +425,8 @@ class DeepSpeedEngine:
         save_state(self._engine, layout, self._comm, folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, also on another number of ranks, at another ZeRO stage or in
-        another dtype. Raises CheckpointError."""
+        """Restore what `save` wrote, even if the number of ranks, the ZeRO stage or the dtype has
+        changed. Raises CheckpointError."""
         layout = layout_of(self._recipe, self._comm.world_size)
         if saved_layout(folder) != layout:
             load_other_layout(self._engine, self._stage, folder)

@@ -176,7 +176,8 @@ def two_rows(config: PreTrainedConfig, length: int, packing: bool) -> MicroBatch
 
 
 def _windows(config: PreTrainedConfig) -> list[int]:
-    """Sizes in tokens of the model's sliding windows and attention chunks."""
+    """Integer settings that are named after a window or a chunk of attention: sizes in tokens, and
+    perhaps others, such as a number of layers, which are smaller."""
     settings = config.get_text_config().to_dict()
     return [
         value

@@ -155,7 +155,8 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_targets(model: PreTrainedModel, targets: Sequence[str] | None) -> list[str]:
-    """The last names of the linear layers that get adapters: `targets`, or all but the head."""
+    """The names, without their parents (`q_proj`), of the linear layers that get adapters:
+    `targets`, or if None all but the output head."""
     head = model.get_output_embeddings()
     available = {
         name.rpartition(".")[2]
@@ -398,6 +399,8 @@ def _gathered_weights(
 
 
 def _buckets(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[list[_Weight]]:
+    """Split the weights, in order, into lists of at most `bucket_bytes` of whole tensors (ZeRO-3
+    has the size of a sharded one as `ds_numel`). A larger weight is alone."""
     bucket: list[_Weight] = []
     size = 0
     for weight in weights:

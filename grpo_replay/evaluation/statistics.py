@@ -163,13 +163,14 @@ def share_interval(share: float, center: float, variance: float, freedom: float)
 
 
 def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
-    """The interval, over problems, of the mean accuracy over benchmarks, each an array [N]; None if
-    a benchmark has a single problem."""
+    """The interval of the mean over benchmarks of accuracy or pass@k, where problems are the
+    sample. `values_N` has an array [N] for each benchmark. None if one has a single problem."""
     if any(len(benchmark_N) < 2 for benchmark_N in values_N):
         return None
-    widened = [with_both_answers(benchmark_N) for benchmark_N in values_N]
-    estimate = Component.of_mean([Component.over_problems(values) for values in widened])
-    share, center = (_mean(array.mean() for array in arrays) for arrays in (values_N, widened))
+    with_both = [with_both_answers(benchmark_N) for benchmark_N in values_N]
+    estimate = Component.of_mean([Component.over_problems(values) for values in with_both])
+    share = _mean(values.mean() for values in values_N)
+    center = _mean(values.mean() for values in with_both)
     return share_interval(share, center, estimate.variance, estimate.freedom)
 
 

@@ -187,9 +187,9 @@ class ReplayMixin(AcceleratedReplay):
             )
 
     def _replayed(self, output: Tensors) -> Tensors:
-        """The generation batch of this process after the step of the buffer: its share of the
-        composed batch, and rows of padding if these are fewer than its micro-batches or than those
-        of other processes."""
+        """Give this process's rows to the buffer, and return its share of the composed batch in
+        TRL's format. Rows of padding follow if it has fewer rows than micro-batches, or than
+        another process."""
         trained, filler = self._replay_step(self._rows(output))
         rows = self._assignment.rows_for(self.accelerator.process_index)
         rollouts = [trained[row] if row >= 0 else filler for row in rows]

@@ -59,7 +59,8 @@ def _tokens(row: Row) -> tuple[list[int], list[int]]:
     return row.prompt_token_ids.tolist(), row.completion_token_ids.tolist()
 
 
-def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end: int) -> Row:
+def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end_token: int) -> Row:
+    """A row of verl's batch as a `Row`. Raises UsageError if its advantages differ by token."""
     mask_T, tokens_T = fields["response_mask"].bool(), fields["responses"]
     values = fields["advantages"][mask_T].tolist() or [0.0]
     if len(set(values)) > 1:
@@ -73,7 +74,7 @@ def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end: int) -> 
         sampler_logprobs=fields.get("rollout_log_probs"),
         completion_mask=None if mask_T.all() else mask_T,
         completion_text=text_of(tokens_T),
-        truncated=int(tokens_T[-1]) != end,
+        truncated=int(tokens_T[-1]) != end_token,
         extras={name: fields[name].float() for name in EXTRAS if name in fields},
     )
 

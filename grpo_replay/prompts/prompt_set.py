@@ -224,10 +224,11 @@ def load_prompts(
     whole_rows: bool = True,
 ) -> PromptSet:
     """Load the prompts of the section's sources, rendered and tokenised. `seed` determines their
-    order. If `whole_rows` is false, `Prompt.row` is empty: only a user's reward function reads it.
+    order, and which problems a builtin or generated source has. Without `whole_rows`, `Prompt.row`,
+    which only a user's reward function reads, is empty.
 
-    Raises DatasetError for a source that cannot be read, a row without problem or answer, a
-    duplicate id, or if all prompts exceed the length limit; RecipeError for a faulty template.
+    Raises DatasetError if a source cannot be read, a row lacks its problem or answer, an id occurs
+    twice, or all prompts exceed the length limit; RecipeError for a faulty template.
     """
     kept, notices, digest = _TokenisedPrompts(), list[str](), hashlib.sha256()
     for prefix, source, weight in _sources(section):

@@ -108,14 +108,15 @@ class EntryStore:
     def insert(
         self, items: Sequence[Entry | Rollout], step: int, times_used_N: np.ndarray | None = None
     ) -> int:
-        """Store entries, or whole rollouts, born at or before `step`. Returns the number of entries
-        that the capacity evicted.
+        """Store entries, or rollouts as entries, born at or before `step`. Returns the number of
+        entries that the capacity evicted.
 
-        `times_used_N` (int32 [N]) counts draws in `step` before the insertion: the pool composition
-        also draws fresh entries. The text of a rollout is not stored (rollouts/ has it), and its
-        arrays become read-only. Raises ValueError for a dropped rollout, an advantage or behaviour
-        log-prob that is missing or not finite, a positive log-prob, a birth after `step`, a second
-        insertion, and, if `replay.unit` is query, a group whose entries are not adjacent.
+        `times_used_N` (int32 [N]) says how often an item was already drawn in `step`: only the pool
+        composition draws fresh items before it stores them. The text of a rollout is not stored
+        (rollouts/ has it), and its arrays become read-only. Raises ValueError for a dropped
+        rollout, an advantage or behaviour log-prob that is missing or not finite, a log-prob above
+        `LARGEST_LOGPROB`, a birth after `step`, an item that is already stored, and, if
+        `replay.unit` is query, a group whose entries are not adjacent.
         """
         entries = entries_of(items)
         if not entries:

@@ -103,8 +103,9 @@ class HfCache(DynamicCache):
 
 
 def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, room: int) -> RowCache:
-    """A cache whose row i continues prompt `prompt_of_row_R[i]`, numbered over all `prefills`
-    (equally long, left-padded). Has capacity for `room` further tokens before it grows."""
+    """A cache whose row i continues prompt `prompt_of_row_R[i]`. Prompts are numbered through all
+    `prefills`, which are left-padded to one length, and are emptied. The cache has capacity for
+    `room` further tokens before it grows."""
     layers = []
     for index in range(len(prefills[0].layers)):
         states = [prefill.layers[index] for prefill in prefills]

@@ -169,7 +169,8 @@ def _open_devnull(number: int, name: str) -> None:
 
 @contextmanager
 def guarded_stderr() -> Iterator[GuardedStream]:
-    """Replace sys.stderr by a `GuardedStream` inside this context; yields it."""
+    """Guard sys.stderr, inside this context, against a reader that closes it. Yields the
+    `GuardedStream`, the present one if there is one, for its `on_lost`."""
     before = sys.stderr
     stream = before if isinstance(before, GuardedStream) else GuardedStream(before)
     sys.stderr = cast(TextIO, stream)

@@ -71,11 +71,11 @@ class TextTable:
             console.print(Text(self.legend, style="dim"))
 
     def markdown(self) -> list[str]:
-        """The lines of the table in Markdown, without title and legend."""
+        """The lines of the table, which has a header, in Markdown; without title and legend."""
 
         def line(cells: Row) -> str:
             texts = (cell.replace("\n", " ").replace("|", "\\|") for cell in cells)
             return f"| {' | '.join(texts)} |"
 
-        below = ["---", *["---:"] * (len(self.header) - 1)]
-        return [line(row) for row in (self.header, below, *self.rows, *self.totals)]
+        alignment = ["---", *["---:"] * (len(self.header) - 1)]
+        return [line(row) for row in (self.header, alignment, *self.rows, *self.totals)]

@@ -327,10 +327,14 @@ class RunOpener:
         self._add_notices("rewards", *(run_on_main(self.comm, self._notices_of_rewards) or []))
 
     def _notices_of_rewards(self) -> list[str]:
-        recipe, state, scorer, notices = self.recipe, self.start.state, self.scorer, list[str]()
+        """Store the digests of the reward files, refuse edited ones, and try the functions. Called
+        on rank 0."""
+        recipe, state, scorer = self.recipe, self.start.state, self.scorer
         assert scorer is not None
-        before, state.reward = state.reward, reward_digests(recipe.reward, scorer.sources())
+        before = state.reward
+        state.reward = reward_digests(recipe.reward, scorer.sources())
         refuse_edited_rewards(before, state.reward)
+        notices: list[str] = []
         if self.prompts is not None:
             text = CompletionText.from_recipe(recipe, self.tokenizer)
             notices += notices_of_rewards(recipe.reward, scorer, self.prompts, text)

@@ -130,7 +130,7 @@ def find_start(recipe: Recipe, run_dir: RunDirectory, comm: Comm, resume: bool) 
 
 
 def _find_start_on_main(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
-    """`find_start` without the other ranks; called on rank 0 only."""
+    """Rank 0's part of `find_start`: a new start or the newest checkpoint, after all refusals."""
     refuse_other_journal(recipe)
     refuse_secrets(recipe)
     if not resume or run_dir.holds_only_opening_files:
@@ -144,18 +144,20 @@ def _find_start_on_main(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> 
     refuse_other_recipe(stored, recipe, run_dir.path)
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
-    made = run_dir.check(step)
+    steps_made = run_dir.check(step)
     refuse_fewer_steps(recipe.run.steps, step)
     refuse_other_updates(stored, recipe, run_dir.path, step)
     notices = [f"the recipe changes from here on: {key}: {old!r} -> {new!r}"
                for key, old, new in differences(stored, recipe)]  # fmt: skip
     if not checkpoint:
         notices.insert(0, "the run had no checkpoint yet: it starts again from its first step")
-    elif made > step:
-        notices.insert(0, f"steps {step + 1} to {made}, after the checkpoint, are made again")
+    elif steps_made > step:
+        notices.insert(0, f"steps {step + 1} to {steps_made}, after the checkpoint, are made again")
     elif step == recipe.run.steps:
-        notices.append(f"all {step} steps are made: a higher --set run.steps=… goes on from here")
-    return StartingPoint(checkpoint, False, notices=notices)
+        notices.append(
+            f"all {step} steps are made: to go on, set a higher number with --set run.steps=…"
+        )
+    return StartingPoint(checkpoint, is_new=False, notices=notices)
 
 
 def take_directory(

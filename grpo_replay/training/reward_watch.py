@@ -16,7 +16,7 @@ from grpo_replay.sampling.completion_text import CompletionText
 from grpo_replay.types import FAILED, Rollout, first_score
 
 FIRST_NOTICE_STEPS = 5
-"""Consecutive steps without signal before the first notice. The wait then doubles each time."""
+"""Steps that a watch waits before its first notice."""
 
 
 def notices_of_rewards(
@@ -111,7 +111,8 @@ class CorrectWatch:
         self._is_done = reward.main_function in BUILTIN_VERIFIERS
 
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
-        """The notice, after the first `FIRST_NOTICE_STEPS` steps; else nothing."""
+        """A notice, once, if no completion of at least `FIRST_NOTICE_STEPS` steps was correct and
+        the scores of this step differ; else nothing."""
         scores = [
             first_score(rollout.reward_scores, rollout.reward)
             for rollout in generated
@@ -125,10 +126,10 @@ class CorrectWatch:
             return []
         self._is_done = True
         return [
-            f"step {step}: no completion of {self._steps} steps was correct: that is a score of at "
-            f"least reward.correct {self._reward.correct} by {self._reward.main_function}; the "
-            f"scores differ, and the highest was {self._best:g}. If right answers score less, set "
-            "reward.correct to their score"
+            f"step {step}: in {self._steps} steps no completion was correct, which means a score "
+            f"of at least reward.correct {self._reward.correct} by {self._reward.main_function}; "
+            f"the scores differ, and the highest was {self._best:g}. If right answers score less, "
+            "set reward.correct to their score"
         ]
 
 

@@ -182,7 +182,7 @@ def test_the_time_of_log_probs_of_birth_is_none_of_generation(tmp_path, passes, 
     if passes == 2:
         screen = io.StringIO()
         print_inspection(inspect(tmp_path), Console(file=screen))
-        assert "clipped is not known" in screen.getvalue() and "nan" not in screen.getvalue()
+        assert "It is unknown which" in screen.getvalue() and "nan" not in screen.getvalue()
 
 
 class NarrowRewards(ReplayGRPOTrainer):

@@ -86,10 +86,10 @@ def look_section(look: FirstLook | None) -> Section:
 
 
 def first_look(recipe: Recipe, groups: int) -> FirstLook:
-    """Sample `groups` groups, train on them once, and forget it; what was seen.
+    """Sample `groups` groups, train on them once in a temporary folder, and return what was seen.
 
-    The time includes what only a first step does, so that later steps are rather faster. Needs the
-    memory of the run, in one process. Raises what a run raises.
+    The time includes work that only a first step does: later steps are usually faster. Needs as
+    much memory as the run, in one process. Raises what a run raises.
     """
     share = groups / recipe.sampling.prompts_per_step
     rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
@@ -99,7 +99,7 @@ def first_look(recipe: Recipe, groups: int) -> FirstLook:
 
 
 def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
-    """The rollout as text; its reward is None if it did not come."""
+    """A rollout as text; `reward` is None if the reward function gave none."""
     from grpo_replay.engine.models import load_tokenizer
 
     prompt = decoded(load_tokenizer(model), rollout.prompt_token_ids.tolist())
@@ -151,8 +151,8 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
 
 
 def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
-    """Completion tokens per second; `share` of a step's prompts were sampled. None if nothing was
-    trained on."""
+    """Tokens per second of generation and of training, and the other seconds of a whole step, of
+    whose prompts `share` were sampled. None if nothing was trained on."""
     generating, training = metrics["cost/generation_seconds"], metrics["cost/training_seconds"]
     if not (generating and training and metrics["cost/trained_tokens"]):
         return None

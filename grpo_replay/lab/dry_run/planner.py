@@ -125,7 +125,8 @@ def find_machines(
 
 
 def with_known_model(model: ModelSection) -> ModelSection:
-    """The section, with a published Qwen id replaced by its shipped configuration."""
+    """The section, with a Qwen id of `PUBLISHED` read from its configuration in this package, so
+    that a dry run downloads nothing. Another section is returned itself."""
     name = model.path.lower()
     shipped = PUBLISHED.get(name)
     if shipped is None:

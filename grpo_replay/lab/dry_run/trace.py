@@ -277,7 +277,8 @@ def trace(
 
 @contextmanager
 def _gradients_dropped(model: nn.Module) -> Iterator[None]:
-    """Drop the gradient of each parameter when complete: the engine counts gradients."""
+    """Drop the gradient of a parameter once it is complete, so that the peak leaves gradients out:
+    `memory.py` adds them."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None

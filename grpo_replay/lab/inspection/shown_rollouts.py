@@ -131,7 +131,8 @@ def _times_used(source: Source) -> np.ndarray:
 
 
 def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.Table]:
-    """Yield the rows of the sample's groups, one file or batch at a time."""
+    """Yield all logged or stored members of the groups that have a rollout in the sample, one file
+    or batch at a time."""
     groups = pa.array(np.unique(facts.rows.group_id[sample.rows]))
     if source.rollout_files:
         needed = set(facts.rows.logged_step[sample.rows].tolist())

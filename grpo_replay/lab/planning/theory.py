@@ -170,8 +170,9 @@ def power_law_optimum(mu: float, rho: float, exponent: float) -> tuple[float, fl
 
 
 def numeric_optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
-    """(x*, y*) for any growth, by repeated refinement of a grid over log x. A minimum at an end of
-    the grid (1e-9 or 1e12 steps) means 0 or inf."""
+    """The horizon x* and replay ratio y* that minimise J for any growth, by repeated refinement of
+    a grid over log x. A minimum at an end of the grid (1e-9 or 1e12 steps) means x* = 0 (no replay)
+    or inf (never discard)."""
     low, high = _LOG_X_RANGE
     for _ in range(_REFINEMENTS):
         grid = np.linspace(low, high, _GRID_POINTS)
@@ -336,16 +337,20 @@ def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
 def _design(
     inputs: PlanInputs, x: float, y: float, cost: Cost, stored: float, unaged: Cost
 ) -> Design:
+    """The design with horizon `x` and `y` uses of a rollout, judged by its `cost`. `stored` counts
+    rollouts. `unaged` is the cost of the design to choose if rollouts did not age; it counts only
+    where the growth is assumed (`judge`)."""
     mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
     unaged_or_none = None if inputs.growth_known else unaged
-    even = break_even_mu(cost, y, rho, growth) * inputs.survival if y > 1 else None
+    # by `survival` from the cost of a survivor to that of a generated rollout
+    pays_above = break_even_mu(cost, y, rho, growth) * inputs.survival if y > 1 else None
     return Design(
         x=x,
         y=y,
         stored_rollouts=stored,
         trained_rollouts_per_step=y * inputs.survivors_per_step,
         verdict=judge(cost, mu, rho, growth, inputs.growth_others, unaged_or_none),
-        pays_above=even,
+        pays_above=pays_above,
     )
 
 

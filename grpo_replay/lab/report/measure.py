@@ -263,13 +263,14 @@ def estimates(
     runs: Sequence[Accuracies],
     interval_of: Callable[[Sequence[np.ndarray]], Interval | None],
 ) -> dict[str, Document]:
-    """The spread over seeds and the interval of the mean, by benchmark and `mean`."""
+    """The spread over seeds, and the interval of their mean, of `runs`: accuracies or differences,
+    one for each seed. Keys are the benchmarks, and `mean` for the mean over them."""
     by_name = {}
     for name in runs[0].means:
-        values, table = [run.means[name] for run in runs], _by_benchmark(runs, name)
+        values, values_SN = [run.means[name] for run in runs], _by_benchmark(runs, name)
         by_name[name] = {
-            **spread(values), "values": values, "interval": interval_of(table),
-            "interval_over": sampled_over(table),
+            **spread(values), "values": values, "interval": interval_of(values_SN),
+            "interval_over": sampled_over(values_SN),
         }  # fmt: skip
     return by_name
 

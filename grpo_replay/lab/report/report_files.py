@@ -275,7 +275,7 @@ def as_json(document: Document) -> Document:
 
 
 def markdown(document: Document, figures: Sequence[Figure]) -> str:
-    """The report as a Markdown page."""
+    """The report, a `document` of `measure`, as Markdown with links to the figures beside it."""
     table = report_table(document)
     lines = [f"# {document['name']}", "", f"**{verdict(document)}**", ""]
     lines += [f"- {fact}" for fact in (*facts_of(document), *warnings_of(document))]

@@ -97,8 +97,9 @@ def _check_group(
     checks: tuple[Check, Check, Check],
     in_float32: bool,
 ) -> None:
-    """Check one group. `in_float32`: the trainer computes mean and deviation in float32, as TRL
-    does; the error of its mean grows with the rewards."""
+    """Recompute a group's statistics, kept flags and advantages from its rewards, and record in
+    `checks` where the log differs. `in_float32`: the trainer computes mean and deviation in
+    float32, as TRL does, with an error that grows with the rewards."""
     kept, statistics, advantages = checks
     reward_G = group["reward"]
     has_reward_G = ~np.isnan(reward_G)
@@ -117,6 +118,7 @@ def _check_group(
             *(group, "group_reward_mean", "group_reward_std", "group_correct"),
         ),
     )
+    # a list column holds lengths, and -1 for null: a dropped rollout has no log-probs
     lengths_G = np.where(keeps_G, group["completion_token_ids"], -1)
     kept.expect_all(
         (group["kept"] == keeps_G)
