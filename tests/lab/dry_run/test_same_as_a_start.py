@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from server_helpers import free_ports
+from slow_tests import slow_except
 
 from grpo_replay.collection.journal import Journal
 from grpo_replay.distributed.comm import Comm
@@ -76,7 +77,7 @@ def compare(recipe: Recipe, folder: Path, resume: bool = False, opens: bool = Tr
     return str(error)
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", slow_except(["tiny", "qwen3-4b"], shipped_recipes()))
 def test_of_every_shipped_recipe(name, tmp_path):
     """On this machine's CPU. Without the hub, those of its models are refused; without vLLM, those
     that sample with it."""
