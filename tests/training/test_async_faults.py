@@ -44,7 +44,7 @@ def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
     assert same_weights_as_journal(run, tmp_path / "again")
     repeated = [line["step"] for line in run.metrics if line["cost/generation_seconds"] is None]
     assert repeated == [5]  # what it cost to generate is unknown, not nothing
-    groups = [r.place for r in read_journal(run.path / "journal") if isinstance(r, Group)]
+    groups = [r.position for r in read_journal(run.path / "journal") if isinstance(r, Group)]
     assert len(groups) == len(set(groups))
     assert verify_run(run.path).passed
 
