@@ -208,10 +208,8 @@ def _lay_out(
     flat[2:] = np.repeat(labels_4P[1:], sizes_P, axis=1)
     flat[1, flat[2] == PADDING] = 0
     counts, token_C = [len(tokens) for tokens in trained], np.concatenate(trained)
-    first_C, later_C = (
-        np.repeat(last_of_prompts, counts),
-        np.repeat(before_completions, counts),
-    )
+    first_C = np.repeat(last_of_prompts, counts)
+    later_C = np.repeat(before_completions, counts)
     return flat, np.where(token_C == 0, first_C, later_C + token_C).astype(np.int64)
 
 
