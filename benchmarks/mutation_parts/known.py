@@ -323,8 +323,8 @@ KNOWN = (
     ),
     Known(
         "the interval of all problems solved has no width", "grpo_replay/evaluation/statistics.py",
-        "widened = [with_both_answers(benchmark_N) for benchmark_N in values_N]",
-        "widened = list(values_N)",
+        "with_both = [with_both_answers(benchmark_N) for benchmark_N in values_N]",
+        "with_both = list(values_N)",
         "tests/evaluation/test_statistics.py::"
         "test_none_of_thirty_problems_solved_leaves_a_tenth_possible",
     ),

@@ -145,7 +145,7 @@ def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
         if socket.status == psutil.CONN_LISTEN
     }
     process.send_signal(number)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert out == f"stopped after [[{int(number)}], [{int(number)}]]\n"
     assert errors_in(err) == []
