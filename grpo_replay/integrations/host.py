@@ -149,9 +149,8 @@ class HostRun:
     buffer.parquet                               in each of the host's checkpoints
 
     Order of calls: `describe`; `load`, if the run resumes; `open`. Then `step` and, after the
-    update, `record`, for each step; `save` with a checkpoint;
-    `print_summary` at the end. A host that plans ahead may call `step` again before it records the
-    earlier ones.
+    update, `record`, for each step; `save` with a checkpoint; `print_summary` at the end. A host
+    that plans ahead may call `step` again before it records the earlier ones.
     """
 
     def __init__(

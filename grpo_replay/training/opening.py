@@ -66,13 +66,13 @@ from grpo_replay.training.resuming import (
     StartingPoint,
     find_start,
     go_back,
+    refuse_edited_rewards,
     refuse_other_prompts,
     take_directory,
 )
 from grpo_replay.training.reward_watch import (
     notices_of_rewards,
     notices_of_verifier,
-    refuse_edited_rewards,
     reward_digests,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource
@@ -296,7 +296,10 @@ class RunOpener:
     def _store_prompts_digest(self, prompts: PromptSet, state: RunState) -> None:
         """Store the prompts' digest in the state. Raises DatasetError if it differs from the
         checkpoint's. Collective."""
-        run_collectively(self.comm, lambda: refuse_other_prompts(state.prompts, prompts.sha256))
+        run_collectively(
+            self.comm,
+            lambda: refuse_other_prompts(state.prompts, prompts.sha256, self.run_dir.path),
+        )
         state.prompts = prompts.sha256
 
     def _plan_evaluation(self) -> None:
@@ -333,7 +336,7 @@ class RunOpener:
         assert scorer is not None
         before = state.reward
         state.reward = reward_digests(recipe.reward, scorer.sources())
-        refuse_edited_rewards(before, state.reward)
+        refuse_edited_rewards(before, state.reward, self.run_dir.path)
         notices: list[str] = []
         if self.prompts is not None:
             text = CompletionText.from_recipe(recipe, self.tokenizer)

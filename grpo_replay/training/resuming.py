@@ -10,6 +10,7 @@ policy after the first v recorded steps. A resume repeats the recorded steps aft
 """
 
 import platform
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,23 +209,36 @@ def refuse_other_recipe(stored: Recipe, recipe: Recipe, run_dir: Path) -> None:
         allowed = ", ".join(f"{key}*" if key.endswith(".") else key for key in MAY_CHANGE)
         raise RecipeError(
             f"--resume: the run in {run_dir} keeps its recipe: {'; '.join(refused)}. Leave these "
-            f"keys as they were, or {new_run(run_dir)}. A resume may change {allowed} (but not "
-            f"{', '.join(CHANGE_SAMPLING)}), and the folders of files"
+            f"keys as they were, or {new_run_advice(run_dir)}. A resume may change {allowed} (but "
+            f"not {', '.join(CHANGE_SAMPLING)}), and the folders of files"
         )
 
 
-def refuse_other_prompts(before: str, now: str) -> None:
+def refuse_other_prompts(before: str, now: str, run_dir: Path) -> None:
     """Raises DatasetError if the prompts' digest `now` differs from that at the checkpoint,
     `before`; an empty digest means that there were no prompts yet."""
     if before and before != now:
         raise DatasetError(
             "prompts.source: problems, answers or their order are others than at the checkpoint, "
-            "and a run keeps its prompts: restore them, or start a new run from the checkpoint's "
-            "model (--set model.path=…), whose optimizer and KL reference begin anew"
+            f"and a run keeps its prompts: restore them, or {new_run_advice(run_dir)}"
         )
 
 
-def new_run(run_dir: Path) -> str:
+def refuse_edited_rewards(
+    before: Mapping[str, str | None], now: Mapping[str, str | None], run_dir: Path
+) -> None:
+    """Raises RecipeError if the digest of a function's source file `now` differs from that at the
+    checkpoint, `before` (`reward_watch.reward_digests`)."""
+    edited = [name for name in before if now.get(name, before[name]) != before[name]]
+    if edited:
+        raise RecipeError(
+            f"reward.function: the source file of {', '.join(edited)} was edited after the "
+            "checkpoint, and a run keeps its reward: restore the file, or "
+            f"{new_run_advice(run_dir)}"
+        )
+
+
+def new_run_advice(run_dir: Path) -> str:
     """Advice for a refused resume: how to start a new run instead."""
     return (
         "start a new run from the model of the last checkpoint (--set model.path="
@@ -322,7 +336,7 @@ def refuse_other_updates(stored: Recipe, recipe: Recipe, run_dir: Path, step: in
             f"{run_dir / JOURNAL_FOLDER} goes on to step {last}, and the steps after {checkpoint} "
             f"are repeated as they were recorded, which the recipe changes: {'; '.join(changes)}. "
             f"Resume without these changes, stop with Ctrl-C when step {last} is done, and make "
-            f"them at the checkpoint that is then written; or {new_run(run_dir)}"
+            f"them at the checkpoint that is then written; or {new_run_advice(run_dir)}"
         )
 
 

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from grpo_replay.errors import RecipeError, RewardError
+from grpo_replay.errors import RewardError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, try_verifier
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
@@ -50,18 +50,6 @@ def reward_digests(reward: RewardSection, sources: Mapping[str, str]) -> dict[st
         str(weighted.name): sources.get(VERIFIERS.import_path(weighted.function))
         for weighted in reward.functions
     }
-
-
-def refuse_edited_rewards(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> None:
-    """Raises RecipeError if the digest of a function's source file `now` differs from that at the
-    checkpoint, `before`."""
-    edited = [name for name in before if now.get(name, before[name]) != before[name]]
-    if edited:
-        raise RecipeError(
-            f"reward.function: the source file of {', '.join(edited)} was edited after the "
-            "checkpoint, and a run keeps its reward: restore the file, or start a new run from the "
-            "checkpoint's model (--set model.path=…), whose optimizer and KL reference begin anew"
-        )
 
 
 def refuse_failed_verdicts(

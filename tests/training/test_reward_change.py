@@ -1,12 +1,15 @@
 """A resume with another source file of a reward function is refused."""
 
+from pathlib import Path
+
 import pytest
 from small_runs.trained import interrupted, train_small_run
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
-from grpo_replay.training.reward_watch import refuse_edited_rewards, reward_digests
+from grpo_replay.training.resuming import refuse_edited_rewards
+from grpo_replay.training.reward_watch import reward_digests
 
 REWARD = """
 def score(completion, answer):
@@ -44,7 +47,8 @@ def test_each_of_several_functions_is_compared_by_its_name():
     reward = RewardSection(function=["boxed", "/a/score.py:f", "/b/score.py:g"])
     before = reward_digests(reward, {"/a/score.py:f": "1", "/b/score.py:g": "1"})
     assert before == {"boxed": None, "f": "1", "g": "1"}
-    refuse_edited_rewards(before, before)
-    refuse_edited_rewards({}, before)  # the first start
-    with pytest.raises(RecipeError, match="source file of g was edited"):
-        refuse_edited_rewards(before, before | {"g": "2"})
+    run = Path("runs/a")
+    refuse_edited_rewards(before, before, run)
+    refuse_edited_rewards({}, before, run)  # the first start
+    with pytest.raises(RecipeError, match=r"of g was edited.*runs/a/checkpoints/latest/model"):
+        refuse_edited_rewards(before, before | {"g": "2"}, run)
