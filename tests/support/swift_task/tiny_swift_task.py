@@ -4,12 +4,22 @@ import path: a template, a reward, and a game of two turns.
 TINY_SWIFT_KILL=N kills the process when the rewards of generation batch N are asked for.
 """
 
+import atexit
 import os
 import signal
 
+import torch.distributed as dist
 from swift.rewards import ORM, orms
 from swift.rollout import MultiTurnScheduler, multi_turns
 from swift.template import TemplateMeta, register_template
+
+
+@atexit.register
+def leave_group():
+    """ms-swift leaves its process group open, whose threads now and then abort an interpreter that
+    exits (exit code -6)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Tiny(ORM):
