@@ -34,7 +34,7 @@ from grpo_replay.lab.report.finished_run import (
     read_finished_run,
 )
 from grpo_replay.lab.sweep.cells import Cell, CellState, expand, shell_command
-from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
+from grpo_replay.lab.sweep.sweep_file import SweepFile, find_sweep, read_sweep_file
 from grpo_replay.shipped_recipes import shipped_recipes_folder
 from grpo_replay.storage.run_directory import RunDirectory
 
@@ -144,25 +144,39 @@ def cells_of(root: Path, rows: Sequence[Row]) -> list[Cell]:
     tuning, and, once no arm prefers an edge of the grid, those of the comparison."""
     source = find_sweep(SWEEP)
     sweep = read_sweep_file(source)
-    assert sweep.tune is not None
     finals = final_accuracies(rows)
+    tuning: list[Cell] = []
+    best: dict[str, Cell] = {}
+    for arm in sweep.arms:
+        cells = tuning_of(arm, sweep, source, root, finals)
+        tuning += cells
+        if all(name_of(cell) in finals for cell in cells):
+            best[arm] = chosen(cells, finals)
+    if len(best) < len(sweep.arms):
+        return tuning
+    compared = [cell for cell in expand(sweep, source, root) if cell.candidate is None]
+    return [*tuning, *(cell.with_choice(best[cell.arm].candidate or ()) for cell in compared)]
+
+
+def tuning_of(
+    arm: str, sweep: SweepFile, source: Path, root: Path, finals: Mapping[tuple[str, ...], float]
+) -> list[Cell]:
+    """The tuning runs of an arm. Its grid gets the next value for as long as it prefers an edge."""
+    assert sweep.tune is not None
     grid = sorted(map(float, sweep.tune.grid[RATE]))
     while True:
         tune = sweep.tune.model_copy(update={"grid": {RATE: grid}})
-        cells = expand(sweep.model_copy(update={"tune": tune}), source, root)
+        cells = expand(sweep.model_copy(update={"tune": tune}), source, root, arm)
         tuning = [cell for cell in cells if cell.candidate is not None]
         if any(name_of(cell) not in finals for cell in tuning):
             return tuning
-        best = {arm: chosen([c for c in tuning if c.arm == arm], finals) for arm in sweep.arms}
-        rates = {rate_of(cell) for cell in best.values()}
-        wider = [grid[0] / 2] * (f"{grid[0]:g}" in rates) + [2 * grid[-1]] * (
-            f"{grid[-1]:g}" in rates
-        )
-        if not wider:
-            break
-        grid = sorted([*grid, *wider])
-    compared = [cell for cell in cells if cell.candidate is None]
-    return [*tuning, *(cell.with_choice(best[cell.arm].candidate or ()) for cell in compared)]
+        best = rate_of(chosen(tuning, finals))
+        if best == f"{grid[0]:g}":
+            grid.insert(0, grid[0] / 2)
+        elif best == f"{grid[-1]:g}":
+            grid.append(2 * grid[-1])
+        else:
+            return tuning
 
 
 def chosen(tuning: Sequence[Cell], finals: Mapping[tuple[str, ...], float]) -> Cell:
