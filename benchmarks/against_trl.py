@@ -11,7 +11,8 @@ updates, the same clipped token-mean loss, AdamW, reward function and temperatur
 thread. `ours` drops groups without a signal, `ours-all` trains on them as TRL does, `ours-replay`
 also replays as many rollouts. With `--smollm2`, the folder that `make_smollm2.py` makes, the model
 is SmolLM2-135M, a step has 16 prompts, sums of two digits after four worked examples (45 tokens,
-answers of up to 6, which end with their line), and all cores work.
+answers of up to 6, which end with their line), and all cores work. With `--longest` its completions
+go on after their line, nearly always to that length; the first line is graded.
 
 A run is a process of its own; rounds alternate the order, each with the next seed; the first steps
 of a run are not timed. CPU seconds count the reward worker; memory is the most that the trainer's
@@ -34,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Task:
     threads: int
     not_timed: int  # first steps of a run
     samples: int  # of each held-out problem
+    rows: int | None = None  # of a micro-batch of TRL's, if not those of an update
 
     def train_rows(self, seed: int) -> list[dict[str, str]]:
         """`prompt`, `answer` and `prompt_id` of every training problem."""
@@ -111,6 +113,12 @@ def task_of(smollm2: Path | None) -> Task:
     return Task("tiny", base, 32, 20, 7e-5, 1, 3, 2)
 
 
+def model_to_train(options: argparse.Namespace, folder: Path) -> Path:
+    task = options.task
+    as_it_is = task.name == "tiny" or options.longest
+    return task.model if as_it_is else ending_at_a_line(task.model, folder / "model")
+
+
 def ending_at_a_line(folder: Path, new: Path) -> Path:
     """The model with the line's end as its end-of-sequence token, for both trainers alike."""
     new.mkdir()
@@ -136,6 +144,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1001, help="of the first round, then upwards")
     parser.add_argument("--rate", type=float, help="learning rate; 7e-5, with --smollm2 1e-5")
     parser.add_argument("--smollm2", type=Path, help="folder of the model")
+    parser.add_argument("--longest", type=int, help="tokens of SmolLM2's completions; 6")
     parser.add_argument("--save-every", type=int, default=0, help="steps between evaluations")
     parser.add_argument("--level", type=float, default=0.5, help="held-out accuracy to reach")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=["ours", "trl"])
@@ -144,13 +153,17 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.task = task_of(options.smollm2)
+    if options.longest:
+        if not options.smollm2:
+            parser.error("--longest is for --smollm2")
+        options.task = replace(options.task, longest=options.longest, rows=16)
     options.rate = options.rate or options.task.rate
     return options
 
 
 def grade(completion: str, answer: str, row: dict[str, Any]) -> float:
-    """±1: whether the box, or without one the whole text, is the answer."""
-    box = completion.rpartition("\\boxed{")[2]
+    """±1: whether the box, or without one the first line, is the answer."""
+    box = completion.rpartition("\\boxed{")[2].partition("\n")[0]
     return 1.0 if box.partition("}")[0].strip() == answer else -1.0
 
 
@@ -238,7 +251,7 @@ def task_settings(options: argparse.Namespace, folder: Path) -> list[str]:
     rows = task.train_rows(options.seed)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        f"model.path={ending_at_a_line(task.model, folder / 'model')}",
+        f"model.path={model_to_train(options, folder)}",
         f"prompts.source={data}", "prompts.id_field=prompt_id", "prompts.problem_field=prompt",
         "prompts.user_template={problem}", "prompts.max_prompt_length=64",
         f"sampling.max_completion_length={task.longest}",
@@ -255,9 +268,7 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     task = options.task
     torch.set_num_threads(task.threads)
-    base = task.model
-    if task.name == "smollm2":
-        base = ending_at_a_line(task.model, folder / "model")
+    base = model_to_train(options, folder)
     rows = task.train_rows(options.seed)
     marks = Marks()
     rewards: list[float] = []
@@ -278,13 +289,15 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 super()._save_checkpoint(*arguments)
 
     of_update = task.prompts * GROUP // UPDATES
+    at_once = task.rows or of_update
     config = GRPOConfig(
         output_dir=str(folder / "run"), use_cpu=True, bf16=False, report_to=[], logging_steps=1,
         disable_tqdm=True, seed=options.seed, max_steps=UPDATES * options.steps,
         save_strategy="steps" if options.save_every else "no", save_only_model=True,
         save_steps=UPDATES * (options.save_every or options.steps), gradient_checkpointing=False,
-        per_device_train_batch_size=of_update, gradient_accumulation_steps=1,
-        steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=task.longest,
+        per_device_train_batch_size=at_once, gradient_accumulation_steps=of_update // at_once,
+        steps_per_generation=UPDATES * of_update // at_once, num_generations=GROUP,
+        max_completion_length=task.longest,
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2,
         epsilon_high=0.28, learning_rate=options.rate, adam_beta2=BETA2, weight_decay=0.01,
         lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0,
@@ -321,6 +334,7 @@ def run_apart(options: argparse.Namespace, name: str, seed: int, folder: Path) -
         "--rate", str(options.rate), "--steps", str(options.steps),
         "--save-every", str(options.save_every),
         *(["--smollm2", str(task.model)] if task.name == "smollm2" else []),
+        *(["--longest", str(options.longest)] if options.longest else []),
     ]  # fmt: skip
     here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
