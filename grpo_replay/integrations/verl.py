@@ -203,8 +203,9 @@ class ReplayMixin(_Host):
         tagged = zip(batch.keys, batch.tags, strict=True)
         keys = [key for key, tag in tagged if not tag.get("is_padding")]
         data = tq.kv_batch_get(keys, batch.partition_id, select_fields=[*verl_rows.FIELDS])
-        decode, end = self.tokenizer.decode, self.tokenizer.eos_token_id
-        return verl_rows.groups_of(keys, data, self.config.actor_rollout_ref.rollout.n, decode, end)
+        rollout = self.config.actor_rollout_ref.rollout
+        decode, longest = self.tokenizer.decode, rollout.response_length
+        return verl_rows.groups_of(keys, data, rollout.n, decode, longest)
 
     def _train(self, step: HostStep, batch: Any, metrics: dict[str, Any]) -> None:
         """Run verl's update on the rows of the step, in as many mini-batches as without replay."""

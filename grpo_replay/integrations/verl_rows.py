@@ -29,10 +29,11 @@ verl's metrics."""
 
 
 def groups_of(
-    keys: Sequence[str], data: Any, group_size: int, text_of: Callable[[Any], str], end: int
+    keys: Sequence[str], data: Any, group_size: int, text_of: Callable[[Any], str], longest: int
 ) -> list[list[Row]]:
     """Group verl's rows by prompt; `keys` are PROMPT_SESSION_OUTPUT. `data` has the fields of the
-    rows, `text_of` decodes tokens, `end` is the token that ends a completion.
+    rows, `text_of` decodes tokens; a completion of `longest` tokens counts as truncated, as in
+    verl's `response_length/clip_ratio`.
     Groups and their rows are sorted by tokens, because verl's order is that of arrival. A session
     without output is a completion without reward. Raises UsageError for several outputs of a
     session, and advantages per token.
@@ -47,7 +48,7 @@ def groups_of(
                 "prompt of its own: let it return one output, with response_mask 0 for tools"
             )
         fields = {name: column[i] for name, column in columns.items()}
-        members.setdefault(prompt, []).append(_row(fields, text_of, end))
+        members.setdefault(prompt, []).append(_row(fields, text_of, longest))
     for group in members.values():
         group.sort(key=_tokens)
         missing = Row(group[0].prompt_token_ids, [], [], reward=None, advantage=0.0)
@@ -59,7 +60,7 @@ def _tokens(row: Row) -> tuple[list[int], list[int]]:
     return row.prompt_token_ids.tolist(), row.completion_token_ids.tolist()
 
 
-def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end_token: int) -> Row:
+def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], longest: int) -> Row:
     """A row of verl's batch as a `Row`. Raises UsageError if its advantages differ by token."""
     mask_T, tokens_T = fields["response_mask"].bool(), fields["responses"]
     values = fields["advantages"][mask_T].tolist() or [0.0]
@@ -74,7 +75,7 @@ def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], end_token: in
         sampler_logprobs=fields.get("rollout_log_probs"),
         completion_mask=None if mask_T.all() else mask_T,
         completion_text=text_of(tokens_T),
-        truncated=int(tokens_T[-1]) != end_token,
+        truncated=len(tokens_T) >= longest,
         extras={name: fields[name].float() for name in EXTRAS if name in fields},
     )
 

@@ -20,7 +20,7 @@ from grpo_replay.errors import RecipeError, UsageError
 from grpo_replay.integrations import verl, verl_rows
 from grpo_replay.integrations.host import HostRun
 
-END = 1
+END, LONGEST = 1, 4
 PROMPTS = {"b": [5, 6], "a": [4]}
 
 
@@ -48,7 +48,7 @@ ROWS = {  # in the order of arrival
 
 def groups_of(rows=ROWS, group_size=2):
     data = list_of_dict_to_tensordict(list(rows.values()))
-    return verl_rows.groups_of(list(rows), data, group_size, str, END)
+    return verl_rows.groups_of(list(rows), data, group_size, str, LONGEST)
 
 
 def completions(groups):
@@ -69,7 +69,8 @@ def test_a_row_has_the_values_of_its_birth():
     np.testing.assert_allclose(first.extras["ref_log_prob"], [-1.4, -0.2], atol=1e-2)
     assert first.completion_mask is None
     assert tool.completion_mask.tolist() == [True, False, False, True]
-    assert not first.truncated and second.truncated, "it ends without the end token"
+    assert tool.truncated, "it has as many tokens as fit"
+    assert not (first.truncated or second.truncated), "[7, 7] may have met another end token"
 
 
 def test_a_session_without_output_is_a_completion_without_a_reward():
