@@ -1,7 +1,8 @@
 """Pieces of an asynchronous step by hand: shares of time, undrawn evictions, what is waited for."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,16 @@ from small_runs.asynchronous import BUFFER_ONLY, async_recipe
 from small_runs.trained import GROUP, PROMPTS
 
 from grpo_replay.collection.arrivals import Arrivals
-from grpo_replay.collection.messages import CollectorSettings, Drop, Report
+from grpo_replay.collection.intake import Intake
+from grpo_replay.collection.journal import Journal
+from grpo_replay.collection.messages import CollectorSettings, Drop, Report, Step
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError, ServersLost
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.insertion import entries_of
 from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.run_directory import JOURNAL_FOLDER
 from grpo_replay.training import asynchronous
 from grpo_replay.training.asynchronous import (
     FollowerSource,
@@ -56,6 +60,10 @@ class Waiting:
         self.arrivals = Arrivals.of(recipe)
         self.replaying, self.newest_report, self.done = False, Report(), []
 
+    def close_step(self, step) -> tuple:
+        """Nothing, so that what a step waits for stays in the queue."""
+        return ()
+
     def wait(self, is_ready, stop, version) -> bool:
         self.is_ready = is_ready
         return not stop.requested
@@ -68,22 +76,45 @@ class Waiting:
         return lambda *arguments: self.done.append((name, *arguments))
 
 
+@dataclass
+class Servers:
+    """A sampler of two servers that notes the versions it gets, and generates nothing."""
+
+    policy_version: int = 2
+    pushed: list[int] = field(default_factory=list)
+    stop_token_ids: tuple[int, ...] = (1, 5)
+    pusher: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(paused_seconds=0.0))
+    servers: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            all=[SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
+        )
+    )
+
+    def load_weights(self, tensors, version: int) -> None:
+        assert list(tensors) == ["of the policy"]
+        self.policy_version = version
+        self.pushed.append(version)
+
+    def generate(self, requests) -> tuple:
+        return ()
+
+
+ENGINE = SimpleNamespace(pushed_tensors=lambda bucket_bytes: iter(["of the policy"]))
+
+
 def main_source(recipe: Recipe) -> tuple[MainSource, Waiting]:
     """Before step 3, with a queue to which nothing has arrived."""
     intake = Waiting(recipe)
     return MainSource(parts_of(recipe), RunState(step=2, policy_version=2), intake), intake
 
 
-def parts_of(recipe: Recipe) -> Parts:
-    servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
-    sampler = SimpleNamespace(
-        policy_version=2, pusher=SimpleNamespace(paused_seconds=0.0), stop_token_ids=(1, 5),
-        servers=SimpleNamespace(all=servers),
-    )  # fmt: skip
+def parts_of(recipe: Recipe, folder: Path = Path("run"), comm: Comm | None = None) -> Parts:
     buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
     unused, scorer = SimpleNamespace(), SimpleNamespace(first_error=None)
-    run_dir = SimpleNamespace(path=Path("run"))
-    return Parts(recipe, Comm(), unused, sampler, scorer, range(11), unused, buffer, run_dir)
+    return Parts(
+        recipe, comm or Comm(), ENGINE, Servers(), scorer, range(11), unused, buffer,
+        SimpleNamespace(path=folder),
+    )  # fmt: skip
 
 
 URLS = ["http://127.0.0.1:1"]
@@ -102,7 +133,7 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
     )
     source, intake = main_source(recipe)
     source.parts.buffer.insert([make_rollout(i) for i in range(2)], 1)
-    assert source._wait(3)
+    assert source.take(3)
     arrived = 2
     for index in range(6):
         assert intake.is_ready() == (arrived >= fill)
@@ -117,14 +148,13 @@ def test_buffer_only_waits_for_rollouts_that_may_be_drawn_again():
     source, intake = main_source(recipe)
     buffer = source.parts.buffer
     buffer.insert([make_rollout(i) for i in range(4)], 1)
-    assert source._wait(2) and intake.is_ready()
+    assert source.take(2) and intake.is_ready()
     buffer.draw(4, 2, np.random.default_rng(0))
-    assert source._wait(3) and not intake.is_ready()
+    assert source.take(3) and not intake.is_ready()
 
 
 def test_the_first_error_of_a_collectors_verifiers_is_kept():
     source, intake = main_source(async_recipe(URLS))
-    intake.close_step = lambda step: []
     for error in ("the first", "another"):
         intake.newest_report = Report(first_error=error)
         source.take(3)
@@ -138,7 +168,7 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
     )
     source, intake = main_source(recipe)
     for index, version in enumerate([0, 1, 2]):
-        assert source._wait(3)
+        assert source.take(3)
         assert not intake.is_ready()
         intake.arrivals.apply_record(group((0, index), version))
     assert intake.is_ready()
@@ -146,22 +176,22 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
 
 def test_a_stop_while_a_step_waits_takes_nothing():
     source, intake = main_source(async_recipe(URLS))
-    source._is_live = True
     source.parts.stop.request("a test")
     assert source.take(3) is None
-    assert intake.done == []
+    assert [name for name, *_ in intake.done] == ["go_live"]
 
 
 def test_the_loss_of_the_last_server_takes_nothing_and_ends_the_run_afterwards(monkeypatch):
     source, intake = main_source(async_recipe(URLS))
-    source._is_live, lost = True, ServersLost("none is left")
+    lost = ServersLost("none is left")
 
     def wait(*_):
         raise lost
 
     monkeypatch.setattr(intake, "wait", wait)
     assert source.take(3) is None
-    assert source.parts.stop.error is lost and intake.done == []
+    assert source.parts.stop.error is lost
+    assert [name for name, *_ in intake.done] == ["go_live"]
 
 
 def test_a_journal_that_has_ended_is_not_sampled_further():
@@ -174,30 +204,39 @@ def test_a_journal_that_has_ended_is_not_sampled_further():
 
 
 @pytest.mark.parametrize(("held", "pushed"), [(1, [2]), (2, [])])
-def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(
-    monkeypatch, held, pushed
-):
+def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(held, pushed):
     """As after a resume; a rank without an intake takes its part in the gather. Once is enough."""
-    source, found = FollowerSource(parts_of(async_recipe(URLS)), RunState(policy_version=2)), []
-    source.parts.sampler.policy_version = held
-    monkeypatch.setattr(asynchronous, "_push", lambda parts, version: found.append(version))
-    monkeypatch.setattr(asynchronous, "run_on_main", lambda comm, action: True)
+    parts = parts_of(async_recipe(URLS), comm=ReadyMain())
+    parts.sampler.policy_version = held
+    source = FollowerSource(parts, RunState(policy_version=2))
     for step in (3, 4):
         taken = source.take(step)
         assert (taken.generated, taken.measured, taken.generation_seconds) == ((), (), None)
-        source.parts.sampler.policy_version = 2
-    assert found == pushed
+    assert parts.sampler.pushed == pushed
     for version in (3, 6):
         source.advance(version)
-    assert found == [*pushed, 3], "and after every step but the last"
+    assert parts.sampler.pushed == [*pushed, 3], "and after every step but the last"
 
 
-def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_on(monkeypatch):
+class ReadyMain(Comm):
+    """The second of two ranks; the first says that nothing is recorded, that it has waited, that it
+    waited without an error, and that there is something to take."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=1, world_size=2)
+        self._said = cycle([False, True, None, True])
+
+    def broadcast(self, value):
+        return next(self._said)
+
+
+def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_on():
     source, intake = main_source(async_recipe(URLS, {"run": {"sync_every_steps": 2}}))
-    monkeypatch.setattr(asynchronous, "_push", lambda parts, version: intake.pushed(version))
     source.advance(3)  # repeated from the journal: nothing samples yet
-    assert intake.done == []
-    source._is_live = True
+    assert (intake.done, source.parts.sampler.pushed) == ([], [])
+    source.take(4)
+    intake.done.clear()
+    source.parts.sampler.pushed = Pushes(intake)
     for version in (3, 4, 6):
         source.advance(version)
     assert intake.done == [
@@ -205,6 +244,13 @@ def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_o
         ("cancel_stale", 5), ("pushed", 4), ("give_credit", 4),
         ("close",),
     ]  # fmt: skip
+
+
+class Pushes:
+    """Versions that were pushed, among what the intake was told."""
+
+    def __init__(self, intake: Waiting) -> None:
+        self.append = lambda version: intake.done.append(("pushed", version))
 
 
 def test_what_a_step_takes_by_hand():
@@ -216,7 +262,9 @@ def test_what_a_step_takes_by_hand():
         intake.arrivals.apply_record(group((0, index)))
     intake.arrivals.apply_record(Drop(0, 3, "lost", 0, 0))
     generated = (make_rollout(8, birth_step=3), make_rollout(9, birth_step=2))
-    taken = source._to_step_rollouts(generated, ServerUse(3.0, 0.5))
+    intake.close_step = lambda step: generated
+    intake.newest_report = Report(idle_seconds=3.0, server_seconds=6.0)
+    taken = source.take(3)
     assert (taken.prompts, taken.groups, taken.generation_seconds) == (1, 1, 3.0)
     assert (len(taken.measured), len(taken.generated)) == (1, 2)
     assert taken.nominal_rollouts == PROMPTS * GROUP
@@ -249,8 +297,6 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     now = [100.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(asynchronous, "time", clock)
-    monkeypatch.setattr(source, "_go_live", lambda: intake.went_live())
-    monkeypatch.setattr(source, "_probe", lambda *_: [])
     monkeypatch.setattr(intake, "wait", lambda *_: now.append(now.pop() + 6) or True)
     arrived = [
         replace(make_rollout(index, birth_step=birth), policy_version_end=3)
@@ -259,11 +305,11 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     intake.close_step = lambda *words: intake.done.append(("cut", *words)) or arrived
     intake.newest_report = Report(idle_seconds=1.0, server_seconds=4.0)
     taken = source.take(3)
-    assert intake.done == [("went_live",), ("poll", 2), ("cut", 3)]
+    assert [words[:2] for words in intake.done[1:]] == [("poll", 2), ("cut", 3)]
     assert (taken.generated, taken.generation_seconds) == (arrived, 3.0)
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 12.0})
-    source.parts.buffer.insert(arrived, 3)
-    source.parts.buffer._evict_born_before(3, 99)  # both, in step 3
+    source.parts.buffer.insert([make_rollout(i, birth_step=-9) for i in (6, 7)], 2)
+    source.parts.buffer.evict(3)
     draw = Draw.empty()
     batch = ComposedBatch(tuple(entries_of(arrived)), np.zeros(2, bool), draw.ages, draw)
     found = source.metrics(StepRecord(3, taken, arrived, None, batch, [], []))
@@ -292,13 +338,13 @@ def test_a_recorded_step_is_repeated_without_waiting():
 
 def test_a_collector_is_started_with_the_servers():
     source, intake = main_source(async_recipe(URLS))
-    source._go_live()
+    source.take(3)
     settings = CollectorSettings(
         source.recipe, "run-7", ["a", "b"], (1, 5), Path("run/log/collector.log")
     )
-    assert intake.done == [("go_live", settings, 11, 2)]
+    assert intake.done[0] == ("go_live", settings, 11, 2)
     source.parts.sampler.pusher.on_switch("a", 3)
-    assert intake.done[1:] == [("announce", "a", 3)]
+    assert intake.done[-1] == ("announce", "a", 3)
 
 
 @pytest.mark.parametrize("repeats", [False, True])
@@ -306,33 +352,21 @@ def test_a_resumed_source_brings_servers_the_policy_and_reads_the_journal_that_i
     tmp_path, monkeypatch, repeats
 ):
     """The intake is closed before its journal."""
-    done: list[tuple] = []
-    monkeypatch.setattr(asynchronous, "_push", lambda _, version: done.append(("push", version)))
-    monkeypatch.setattr(asynchronous.JournalRecords, "of", lambda folder: folder)
-    journal = SimpleNamespace(close=lambda: done.append(("journal closed",)))
-    monkeypatch.setattr(asynchronous.Journal, "open", lambda folder: (journal, folder))
-
-    class Opened:
-        def __init__(self, recipe, journal, records, step) -> None:
-            self.records, self.step = records, step
-
-        def close(self) -> None:
-            done.append(("intake closed",))
-
-    monkeypatch.setattr(asynchronous, "Intake", Opened)
-    recipe, stack = async_recipe(URLS), ExitStack()
-    recipe.sampling.collection.__dict__["replay_journal"] = "before" if repeats else None
-    parts = SimpleNamespace(
-        recipe=recipe, comm=Comm(), run_dir=SimpleNamespace(path=tmp_path),
-        sampler=None,
-    )  # fmt: skip
-    state = RunState(step=3, policy_version=4)
+    closed = []
+    for kind in (Intake, Journal):
+        monkeypatch.setattr(kind, "close", lambda each: closed.append(type(each)))
+    before, run = tmp_path / "before", tmp_path / "run"
+    journal, _ = Journal.open((before if repeats else run) / JOURNAL_FOLDER)
+    for step in (1, 2, 3, 4):
+        journal.append(Step(step, 0, 0, 0, 0, 0))
+    collection = {"replay_journal": str(before)} if repeats else {}
+    recipe = async_recipe(URLS, {"replay": BUFFER_ONLY, "sampling": {"collection": collection}})
+    parts, state, stack = parts_of(recipe, run), RunState(step=3, policy_version=4), ExitStack()
     source = asynchronous.open_async_source(parts, state, tmp_path, stack)
-    assert done == [("push", 4)]
-    folder = Path("before") if repeats else tmp_path
-    assert source.intake.records == folder / "journal" and source.intake.step == 3
+    assert parts.sampler.pushed == [4]
+    assert source.take(4).repeated, "the step after the checkpoint's"
     stack.close()
-    assert done[1:] == [("intake closed",), *([] if repeats else [("journal closed",)])]
+    assert closed == [Intake, *([] if repeats else [Journal])]
 
 
 @pytest.mark.parametrize(
