@@ -50,6 +50,7 @@ def main(folder: Path, output: Path, tensor_parallel_size: int) -> None:
     comm.barrier()  # the trainer's process group outlives the sampler
     seen = {"rows": rows, "refusal": refusal}
     (output / f"rank{comm.rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()  # its threads may abort an interpreter that exits
 
 
 if __name__ == "__main__":

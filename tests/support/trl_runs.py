@@ -100,6 +100,7 @@ def main() -> None:
     trainer.train()
     rank = trainer.accelerator.process_index
     (folder / f"weights_{rank}").write_text(weights_of(trainer))
+    torch.distributed.destroy_process_group()  # its threads may abort an interpreter that exits
 
 
 if __name__ == "__main__":
