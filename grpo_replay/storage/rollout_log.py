@@ -8,7 +8,6 @@ null, never NaN.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,23 +126,17 @@ def rollouts_to_table(
     is not finite or not exact in float32, and for extras of one name and several types."""
     if optional is None:
         optional = optional_fields_of(rollouts)
-    arrays = [
-        _to_array(field, [getattr(rollout, field.name) for rollout in rollouts])
-        for field in ROLLOUT_SCHEMA
-        if field.name != "reward_scores"
-    ]
-    scores: list[np.ndarray | None] = [
-        np.array(rollout.reward_scores, dtype=np.float32) for rollout in rollouts
-    ]
-    arrays.append(_to_lists(ROLLOUT_SCHEMA.field("reward_scores").type, scores))
-    for field in optional:
-        name = field.name.removeprefix(EXTRA)
-        values = [
-            rollout.completion_mask if field.name == MASK.name else rollout.extras.get(name)
-            for rollout in rollouts
-        ]
-        arrays.append(_to_lists(field.type, values, f"extras {name}: "))
-    return pa.table(arrays, schema=pa.schema([*ROLLOUT_SCHEMA, *optional]))
+    schema = pa.schema([*ROLLOUT_SCHEMA, *optional])
+    arrays = [_to_array(field, _values_of(field.name, rollouts)) for field in schema]
+    return pa.table(arrays, schema=schema)
+
+
+def _values_of(name: str, rollouts: Sequence[Rollout]) -> list[Any]:
+    """The values of a column."""
+    if name.startswith(EXTRA):
+        return [rollout.extras.get(name.removeprefix(EXTRA)) for rollout in rollouts]
+    values = [getattr(rollout, name) for rollout in rollouts]
+    return [np.array(row, np.float32) for row in values] if name == "reward_scores" else values
 
 
 def table_to_rollouts(table: pa.Table) -> list[Rollout]:
@@ -154,14 +147,12 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
     for batch in table.to_batches():
         columns = {
             name: _to_values(batch.column(name))
-            for name in ROLLOUT_SCHEMA.names
+            for name in (*ROLLOUT_SCHEMA.names, MASK.name)
             if name in batch.schema.names
         }
         columns.setdefault("completion_text", [""] * batch.num_rows)
         scores = columns.get("reward_scores", [()] * batch.num_rows)
         columns["reward_scores"] = [tuple(map(float, row)) for row in scores]
-        if MASK.name in batch.schema.names:
-            columns[MASK.name] = _to_values(batch.column(MASK.name))
         columns["extras"] = _extras_of(batch)
         rollouts.extend(
             Rollout(**dict(zip(columns, row, strict=True)))
@@ -284,7 +275,7 @@ def draw_schema(schema: pa.Schema) -> pa.Schema:
 
 def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:
     if pa.types.is_list(field.type):
-        return _to_lists(field.type, values)
+        return _to_lists(field, values)
     if field.type == pa.float32():
         _check_exact(field.name, values)
     return pa.array(values, field.type)
@@ -302,8 +293,8 @@ def _check_exact(name: str, values: list[float | None]) -> None:
         )
 
 
-def _to_lists(kind: pa.ListType, arrays: Sequence[np.ndarray | None], name: str = "") -> pa.Array:
-    leaf, sizes = _leaf(kind)
+def _to_lists(field: pa.Field, arrays: Sequence[np.ndarray | None]) -> pa.Array:
+    leaf, sizes = _leaf(field.type)
     # `to_pandas_dtype` needs pandas before pyarrow 26.
     dtype = pa.array([], leaf).to_numpy(zero_copy_only=False).dtype
     lengths = [0 if array is None else len(array) for array in arrays]
@@ -312,7 +303,7 @@ def _to_lists(kind: pa.ListType, arrays: Sequence[np.ndarray | None], name: str 
     for array in present:
         if array.dtype != dtype or array.shape[1:] != sizes:
             raise ValueError(
-                f"{name}expected an array of {dtype}, shape {('n', *sizes)}, found "
+                f"{field.name}: expected an array of {dtype}, shape {('n', *sizes)}, found "
                 f"{array.dtype}, shape {array.shape}"
             )
     values = pa.array(np.concatenate(present).reshape(-1))
@@ -321,7 +312,7 @@ def _to_lists(kind: pa.ListType, arrays: Sequence[np.ndarray | None], name: str 
     return pa.ListArray.from_arrays(
         pa.array(offsets),
         values,
-        type=kind,
+        type=field.type,
         mask=pa.array([array is None for array in arrays], pa.bool_()),
     )
 
@@ -354,15 +345,11 @@ def _to_values(column: pa.Array) -> list[Any]:
 
 
 def _outcome_columns(outcomes: Sequence[RolloutOutcome | None]) -> list[pa.Array]:
+    """The columns of OUTCOME_SCHEMA; NaN becomes null."""
     return [
-        pa.array([_defined(outcome, field.name) for outcome in outcomes], field.type)
+        pa.array([getattr(row, field.name, None) for row in outcomes], field.type, from_pandas=True)
         for field in OUTCOME_SCHEMA
     ]
-
-
-def _defined(outcome: RolloutOutcome | None, name: str) -> float | None:
-    value = getattr(outcome, name, None)
-    return None if value is None or math.isnan(value) else value
 
 
 def read_metrics(path: Path, allow_unfinished: bool = True) -> tuple[dict[str, Any], ...]:
