@@ -91,7 +91,7 @@ class Ledger:
         return total
 
     def check(self, step: int) -> None:
-        """Raises LedgerError if the two sides of the balance differ."""
+        """Raises LedgerError if the two sides of the balance differ at the end of `step`."""
         accounted = self.delivered.plus(self.held)
         if accounted != self.generated:
             parts = ", ".join(f"{name} {amount}" for name, amount in self.closed.items())
@@ -102,7 +102,7 @@ class Ledger:
             )
 
     def metrics(self) -> dict[str, int]:
-        """The metrics `ledger/*`, cumulative over the run."""
+        """Returns the metrics `ledger/*`, in rollouts and tokens, cumulative over the run."""
         amounts = {"generated": self.generated, **self.closed, "in_flight": self.in_flight}
         return {
             f"ledger/{name}_{unit}": value
@@ -153,7 +153,7 @@ class Arrivals:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Arrivals":
-        """An empty queue with the settings of the recipe."""
+        """Creates an empty queue with the settings of the recipe."""
         takes_all = recipe.replay.trains_on_draws and recipe.replay.stores_first
         return cls(
             groups_per_step=None if takes_all else recipe.sampling.prompts_per_step,
@@ -169,7 +169,9 @@ class Arrivals:
         return [arrived for arrived in self._queue if not self._is_stale(arrived, step)]
 
     def outstanding(self, epoch_length: int) -> tuple[list[PromptPosition], int]:
-        """The missing prompts before the last one that arrived, and the cursor after it.
+        """Returns what a new collector must sample: the positions before the last arrived or
+        dropped group whose own group is missing, and the cursor (prompts since the start of the
+        run) from which it goes on. `epoch_length` is the number of prompts in an epoch.
 
         The cursor cannot be the first missing prompt: later ones may have arrived already.
         """
@@ -178,8 +180,8 @@ class Arrivals:
         return [divmod(n, epoch_length) for n in range(cursor) if n not in seen], cursor
 
     def apply_record(self, record: Record) -> None:
-        """Queue or account for a record other than a step. Raises JournalError if its prompt
-        position was seen before."""
+        """Apply a record of the journal other than a step: queue a group, or write off the rollouts
+        of a drop or a restart. Raises JournalError if its prompt position was seen before."""
         if isinstance(record, Restart):
             self.ledger.write_off("lost", Amount(record.rollouts, record.tokens))
             return
@@ -199,7 +201,9 @@ class Arrivals:
         self.ledger.arrive(Amount(len(record.rows), record.tokens))
 
     def select(self, step: int) -> Selection:
-        """Remove the groups of `step` and those too old for it from the queue, and return both."""
+        """Remove the groups of `step` and those too old for it from the queue, and return both.
+        Takes all that are young enough if `groups_per_step` is None, else the newest or the oldest
+        so many. Raises JournalError if there are too few."""
         stale = [arrived for arrived in self._queue if self._is_stale(arrived, step)]
         young = self.young(step)
         count, newest = self.groups_per_step, self.newest_first
@@ -217,18 +221,15 @@ class Arrivals:
 
 
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> tuple[Rollout, ...]:
-    """The rollouts of a selection, in the order of arrival. Those to train on and store are `kept`.
-
-    The ledger closes each of them: as stale if its group is too old, or it is partial and the
-    recipe drops such; as no_reward if it has no reward; as zero_variance if it is not kept (no
-    signal in its group, or masked); else as inserted."""
+    """Returns the rollouts of a selection, in the order of arrival; `kept` are those to train on
+    and store. The ledger closes every rollout in its category (`_category`)."""
     stale = {arrived.number for arrived in selection.stale}
     generated: list[Rollout] = []
-    drops = recipe.sampling.collection.partial_rollouts == "drop"
+    drops_partial = recipe.sampling.collection.partial_rollouts == "drop"
     by_arrival = sorted((*selection.taken, *selection.stale), key=lambda arrived: arrived.number)
     for arrived in by_arrival:
         for rollout in _rollouts(arrived, recipe):
-            category = _category(rollout, arrived.number in stale, drops)
+            category = _category(rollout, arrived.number in stale, drops_partial)
             ledger.close(category, Amount(1, len(rollout.completion_token_ids)))
             if rollout.kept and category != "inserted":
                 rollout = replace(rollout, kept=False, advantage=None)
@@ -248,42 +249,46 @@ def is_partial(rollout: Rollout) -> bool:
     return rollout.policy_version != rollout.policy_version_end
 
 
-def _category(rollout: Rollout, stale: bool, drops_partial: bool) -> str:
-    if stale:
+def _category(rollout: Rollout, is_stale: bool, drops_partial: bool) -> str:
+    """Returns how the ledger closes a rollout: stale if its group is too old, or it is partial
+    (sampled across a weight update) and the recipe drops such; no_reward; zero_variance if not kept
+    (no signal in its group, or masked); else inserted."""
+    if is_stale:
         return "stale"
     if rollout.reward is None:
         return "no_reward"
     if not rollout.kept:
         return "zero_variance"
-    dropped = drops_partial and is_partial(rollout)
-    return "stale" if dropped else "inserted"
+    return "stale" if drops_partial and is_partial(rollout) else "inserted"
 
 
 def _rollouts(arrived: Arrived, recipe: Recipe) -> list[Rollout]:
-    """The rollouts of one group, with ids from its number. Their birth step is that of the group's
-    oldest token, and is the step of their keys; each rollout has its own policy versions."""
+    """Makes the rollouts of one arrived group, with ids from its number. The birth step of all is
+    that of the group's oldest token, which is also the step of their request keys; every rollout
+    has its own policy versions."""
     group, size = arrived.group, recipe.sampling.group_size
     assert len(group.rows) == size, f"group {arrived.number} has {len(group.rows)} rows"
     prompt = Prompt(
         group.prompt_id, "", unpack(group.prompt_token_ids, TOKEN_IDS).astype(np.int32), "", {}
     )
-    birth, index = arrived.birth_step, 0
-    keys = [RequestKey(birth, index, member) for member in range(size)]
+    birth_step, prompt_index = arrived.birth_step, 0  # a group by itself is assembled as prompt 0
+    keys = [RequestKey(birth_step, prompt_index, member) for member in range(size)]
     graded = {
         key: Graded(_completion(key, row), row.text, Verdict(row.reward, row.verdict, row.scores))
         for key, row in zip(keys, group.rows, strict=True)
     }
     return assemble_rollouts(
-        {index: prompt},
+        {prompt_index: prompt},
         graded,
         recipe,
-        step=birth,
+        step=birth_step,
         first_rollout_id=arrived.number * size,
         first_group_id=arrived.number,
     )
 
 
 def _completion(key: RequestKey, row: Row) -> Completion:
+    """Decodes a journalled row; its policy versions are those of its first and last token."""
     return Completion(
         key=key,
         token_ids=unpack(row.token_ids, TOKEN_IDS).astype(np.int32),

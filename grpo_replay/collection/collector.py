@@ -88,7 +88,7 @@ class OpenGroup:
         return Drop(*self.position, reason, *self.finished())
 
     def complete(self) -> Group:
-        """The message of a graded group."""
+        """Returns the message to rank 0 for a group whose members are all graded."""
         return Group(
             epoch=self.position[0],
             prompt_index=self.position[1],
@@ -99,6 +99,7 @@ class OpenGroup:
 
 
 def _row(member: Member) -> Row:
+    """Packs a graded completion for the message of its group; the reward is rounded to float32."""
     completion, verdict = member.completion, member.verdict
     assert completion is not None and verdict is not None, "the group is not graded"
     return Row(
@@ -168,7 +169,8 @@ class Collector:
             await close_kept_connections()
 
     def handle(self, command: Command) -> None:
-        """Execute one command of rank 0. Called in the event loop."""
+        """Execute one command of rank 0 in the event loop; all but Stop may allow new requests, so
+        the dispatcher is filled afterwards."""
         if isinstance(command, Hello):
             self._outstanding, self._cursor = deque(command.outstanding), command.cursor
         elif isinstance(command, Credit):
@@ -183,9 +185,11 @@ class Collector:
         self._dispatcher.fill()
 
     def _admit(self) -> Sequence[Member]:
-        """The members of the next group, if there is credit for it."""
+        """Starts the next group and returns its members, one request each; empty if the credit is
+        used up. Called by the dispatcher when a server has capacity."""
         running = len(self._open) if self._credit.finished_only else 0
-        if self._started - running >= self._credit.groups:
+        counted = self._started - running
+        if counted >= self._credit.groups:
             return ()
         self._started += 1
         position, prompt = self._next_prompt()
@@ -200,6 +204,7 @@ class Collector:
         return group.members
 
     def _next_prompt(self) -> tuple[PromptPosition, Prompt]:
+        """Takes the next outstanding prompt of an earlier collector, else the one at the cursor."""
         epoch_length = len(self._prompts)
         if self._outstanding:
             epoch, index = self._outstanding.popleft()
@@ -209,6 +214,8 @@ class Collector:
         return (epoch, index), self._prompts.take(epoch * epoch_length + index, 1)[0]
 
     def _on_sampled(self, member: Member, completion: Completion, spans: tuple[Span, ...]) -> None:
+        """Called by the dispatcher for a finished completion: submits it to the scorer. The step of
+        the grading request is the one after the policy version of its first token."""
         token_ids = completion.token_ids.tolist()
         text = self._decode(token_ids)
         member.completion, member.spans, member.text = completion, spans, text
@@ -241,6 +248,7 @@ class Collector:
         self._deliver(group.drop(reason))
 
     async def _take_verdicts(self) -> None:
+        """Polls the scorer forever, and delivers every group whose members are all graded."""
         while True:
             await asyncio.sleep(GRADE_POLL_SECONDS)
             for key, verdict in self._scorer.take_graded().items():
@@ -262,7 +270,7 @@ class Collector:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def report(self) -> Report:
-        """The present state. Delivered rollouts are not held."""
+        """Returns the present counts. Held are finished completions of groups not delivered yet."""
         servers = self._dispatcher.servers.values()
         idle, used = self._dispatcher.server_seconds()
         finished = [group.finished() for group in self._open.values()]

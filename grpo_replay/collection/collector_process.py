@@ -69,6 +69,8 @@ def main() -> int:
 
 
 async def _collect(arguments: dict[str, Any], commands: zmq.asyncio.Socket, send: Any) -> None:
+    """Loads tokenizer, prompts and scorer, and runs the collector until Stop or until rank 0 ends.
+    `arguments` are those of the settings file that rank 0 wrote."""
     from grpo_replay.engine.models import load_tokenizer
 
     recipe = resolve_recipe([arguments["settings"]["recipe"]], "the collector's recipe")

@@ -119,7 +119,8 @@ class Journal:
 
 
 def read_journal(folder: Path) -> Iterator[Record]:
-    """All complete records, in order. Raises JournalError for damage other than a torn tail."""
+    """Yields all complete records, in order. Raises JournalError for a missing segment, and for
+    damage other than an incomplete last record."""
     paths = segments(folder)
     for index, path in enumerate(paths, start=1):
         if _number(path) != index:
@@ -135,8 +136,8 @@ def segments(folder: Path) -> list[Path]:
 
 
 def read_segment(path: Path, is_last: bool) -> Segment:
-    """The records of one file. Raises JournalError if a record is damaged, unless it is the last
-    one of the last segment: that one was being written."""
+    """Reads the records of one file. An incomplete record at the end of the last segment is left
+    out (a kill interrupted its writing); JournalError for any other damage."""
     data = path.read_bytes()
     if not data.startswith(MAGIC):
         if is_last and MAGIC.startswith(data):
@@ -159,7 +160,8 @@ def read_segment(path: Path, is_last: bool) -> Segment:
 
 
 def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:
-    """The end of the record at `offset`, and the record; None if it is incomplete or damaged."""
+    """Reads the record at byte `offset`. Returns the offset of its end, and the record or None if
+    it is incomplete or damaged. Raises JournalError for a whole record of another version."""
     body = offset + _HEADER.size
     if body > len(data) or _is_zero_from(data, offset):
         return len(data), None
@@ -185,6 +187,8 @@ def _is_zero_from(data: bytes, offset: int) -> bool:
 
 
 def _create(folder: Path, number: int) -> tuple[int, int]:
+    """Creates a segment file, its name flushed to disk. Returns its descriptor and size in
+    bytes."""
     path = folder / f"segment_{number:06d}.journal"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
     try:

@@ -70,6 +70,8 @@ class Link:
         return f"ipc://{self._folder / name}"
 
     def _spawn(self, settings: CollectorSettings) -> subprocess.Popen:
+        """Starts the collector's process with its settings in a file; its output is appended to the
+        log."""
         file = self._folder / "settings.json"
         values = {name: getattr(settings, name) for name in CollectorSettings.__slots__}
         values |= {"recipe": settings.recipe.model_dump(mode="json"), "log": str(settings.log)}
@@ -114,6 +116,8 @@ class Link:
         self._refuse_gone()
 
     def _refuse_gone(self) -> None:
+        """Raises CollectorGone if the process ended with no message left to read, or has been
+        silent for too long (longer while it loads prompts and tokenizer)."""
         code = self._process.poll()
         if code is not None and not self._deliveries.poll(0):
             raise CollectorGone(f"it exited with code {code}; {log_tail(self._log)}")
@@ -142,7 +146,8 @@ class Link:
 
 
 def collector_environment() -> dict[str, str]:
-    """This process's environment without a GPU and without the variables of a rank."""
+    """Returns this process's environment for the collector: no GPU, one thread, this process's
+    import path, none of the variables that would make it a rank."""
     without_rank = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
     return {
         **without_rank,
@@ -153,8 +158,8 @@ def collector_environment() -> dict[str, str]:
 
 
 def as_error(failure: Failure, log: Path) -> Exception:
-    """The collector's error as an exception of the class named; a CollectorError if that class is
-    not one of this package's errors."""
+    """Returns the collector's error as an exception of the same class, or a CollectorError if that
+    class is not one of this package's."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.GrpoReplayError):
         return kind(failure.message)

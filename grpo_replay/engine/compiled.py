@@ -65,8 +65,9 @@ def why_not_compiled(
     packed: bool,
     forward: Callable[[MicroBatch], torch.Tensor],
 ) -> str | None:
-    """Compile the policy, and return the reason if it does not run or its log-probs or gradients
-    change; None if it can be used. `forward` returns a micro-batch's log-probs with their graph."""
+    """Compile the policy in place, and compare log-probs and gradients of two random rows with
+    those before. Returns why it cannot be used (it does not run, or they change), None if it can.
+    `forward` returns a micro-batch's log-probs with their graph."""
     layers = decoder_layers(module)
     if not layers:
         return "it has no decoder layers that transformers marks (GradientCheckpointingLayer)"
@@ -91,8 +92,8 @@ def why_not_compiled(
 
 
 def _gradient(layer: nn.Module, logprobs_C: torch.Tensor) -> np.ndarray:
-    """The gradient of a layer's trainable parameters, flat. It is not accumulated, and hooks of
-    DeepSpeed do not run."""
+    """Computes the gradient of the log-probs' sum for a layer's trainable parameters, flat. It is
+    not accumulated, and hooks of DeepSpeed do not run."""
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if not parameters:
         return np.zeros(0, np.float32)

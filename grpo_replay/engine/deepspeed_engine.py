@@ -50,12 +50,7 @@ from grpo_replay.engine.model_trials import (
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.saved_policies import write_model, write_tokenizer
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
-from grpo_replay.engine.weights import (
-    LoraAdapters,
-    full_adapters,
-    full_tensors,
-    tied_names,
-)
+from grpo_replay.engine.weights import LoraAdapters, full_adapters, full_tensors, tied_names
 from grpo_replay.errors import ModelError, NonFiniteError
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe
 from grpo_replay.replay.batch import TrainRow
@@ -110,6 +105,8 @@ class DeepSpeedEngine:
         self._step = self._updates_of_step = 0
 
     def _open_deepspeed(self, model: PreTrainedModel) -> Any:
+        """Wraps the model in a policy module and gives it to DeepSpeed, which shards it by the ZeRO
+        stage and makes the optimizer."""
         import deepspeed
 
         recipe = self._recipe
@@ -246,7 +243,8 @@ class DeepSpeedEngine:
         return torch.as_tensor(array).to(self._device, non_blocking=True)
 
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
-        """Make one optimizer update on a mini-batch. Raises NonFiniteError on every rank."""
+        """Make one optimizer update on a mini-batch. Returns its result, None off rank 0. Raises
+        NonFiniteError on every rank if a loss or the gradient norm is not finite."""
         rows = rows or ()
         microbatches = self._exchange(rows)
         statistics = self._run_backward(microbatches)
@@ -259,8 +257,8 @@ class DeepSpeedEngine:
         return update_result(*joined, grad_norm, len(microbatches), rate)
 
     def measure(self, rows: Sequence[TrainRow] | None) -> tuple[RolloutOutcome, ...]:
-        """The outcome that each row would have in an update now, without making it; empty off rank
-        0. Collective."""
+        """Compute the outcome that every row would have in an update now, without making it; empty
+        off rank 0. Collective."""
         rows = rows or ()
         microbatches = self._exchange(rows)
         with torch.no_grad():
@@ -270,7 +268,7 @@ class DeepSpeedEngine:
         return () if joined is None else row_outcomes(joined[0])
 
     def _run_backward(self, microbatches: Sequence[MicroBatch]) -> RankStatistics:
-        """Accumulate the gradients of all micro-batches."""
+        """Accumulates the gradients of all micro-batches, and returns this rank's statistics."""
         tables = []
         with self._dropout():
             for index, microbatch in enumerate(microbatches):
@@ -279,8 +277,8 @@ class DeepSpeedEngine:
         return rank_statistics(microbatches, on_host(tables))
 
     def _dropout(self) -> AbstractContextManager[None]:
-        """A context in which LoRA's dropout is active. Its masks are a function of seed, step,
-        update and rank, so that a resumed run has the same masks."""
+        """Returns a context in which LoRA's dropout is active, and counts the update. The masks are
+        a function of seed, step, update and rank, so that a resumed run has the same masks."""
         self._updates_of_step += 1
         if self._adapters is None or self._recipe.model.lora.lora_dropout == 0:
             return nullcontext()
@@ -297,7 +295,8 @@ class DeepSpeedEngine:
         return statistics_RK
 
     def _forward(self, microbatch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted loss of a micro-batch, and float64 [R, K] row statistics, on the device."""
+        """Runs a micro-batch, and returns its weighted loss (its share of the mini-batch loss) and
+        float64 [R, K] row statistics, both on the device."""
         settings = self._recipe.loss
         logprobs_C, entropies_C = self._engine(*self._inputs(microbatch))
         behavior_C = self._tensor(microbatch.behavior_logprobs_C)
@@ -342,7 +341,8 @@ class DeepSpeedEngine:
             )
 
     def _step_optimizer(self) -> float:
-        """Make the update, and return the norm of its gradients. Raises NonFiniteError."""
+        """Steps the optimizer, and returns the gradients' global L2 norm before clipping. Raises
+        NonFiniteError if it is not finite."""
         module, norm = self._engine.module, None
         if self._skips_reduction:
             # Weight decay is for parameters without a gradient too, as where DeepSpeed reduces.
@@ -368,8 +368,9 @@ class DeepSpeedEngine:
         return grad_norm
 
     def pushed_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that a push sends to the sampler: the adapters, by their names in the model,
-        or all of `named_full_tensors`. All ranks must exhaust the iterator."""
+        """Yield the tensors that a push sends to the sampler: the adapters, by their names in the
+        model, or all of `named_full_tensors`. Gathers `bucket_bytes` at once, collectively: all
+        ranks must exhaust the iterator."""
         if not self._recipe.pushes_adapters:
             yield from self.named_full_tensors(bucket_bytes)
             return
@@ -457,8 +458,8 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 def deepspeed_config(
     optimizer: OptimizerSection, engine: EngineSection, dtype: str, stage: int
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
-    update to update, and the loss already has its global denominator."""
+    """Make DeepSpeed's configuration at a ZeRO stage. It accumulates nothing by itself: the number
+    of micro-batches varies, and our loss already has its global denominator."""
     zero = {"stage": stage, **engine.zero.model_dump()}
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -488,7 +489,7 @@ def deepspeed_config(
 
 
 def sums_in_bf16(dtype: str, stage: int) -> bool:
-    """Whether the gradients of an update's micro-batches are summed in bfloat16.
+    """Return whether the gradients of an update's micro-batches are summed in bfloat16.
 
     DeepSpeed 0.19 refuses an fp32 sum at stage 0 ("unsupported mix", engine.py
     `_do_optimizer_sanity_check`), and at stage 1 makes it with another optimizer, BF16_Optimizer,

@@ -36,7 +36,7 @@ FileLayout = dict[str, Any]
 
 
 def leave_base_out(module: nn.Module) -> None:
-    """Restrict the module's state dict to its adapters."""
+    """Restrict the module's state dict to its LoRA adapters, so that DeepSpeed saves only these."""
 
     def keep_adapters(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         for name in [name for name in state if not is_adapter(name)]:
@@ -101,7 +101,8 @@ def param_groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def layout_of(recipe: Recipe, ranks: int) -> FileLayout:
-    """The settings that decide how DeepSpeed splits a state into files, and what is in it."""
+    """Return the settings that decide how DeepSpeed splits a state into files, and what is in it. A
+    state is loaded by DeepSpeed itself only if these are equal."""
     stage = recipe.zero_stage(ranks)
     return {
         "ranks": ranks,
@@ -129,7 +130,8 @@ class SavedState:
     folder: Path
 
     def full(self, name: str, kind: str, like: Any) -> torch.Tensor:
-        """The whole value, float32, in the shape of `like`. Raises CheckpointError."""
+        """Join the pieces of a parameter (`kind`: fp32 value or a moment) to a float32 tensor in
+        the shape of the parameter `like`. Raises CheckpointError if their sizes do not fit."""
         shape = getattr(like, "ds_shape", like.shape)
         numel = shape.numel()
         pieces = self.pieces.get(name, {}).get(kind, [])
@@ -157,8 +159,8 @@ def _unreadable(folder: Path, problem: str) -> CheckpointError:
 
 
 def read_saved_state(folder: Path, names: Sequence[str]) -> SavedState:
-    """The engine state in a folder, memory-mapped. `names` are the trainable parameters in the
-    module's order. Raises CheckpointError."""
+    """Read the engine state that any number of ranks wrote to a folder, memory-mapped. `names` are
+    the trainable parameters in the module's order. Raises CheckpointError."""
     model_files = _files_by_rank(folder, "model_states")
     optimizer_files = _files_by_rank(folder, "optim_states")
     if not model_files:
@@ -188,6 +190,7 @@ def _load_mapped(file: Path) -> dict[str, Any]:
 
 
 def _refuse_missing_shards(shards: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Raises CheckpointError unless there is one optimizer file for every rank that wrote them."""
     count = shards[0]["partition_count"]
     ranks = count if isinstance(count, int) else count[0]  # at stages 1 and 2 one per group
     if len(shards) != ranks:
@@ -198,6 +201,7 @@ def _refuse_missing_shards(shards: Sequence[dict[str, Any]], folder: Path) -> No
 
 
 def _read_unsharded(model: dict[str, Any], folder: Path, names: Sequence[str]) -> SavedState:
+    """Reads a ZeRO-0 state, where one file has all weights and AdamW's moments by index."""
     optimizer, weights = model["optimizer"], model["module"]
     base = optimizer.get("optimizer_state_dict", optimizer)  # bfloat16 has a wrapper around AdamW
     states, saved_count = base["state"], len(base["param_groups"][0]["params"])
@@ -216,6 +220,8 @@ def _read_unsharded(model: dict[str, Any], folder: Path, names: Sequence[str]) -
 
 
 def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], folder: Path) -> SavedState:
+    """Reads ZeRO-1 or 2 shards: every rank has a flat slice of the group's parameters end to end,
+    and says where in it which parameter lies."""
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
     for shard in shards:
         states = shard["base_optimizer_state"]["state"]
@@ -232,6 +238,8 @@ def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], folder: Path) -> SavedS
 def _read_stage_3(
     shards: Sequence[dict[str, Any]], model: dict[str, Any], folder: Path
 ) -> SavedState:
+    """Reads ZeRO-3 shards: every rank has an equal share of every parameter, the last one padded,
+    in the order of the model file's `param_shapes`."""
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
     for shard in shards:
         states = shard["optimizer_state_dict"]["state"]
@@ -310,6 +318,8 @@ def _set_partitioned(parameter: Any, values: dict[str, torch.Tensor]) -> None:
 
 
 def _set_sharded(parameter: Any, values: dict[str, torch.Tensor]) -> None:
+    """Writes full values into a ZeRO-3 parameter: its low-precision weight on all ranks, and this
+    rank's zero-padded share of fp32 value and moments. Collective."""
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 

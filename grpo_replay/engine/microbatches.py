@@ -113,6 +113,7 @@ def _packed_batches(indices: Sequence[int], lengths: Sequence[int], max_tokens: 
 
 
 def _padded_batches(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Grouping:
+    """Put neighbouring sequences into a batch while its padded size is at most `max_tokens`."""
     batches: Grouping = []
     for index in indices:  # longest first: a batch's first sequence sets its padded length
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
@@ -125,8 +126,8 @@ def _padded_batches(indices: Sequence[int], lengths: Sequence[int], max_tokens: 
 def micro_batch(
     indices: Sequence[int], rows: Sequence[TrainRow], sizes: Sequence[int], packing: bool
 ) -> MicroBatch:
-    """The micro-batch of `rows`, whose indices in the mini-batch are `indices`. `sizes` are the
-    numbers of neighbouring rows of each sequence (`group_rows`)."""
+    """Make the micro-batch of `rows`, whose indices in the mini-batch are `indices`. `sizes` are
+    the numbers of neighbouring rows of each sequence (`group_rows`)."""
     if not rows:
         return _empty_micro_batch()
     ends = np.cumsum(sizes).tolist()
@@ -214,7 +215,8 @@ def _lay_out(
 
 
 def _columns(rows: Sequence[TrainRow], trained: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """The fields of a micro-batch with a value for each trained token or each row."""
+    """Make the fields of a micro-batch with a value for each trained token or each row. `trained`
+    has the indices of every row's completion tokens that train."""
 
     def flat(name: str) -> np.ndarray:
         return np.concatenate(
@@ -234,8 +236,8 @@ def _columns(rows: Sequence[TrainRow], trained: Sequence[np.ndarray]) -> dict[st
 
 
 def _empty_micro_batch() -> MicroBatch:
-    """A micro-batch of one token with weight 0, for a rank that has no rows but takes part in the
-    collectives."""
+    """Make a micro-batch of one token with weight 0, for a rank that has no rows but must take part
+    in the collectives."""
     zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
     return MicroBatch(
         rows_R=np.array([-1]),
@@ -339,7 +341,8 @@ def update_result(
     micro_batches: int,
     learning_rate: float,
 ) -> UpdateResult:
-    """The update's result: sums over tokens become means, which are 0 for rows without tokens."""
+    """Make the update's result of row statistics, float64 [N, K]: sums over tokens become means,
+    which are 0 for rows without tokens."""
     column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
     total = column["tokens"].sum()
     return UpdateResult(
@@ -354,17 +357,18 @@ def update_result(
 
 
 def row_outcomes(table: np.ndarray) -> tuple[RolloutOutcome, ...]:
-    """The outcome of each row of float64 [N, K] row statistics."""
+    """Make the outcome of every row from float64 [N, K] row statistics: means per trained token,
+    the variance of its log-ratios, and its largest ratio."""
     column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
     tokens = np.maximum(column["tokens"], 1.0)
-    mean = column["log_ratio"] / tokens
+    log_ratio_mean = column["log_ratio"] / tokens
     return tuple(
         RolloutOutcome(*values)
         for values in zip(
             column["tokens"].astype(int).tolist(),
             (column["clipped"] / tokens).tolist(),
-            mean.tolist(),
-            np.maximum(column["log_ratio_squared"] / tokens - mean**2, 0.0).tolist(),
+            log_ratio_mean.tolist(),
+            np.maximum(column["log_ratio_squared"] / tokens - log_ratio_mean**2, 0.0).tolist(),
             (column["approx_kl"] / tokens).tolist(),
             (column["ratio"] / tokens).tolist(),
             (column["ratio_squared"] / tokens).tolist(),

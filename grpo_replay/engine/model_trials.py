@@ -112,7 +112,7 @@ def refuse_length_dependence(
 
 
 def can_pack(required: bool | None, config: PreTrainedConfig, forward: Forward, comm: Comm) -> bool:
-    """Whether rows can be packed. Collective: rank 0's result counts.
+    """Try whether rows of this model can be packed. Collective: rank 0's result counts.
 
     Raises RecipeError if they cannot and packing is `required`.
     """
@@ -126,7 +126,8 @@ def can_pack(required: bool | None, config: PreTrainedConfig, forward: Forward, 
 
 
 def keeps_rows_apart(forward: Forward, config: PreTrainedConfig) -> bool:
-    """Whether a row has the same log-probs after one row of random tokens and after another.
+    """Try whether a packed row has the same log-probs after one row of random tokens and after
+    another.
 
     They are equal to the last bit if only attention mixes positions, and to rounding with a mixture
     of experts.
@@ -142,7 +143,8 @@ def keeps_rows_apart(forward: Forward, config: PreTrainedConfig) -> bool:
 def can_share(
     config: PreTrainedConfig, dtype: str, longest: int, forward: Forward, comm: Comm
 ) -> bool:
-    """Whether completions can share their prompt. Collective: rank 0's result counts.
+    """Try whether completions of this model can share one copy of their prompt. Collective: rank
+    0's result counts. False also for a model that raises an error on such rows.
 
     A completion after a sibling, and after a prompt with a common prefix, must have the same
     log-probs after another sibling, and those of a row of its own. The common prefix is longer than
@@ -176,8 +178,8 @@ def two_rows(config: PreTrainedConfig, length: int, packing: bool) -> MicroBatch
 
 
 def _windows(config: PreTrainedConfig) -> list[int]:
-    """Integer settings that are named after a window or a chunk of attention: sizes in tokens, and
-    perhaps others, such as a number of layers, which are smaller."""
+    """Returns the integer settings that are named after a window or a chunk of attention: sizes in
+    tokens, and perhaps others, such as a number of layers, which are smaller."""
     settings = config.get_text_config().to_dict()
     return [
         value

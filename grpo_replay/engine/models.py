@@ -30,13 +30,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from grpo_replay.engine.policy_module import use_fp32_head
-from grpo_replay.errors import (
-    ModelError,
-    NotFetchedError,
-    RecipeError,
-    did_you_mean,
-    first_line,
-)
+from grpo_replay.errors import ModelError, NotFetchedError, RecipeError, did_you_mean, first_line
 from grpo_replay.hub import use_cache_without_hub
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.layers import short_path
@@ -62,7 +56,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def resolve_model_path(path: str) -> str:
-    """The folder of a `builtin:` model; any other path or hub id unchanged.
+    """Return the folder of a `builtin:` model; any other path or hub id unchanged.
 
     Raises ModelError for an unknown builtin name or a builtin whose files are missing.
     """
@@ -86,29 +80,30 @@ def section_at(model: ModelSection, model_path: str) -> ModelSection:
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, or the model's own. Its pad token is its own, or EOS.
+    """Load the tokenizer of `model.tokenizer`, or the model's own. Without a pad token of its own,
+    EOS becomes the pad token.
 
     Raises ModelError if there is none, it cannot be read, or it has no EOS token.
     """
     name = model.tokenizer or model.path
     if name == BYTE_TOKENIZER:
         return byte_tokenizer()
-    place = f"model.{'tokenizer' if model.tokenizer else 'path'} {short_path(name)!r}"
+    setting = f"model.{'tokenizer' if model.tokenizer else 'path'} {short_path(name)!r}"
     source = resolve_model_path(name)
-    _check_local(source, place)
+    _check_local(source, setting)
     if not model.tokenizer:
-        _check_model_folder(Path(source), place)
+        _check_model_folder(Path(source), setting)
     if Path(source).is_dir() and not any((Path(source) / f).is_file() for f in _TOKENIZER_FILES):
         raise ModelError(
-            f"{place}: no tokenizer in {source} (looked for {', '.join(_TOKENIZER_FILES)}); "
+            f"{setting}: no tokenizer in {source} (looked for {', '.join(_TOKENIZER_FILES)}); "
             f"set model.tokenizer to a hub id, a folder or {BYTE_TOKENIZER}"
         )
     # The revision is the model's; a tokenizer from elsewhere has revisions of its own.
     origin = model.model_copy(update={"revision": None}) if model.tokenizer else model
-    tokenizer = _load(AutoTokenizer.from_pretrained, source, place, "tokenizer", origin)
+    tokenizer = _load(AutoTokenizer.from_pretrained, source, setting, "tokenizer", origin)
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"{place}: the tokenizer has no EOS token, so no completion could end: set eos_token "
+            f"{setting}: the tokenizer has no EOS token, so no completion could end: set eos_token "
             "in its tokenizer_config.json (sampling.stop_tokens adds to it)"
         )
     if tokenizer.pad_token_id is None:
@@ -117,19 +112,19 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection) -> PreTrainedConfig:
-    """The model's configuration, with the values that `random_init` replaces.
+    """Load the model's configuration, with the values that `random_init` replaces.
 
     Raises ModelError if it cannot be read; RecipeError for an override that it does not have or
     that makes it invalid.
     """
-    place = f"model.path {short_path(model.path)!r}"
+    setting = f"model.path {short_path(model.path)!r}"
     source = resolve_model_path(model.path)
-    _check_local(source, place)
-    _check_model_folder(Path(source), place)
-    config = _load(AutoConfig.from_pretrained, source, place, "config.json", model)
+    _check_local(source, setting)
+    _check_model_folder(Path(source), setting)
+    config = _load(AutoConfig.from_pretrained, source, setting, "config.json", model)
     if config.get_text_config() is not config:
         raise ModelError(
-            f"{place}: {config.model_type} is not a model of text alone (its text model is "
+            f"{setting}: {config.model_type} is not a model of text alone (its text model is "
             f"{config.get_text_config().model_type}): save that one, with its own config.json, as "
             "the folder to train"
         )
@@ -137,8 +132,8 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
 
 
 def base_digest(model: PreTrainedModel) -> str:
-    """SHA-256 of up to a thousand values of every parameter, rounded to bfloat16: the same if the
-    model is loaded in another dtype or from another folder."""
+    """Compute the SHA-256 of about a thousand values of every parameter, rounded to bfloat16, which
+    identifies a base model: the same if it is loaded in another dtype or from another folder."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         values = parameter.detach().flatten()
@@ -158,7 +153,8 @@ def refuse_other_base(model: ModelSection, expected: str, digest: str) -> None:
 
 
 def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreTrainedModel:
-    """The causal language model on the CPU, in the section's dtype and in evaluation mode.
+    """Load the causal language model on the CPU, in the section's dtype and in evaluation mode,
+    without dropout.
 
     With `random_init` the weights are a function of configuration and `seed`, and the global
     random state is left as it was. Raises ModelError if weights are missing, broken or do not fit.
@@ -179,14 +175,15 @@ def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreT
 
 
 def _own_settings(model: ModelSection) -> dict[str, Any]:
-    source = resolve_model_path(model.path)
-    place = f"model.path {short_path(model.path)!r}"
-    return _load(PreTrainedConfig.get_config_dict, source, place, "config.json", model)[0]
+    source, setting = resolve_model_path(model.path), f"model.path {short_path(model.path)!r}"
+    return _load(PreTrainedConfig.get_config_dict, source, setting, "config.json", model)[0]
 
 
 def _random(
     model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
+    """Builds a model with random weights, a function of configuration and `seed`, and with the
+    tokenizer's special tokens."""
     _adopt_special_tokens(config, tokenizer)
     with torch.random.fork_rng(devices=[]), _named_refusals(model):
         torch.manual_seed(seed)
@@ -201,10 +198,9 @@ def _random(
 
 
 def eos_token_ids(model: ModelSection | str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All token ids that end a completion, ascending: the tokenizer's EOS, Qwen's two stop tokens
-    if the tokenizer has them, and those of the model's generation_config.json and config.json. The
-    files are not read if the section has another tokenizer or `random_init`: their ids are of a
-    vocabulary that is not used."""
+    """Return the token ids that end a completion, ascending: the tokenizer's EOS, Qwen's two if it
+    has them, and those of generation_config.json and config.json, unless the section has another
+    tokenizer or `random_init`: then their ids are of a vocabulary that is not used."""
     ids = {int(tokenizer.eos_token_id)}
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in QWEN_STOP_TOKENS if token in added)
@@ -216,6 +212,7 @@ def eos_token_ids(model: ModelSection | str, tokenizer: PreTrainedTokenizerBase)
 
 
 def _eos_in_file(model: ModelSection, name: str) -> Iterable[int]:
+    """Returns the EOS ids in one JSON file of the model; none without the file or the key."""
     source = resolve_model_path(model.path)
     try:
         file = cached_file(
@@ -239,11 +236,13 @@ def _eos_in_file(model: ModelSection, name: str) -> Iterable[int]:
 def _load(
     loader: Callable[..., _Loaded],
     source: str,
-    place: str,
-    what: str,
+    setting: str,
+    content: str,
     model: ModelSection,
     **options: Any,
 ) -> _Loaded:
+    """Calls a `from_pretrained` method for a local folder or hub id `source`. Raises ModelError,
+    which names the recipe's setting, if the content ("weights") cannot be loaded."""
     local = Path(source).is_dir()
     if not local:
         use_cache_without_hub()
@@ -258,20 +257,20 @@ def _load(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = first_line(error).rstrip(".")
         if local:
-            raise ModelError(f"{place}: {what} in {source} cannot be loaded: {reason}") from error
-        raise _not_fetched(place, what, source, reason) from error
+            raise ModelError(f"{setting}: {content} in {source} does not load: {reason}") from error
+        raise _not_fetched(setting, content, source, reason) from error
 
 
-def _not_fetched(place: str, what: str, source: str, reason: str) -> NotFetchedError:
+def _not_fetched(setting: str, content: str, source: str, reason: str) -> NotFetchedError:
     return NotFetchedError(
-        f"{place}: {what} is neither in the local cache nor could it be fetched from the "
+        f"{setting}: {content} is neither in the local cache nor could it be fetched from the "
         f"hub: {reason}. Where there is a network, run `hf download {source} "
         f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
         f"*.safetensors) and set model.path to DIR"
     )
 
 
-def _check_model_folder(folder: Path, place: str) -> None:
+def _check_model_folder(folder: Path, setting: str) -> None:
     """Raises ModelError for a folder without a model. The message says what the folder holds."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
@@ -282,28 +281,28 @@ def _check_model_folder(folder: Path, place: str) -> None:
         candidates = (parent / "model" for parent in parents)
         saved = next((path for path in candidates if (path / "config.json").is_file()), None)
         remedy = "model.path is a model's folder" + (f": set it to {saved}" if saved else "")
-    raise ModelError(f"{place}: no config.json there; {remedy}")
+    raise ModelError(f"{setting}: no config.json there; {remedy}")
 
 
-def _check_local(source: str, place: str) -> None:
+def _check_local(source: str, setting: str) -> None:
     path = Path(source)
     if path.is_file():
-        raise ModelError(f"{place}: {source} is a file; name the folder that holds config.json")
+        raise ModelError(f"{setting}: {source} is a file; name the folder that holds config.json")
     looks_local = source.startswith(("/", ".", "~")) or source.count("/") > 1
     if looks_local and not path.is_dir():
-        raise ModelError(f"{place}: no such folder (a hub id has the form owner/name)")
+        raise ModelError(f"{setting}: no such folder (a hub id has the form owner/name)")
 
 
 def notices_of_weights(model: ModelSection) -> list[str]:
-    """A notice if the weights come from the hub. Raises ModelError for a folder without weights,
-    and if the hub may not be asked."""
+    """Return a notice if the start will download the weights. Raises ModelError for a folder
+    without weights, and if they are not in the cache and HF_HUB_OFFLINE forbids to ask the hub."""
     refuse_missing_weights(model)
     source = resolve_model_path(model.path)
     if model.random_init or Path(source).is_dir() or _are_cached(source, model.revision):
         return []
     if constants.HF_HUB_OFFLINE:
-        place = f"model.path {short_path(model.path)!r}"
-        raise _not_fetched(place, "weights", source, "HF_HUB_OFFLINE is set")
+        setting = f"model.path {short_path(model.path)!r}"
+        raise _not_fetched(setting, "weights", source, "HF_HUB_OFFLINE is set")
     return [f"weights of {model.path} are not in the local cache: the start downloads them"]
 
 
@@ -326,14 +325,15 @@ def refuse_missing_weights(model: ModelSection) -> None:
 
 
 def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
+    """Loads a model with its weights. Raises ModelError for missing weights or tensors."""
     refuse_missing_weights(model)
-    place = f"model.path {short_path(model.path)!r}"
+    setting = f"model.path {short_path(model.path)!r}"
     source = resolve_model_path(model.path)
     with _named_refusals(model):
         policy, report = _load(
             AutoModelForCausalLM.from_pretrained,
             source,
-            place,
+            setting,
             "weights",
             model,
             config=config,
@@ -345,7 +345,7 @@ def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedMode
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"])[:5])
         raise ModelError(
-            f"{place}: the weights lack {len(report['missing_keys'])} tensors of the "
+            f"{setting}: the weights lack {len(report['missing_keys'])} tensors of the "
             f"configuration: {names}; the download is incomplete or config.json is another model's"
         )
     return policy
@@ -385,6 +385,8 @@ def check_attention(model: ModelSection) -> None:
 
 
 def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
+    """Returns a copy of the configuration with the values of `model.random_init`. Raises
+    RecipeError for a key that it does not have, and if the result is not valid."""
     values = config.to_dict()
     for key, value in overrides.items():
         if key not in values:
@@ -440,7 +442,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose token id is the byte (UTF-8), plus `PAD_ID` and `EOS_ID`.
+    """Make a tokenizer whose token ids are the bytes of UTF-8, plus `PAD_ID` and `EOS_ID`.
 
     Decoding what was encoded gives the same text. It has a minimal chat template.
     """

@@ -34,6 +34,8 @@ class LogitSettings:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "LogitSettings":
+        """Reads the settings of a model's configuration: the product of its multipliers and inverse
+        divisors, and its soft cap, if any."""
         scale = 1.0
         for name in (*MULTIPLIERS, *DIVISORS):
             value = getattr(config, name, None)
@@ -45,7 +47,7 @@ class LogitSettings:
 
 
 def find_body(model: PreTrainedModel) -> nn.Module:
-    """The module from token ids to the last hidden states. Raises ModelError without one."""
+    """Return the module from token ids to the last hidden states. Raises ModelError without one."""
     body = model.base_model
     if body is model:
         raise ModelError(
@@ -56,7 +58,7 @@ def find_body(model: PreTrainedModel) -> nn.Module:
 
 
 def find_head(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer from hidden states to logits. Raises ModelError without one."""
+    """Return the linear layer from hidden states to logits. Raises ModelError without one."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
@@ -91,8 +93,8 @@ def use_fp32_head(model: PreTrainedModel) -> None:
 def fp32_product(
     hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
 ) -> torch.Tensor:
-    """fp32 hidden · weightᵀ + bias. A GPU reads bfloat16 and writes fp32 sums, as vLLM's head does
-    (`LogitsProcessor._apply_head`); a CPU has no such product, and copies the weight."""
+    """Compute hidden · weightᵀ + bias in fp32. A GPU reads bfloat16 and writes fp32 sums, as vLLM's
+    head does (`LogitsProcessor._apply_head`); a CPU has no such product, and copies the weight."""
     bias = None if bias_V is None else bias_V.float()
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return F.linear(hidden.float(), weight_VH.float(), bias)
@@ -116,7 +118,8 @@ def refuse_wrong_head(model: PreTrainedModel, difference: float) -> None:
 
 
 def suspects(config: PreTrainedConfig) -> dict[str, Any]:
-    """Settings of the configuration that concern logits and have a value."""
+    """Return the numeric settings whose names concern logits (but not those of a router), for the
+    message about a wrong head."""
     return {
         name: value
         for name, value in config.get_text_config().to_dict().items()
@@ -165,10 +168,11 @@ class PolicyModule(nn.Module):
         segments_3RL: torch.Tensor | None = None,
         through_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
-        have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
-        into one, which the model separates by the position ids (`engine.model_trials`). They share
-        prompts if `segments_3RL` says what each position attends to (`MicroBatch`).
+        """Compute log-probs and entropies, fp32 [C], of the targets under the sampling
+        distribution; the entropies have no gradient. Rows are padded on the right, so causal
+        attention needs no mask, or packed into one, which the model separates by the position ids
+        (`engine.model_trials`). They share prompts if `segments_3RL` says what each position
+        attends to (`MicroBatch`).
 
         Flash attention gets the `bounds` of packed rows and the length of the `longest`; otherwise
         every layer would compute them from the position ids, and wait for the GPU. With
@@ -190,8 +194,8 @@ class PolicyModule(nn.Module):
 
 
 def segment_mask(segments_3RL: torch.Tensor, attention: str, dtype: torch.dtype) -> torch.Tensor:
-    """The attention mask [R, 1, L, L] for transformers: each position attends to its own segment,
-    the rest of its prompt and the common prefix, up to itself.
+    """Make the attention mask [R, 1, L, L] for transformers: each position attends to its own
+    segment, the rest of its prompt and the common prefix, up to itself.
 
     The mask is boolean for sdpa; for eager it holds what is added to scores.
     """
@@ -253,7 +257,8 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_CH: torch.Tensor, target_ids_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs_C, entropies_C) of the target ids, both fp32."""
+        """Compute the log-probs and entropies, fp32 [C], of the target ids; chunk by chunk if there
+        are gradients and more than one chunk, or logits `in_fp32`."""
         inputs = (hidden_CH, self.weight, self.bias, target_ids_C)
         constants = (self.settings, self.temperature, self.chunk_tokens, self.chunks)
         chunked = len(target_ids_C) > self.chunk_tokens or self.settings.in_fp32
@@ -284,6 +289,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         chunks: "Chunks",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes log-probs and entropies, and saves inputs and normalisers, no logits."""
         # Detached, so that it shares its graph with passes without gradients.
         logprobs_C, entropies_C, log_normalizers_C = _in_chunks(
             hidden_CH.detach(), weight_VH, bias_V, target_ids_C,
@@ -297,6 +303,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients_C: torch.Tensor, _: Any) -> Any:
+        """Computes the gradients of hidden states, weight and bias, as far as they are needed, from
+        those of the log-probs; the logits of one chunk at a time are recomputed."""
         hidden_CH, weight_VH, bias_V, target_ids_C, log_normalizers_C = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         hidden_gradients = []
@@ -338,7 +346,7 @@ def _in_chunks(
     chunk_tokens: int,
     chunks: "Chunks",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probs_C, entropies_C, log-normalisers_C), all fp32."""
+    """Computes log-probs, entropies and log-normalisers, fp32 [C], `chunk_tokens` at a time."""
     multiplier_VH = _multiplier(weight_VH, settings)
     results = [
         chunks.logprobs(hidden, multiplier_VH, bias_V, target, settings, temperature)
@@ -362,8 +370,8 @@ def _logits(
     settings: LogitSettings,
     temperature: float,
 ) -> torch.Tensor:
-    """Logits of the sampling distribution, fp32 [C, V]. Scale and cap are applied in the precision
-    of the product, as in the model's own forward pass."""
+    """Computes the logits of the sampling distribution, fp32 [C, V]. Scale and cap are applied in
+    the precision of the product, as in the model's own forward pass."""
     multiply = fp32_product if settings.in_fp32 else F.linear
     logits_CV = multiply(hidden_CH, weight_VH, bias_V)
     if settings.scale != 1.0:
@@ -386,6 +394,7 @@ def _cap_slopes(
 def _chunk_logprobs(
     logits_CV: torch.Tensor, target_ids_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes log-probs of the targets, entropies (without gradient) and log-normalisers, [C]."""
     log_normalizers_C = torch.logsumexp(logits_CV, dim=-1)
     target_logits_C = logits_CV.gather(-1, target_ids_C.unsqueeze(-1)).squeeze(-1)
     with torch.no_grad():
@@ -402,6 +411,7 @@ def _logprobs(
     settings: LogitSettings,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes logits, then `_chunk_logprobs` of them: the head's forward pass on one chunk."""
     logits_CV = _logits(hidden_CH, weight_VH, bias_V, settings, temperature)
     return _chunk_logprobs(logits_CV, target_ids_C)
 
@@ -416,8 +426,8 @@ def _logit_gradient(
     settings: LogitSettings,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of the product of hidden states and weight, in their dtype, and that of the
-    bias in fp32."""
+    """Computes, from the gradients of the log-probs, that of the product of hidden states and
+    weight (in their dtype) and that of the bias (fp32): the head's backward pass on one chunk."""
     logits_CV = _logits(hidden_CH, weight_VH, bias_V, settings, temperature)
     slopes_CV = _cap_slopes(logits_CV, settings, temperature)
     probabilities_CV = logits_CV.sub_(log_normalizers_C.unsqueeze(-1)).exp_()

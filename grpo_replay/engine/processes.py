@@ -18,7 +18,8 @@ from grpo_replay.terminal.quiet import loading_libraries
 
 
 def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
-    """The device of this rank. Raises LaunchError if it should be a GPU that torch does not see."""
+    """Return the device of this rank: the GPU of its local rank, or the CPU (`engine.device`;
+    `auto` without GPUs). Raises LaunchError if it should be a GPU that torch does not see."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if settings.device == "cpu" or (settings.device == "auto" and not gpus):
         return torch.device("cpu")

@@ -55,7 +55,7 @@ def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _older_names(model: PreTrainedModel, saved: dict[str, Any]) -> dict[str, Any]:
-    """Settings under the names of transformers 4, which transformers 5 drops: without them
+    """Returns settings under the names of transformers 4, which transformers 5 drops: without them
     transformers 4 silently takes its defaults. The names are those of the model's own config.json;
     for rotary embeddings those that transformers 5 reads as the same `rope_parameters`."""
     config, own = model.config, getattr(model, OWN_SETTINGS, {})
@@ -100,8 +100,8 @@ def _name_in_model(name: str) -> str:
 
 
 def adapted_policy(recipe: Recipe, checkpoint: Path) -> PreTrainedModel:
-    """The recipe's model with the adapters of a checkpoint, on the CPU. Raises ModelError if it is
-    not the model that the run began with."""
+    """Load the recipe's model with the adapters of a checkpoint, on the CPU. Raises ModelError if
+    it is not the model that the run began with."""
     policy = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
     refuse_other_base(recipe.model, read_state(checkpoint).base, base_digest(policy))
     LoraAdapters.attach(policy, recipe.model.lora, recipe.run.seed)
@@ -136,7 +136,8 @@ class PlainPolicy:
     def logprobs(
         self, prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray, temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(log-probs, entropies) of a completion's tokens, float64 [T], in nats."""
+        """Compute log-probs and entropies of a completion's tokens, float64 [T], in nats, by plain
+        transformers: an independent check of the engine."""
         completion = len(completion_token_ids)
         ids = np.concatenate([prompt_token_ids, completion_token_ids]).astype(np.int64)
         inputs, targets = torch.from_numpy(ids)[None], torch.from_numpy(ids[-completion:])

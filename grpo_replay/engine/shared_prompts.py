@@ -38,7 +38,8 @@ class Layout:
 
 
 def pairs_per_token(attention: str, hidden_size: int) -> float | None:
-    """`Layout.pairs_per_token` for an attention of transformers; None for one without such masks.
+    """Return `Layout.pairs_per_token` for an attention of transformers; None for one without masks
+    of shared prompts.
 
     A layer multiplies a token by about 12·h² weights, and compares a pair with 2·h numbers twice:
     6·h pairs to a token. Attention with a mask was measured to run at half the speed of
@@ -76,8 +77,8 @@ class Lengths:
         return self._prefix_tokens({self.prompt_of[row] for row in sequence})
 
     def sequence_tokens(self, sequence: Sequence[int]) -> int:
-        """Positions of a sequence: the common prefix of its prompts once, the rest of each prompt
-        once, and every completion."""
+        """Count the positions of a sequence: the common prefix of its prompts once, the rest of
+        each prompt once, and every completion."""
         if len(sequence) == 1:
             return self.rows[sequence[0]]
         prompts = {self.prompt_of[row] for row in sequence}
@@ -137,7 +138,8 @@ def assign_to_ranks(sequences: Grouping, lengths: Lengths, ranks: int) -> Groupi
 
 
 def _balance(sequences: Grouping, lengths: Lengths, ranks: int) -> Grouping:
-    """Halve the longest sequence as long as that lowers the largest number of tokens of a rank."""
+    """Halve the longest sequence of several rows, again and again, as long as that lowers the
+    number of tokens of the rank that has the most."""
 
     def max_load(candidate: Grouping) -> int:
         assigned = assign_to_ranks(candidate, lengths, ranks)
@@ -181,8 +183,8 @@ def _fewest_tokens(lengths: Lengths) -> int:
 
 
 def _splits(rows: Sequence[int], lengths: Lengths, limit: int) -> Iterator[Grouping]:
-    """Candidates for splitting a prompt's rows into sequences of at most `limit` tokens: into 1, 2,
-    3, 4, 6, 9, … sequences, and into one for each row."""
+    """Yields candidates for splitting a prompt's rows into sequences of at most `limit` tokens:
+    into 1, 2, 3, 4, 6, 9, … sequences, and into one for each row."""
     for count in _counts(len(rows)):
         parts = [list(rows[start::count]) for start in range(count)]
         if all(len(part) == 1 or lengths.sequence_tokens(part) <= limit for part in parts):
@@ -191,8 +193,8 @@ def _splits(rows: Sequence[int], lengths: Lengths, limit: int) -> Iterator[Group
 
 
 def _joins(sequences: Grouping, lengths: Lengths, limit: int, ranks: int) -> Iterator[Grouping]:
-    """Candidates for joining neighbours to sequences of at most `limit` tokens: none joined, and
-    joined to 1, 2, 3, 4, 6, 9, … per rank, with about the same number of completion tokens."""
+    """Yields candidates for joining neighbours to sequences of at most `limit` tokens: none joined,
+    and joined to 1, 2, 3, 4, 6, 9, … per rank, with about the same number of completion tokens."""
     yield sequences
     ends = np.cumsum(list(map(lengths.completion_tokens, sequences)))
     for per_rank in _counts(-(-len(sequences) // ranks)):
@@ -226,8 +228,8 @@ def _same_tokens(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _cost(sequences: Sequence[Sequence[int]], lengths: Lengths, pairs_per_token: float) -> float:
-    """Cost of a forward pass, in tokens. Attention compares half of all pairs of positions in a
-    single row, and all of them with a mask."""
+    """Estimates the cost of a forward pass, in tokens. Attention compares half of all pairs of
+    positions in a single row, and all of them with a mask."""
     cost = 0.0
     for sequence in sequences:
         tokens = lengths.sequence_tokens(sequence)

@@ -122,8 +122,8 @@ def refused_as(section: str) -> Iterator[None]:
 
 
 def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
-    """peft's configuration of adapters on the layers `targets`. Raises RecipeError for settings
-    that peft refuses."""
+    """Make peft's configuration of adapters on the layers `targets`. Raises RecipeError for
+    settings that peft refuses."""
     from peft import LoraConfig
 
     with refused_as("model.lora"):
@@ -155,8 +155,8 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_targets(model: PreTrainedModel, targets: Sequence[str] | None) -> list[str]:
-    """The names, without their parents (`q_proj`), of the linear layers that get adapters:
-    `targets`, or if None all but the output head."""
+    """Return the names, without their parents (`q_proj`), of the linear layers that get adapters:
+    `targets`, or if None all but the output head. Raises RecipeError for an unknown target."""
     head = model.get_output_embeddings()
     available = {
         name.rpartition(".")[2]
@@ -174,8 +174,8 @@ def lora_targets(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
 
 
 def parameter_counts(model: ModelSection) -> tuple[int, int] | None:
-    """Numbers of parameters of the model and of its LoRA adapters, from its configuration alone.
-    None for a model that cannot be built without its weights."""
+    """Count the parameters of the model and of its LoRA adapters (0 without LoRA), from its
+    configuration alone. None for a model that cannot be built without its weights."""
     try:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
@@ -191,7 +191,7 @@ def parameter_counts(model: ModelSection) -> tuple[int, int] | None:
 
 
 def adapted_layers(model: PreTrainedModel, targets: Sequence[str] | None) -> dict[str, nn.Linear]:
-    """The linear layers that get adapters, by their full names."""
+    """Return the linear layers that get adapters, by their full names."""
     last_names, head = lora_targets(model, targets), model.get_output_embeddings()
     return {
         name: layer
@@ -230,8 +230,8 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
 
 
 def expected_adapters(model: ModelSection) -> tuple[ExpectedWeights, Any]:
-    """The tensors of a complete set of adapters, from the model's configuration alone, and peft's
-    configuration of them. Raises RecipeError."""
+    """Return the shapes and dtype of a complete set of adapters, from the model's configuration
+    alone, and peft's configuration of them. Raises RecipeError."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             load_config(model), trust_remote_code=model.trust_remote_code
@@ -270,7 +270,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A complete set of a model's weights: its parameters under all of their names, and its
+    """Yield a complete set of a model's weights: its parameters under all of their names, and its
     persistent buffers. `named_parameters()` alone yields a tied tensor once."""
     yield from model.named_parameters(remove_duplicate=False)
     persistent = set(model.state_dict())
@@ -293,6 +293,7 @@ class CheckedWeights:
         self._seen: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the good tensors of the source; bad ones are noted and skipped."""
         for name, tensor in self._source:
             problem = self._problem(name, tensor)
             self._seen.add(name)
@@ -310,6 +311,7 @@ class CheckedWeights:
         self._seen.update(missing)
 
     def _problem(self, name: str, tensor: torch.Tensor) -> str | None:
+        """Describes a tensor that is unknown, repeated, of another shape or of lower precision."""
         expected = self._expected
         shape = expected.shapes.get(name)
         if shape is None:
@@ -351,7 +353,7 @@ class _Weight:
     scaling: float = 0.0
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight, in its own precision or `dtype`; adapters are merged in fp32."""
+        """Returns the weight, in its own precision or `dtype`; adapters are merged in fp32."""
         weight, *adapters = (tensor.detach() for tensor in self.tensors)
         if not adapters:
             return weight.to(dtype) if dtype and weight.is_floating_point() else weight
@@ -377,6 +379,8 @@ def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
 
 
 def _merged_weights(model: nn.Module) -> Iterator[_Weight]:
+    """Yields a model's weights under the names that they have without LoRA; a weight with adapters
+    comes with its A and B, to be merged once they are gathered."""
     for name, tensor in named_weights(model):
         if is_adapter(name):
             continue
@@ -418,7 +422,8 @@ def _buckets(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[list[_We
 
 
 def _gathered(tensors: Iterable[torch.Tensor]) -> Any:
-    """A context in which the ZeRO-3 parameters among the tensors are gathered."""
+    """Returns a context in which the ZeRO-3 parameters among the tensors are whole on every rank.
+    Collective."""
     sharded = {id(tensor): tensor for tensor in tensors if hasattr(tensor, "ds_id")}
     if not sharded:
         return contextlib.nullcontext()

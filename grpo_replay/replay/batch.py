@@ -79,8 +79,8 @@ def mini_batch_indices(
 def update_indices(
     batch: ComposedBatch, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Indices of the rollouts of each optimizer update, int64. A step with a draw for each update
-    trains on that draw; otherwise each of `batch.epochs` passes makes a random split
+    """Returns the indices of the rollouts of each optimizer update, int64. A step that drew for
+    each update trains on those draws; otherwise each of `batch.epochs` passes makes a random split
     (`mini_batch_indices`). No update is empty."""
     update_N = batch.draw.update_N if batch.trains_on_draw else None
     if update_N is None:
@@ -93,7 +93,7 @@ def update_indices(
 def token_weights(
     lengths_N: np.ndarray, settings: LossSection, max_completion_length: int
 ) -> np.ndarray:
-    """The weight of each token of rollout i in the loss of its mini-batch, float64 [N].
+    """Compute the weight of each token of rollout i in the loss of its mini-batch, float64 [N].
 
     `lengths_N` has the number T_i of tokens of rollout i that train. The denominator is that of the
     whole mini-batch, over all ranks and micro-batches:
@@ -113,8 +113,8 @@ def token_weights(
 
 
 def loss_coefficient(rollout: Rollout, settings: LossSection) -> float:
-    """The factor of a rollout's token losses: its frozen advantage, or `r - (V + δV)` for a loss
-    with a `baseline_shift` δV (AsymRE of paper B), where V is the group's mean reward."""
+    """Returns the factor of a rollout's token losses: its frozen advantage, or `r - (V + δV)` for a
+    loss with a `baseline_shift` δV (AsymRE of paper B), where V is the group's mean reward."""
     assert rollout.advantage is not None, f"rollout {rollout.rollout_id} was dropped"
     shift = settings.facts.baseline_shift
     if shift is None:
@@ -156,8 +156,8 @@ def train_rows(
 
 
 def sampler_weights(rollout: Rollout, settings: LossSection) -> np.ndarray:
-    """Importance weights π_b / π_sampler of the tokens, or their product over the rollout, float32
-    [T], bounded by `loss.sampler_ratio`: truncated to [low, high] (Ionides 2008; between an
+    """Compute importance weights π_b / π_sampler of the tokens, or their product over the rollout,
+    float32 [T], bounded by `loss.sampler_ratio`: truncated to [low, high] (Ionides 2008; between an
     inference engine and a trainer, with high = 2: Yao et al. 2025), or 0 outside. Empty if it is
     null.
 

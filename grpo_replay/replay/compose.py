@@ -106,8 +106,8 @@ def compose_batch(
 def _draw_for_updates(
     buffer: EntryStore, count: int, step: int, rng: np.random.Generator, updates: int
 ) -> Draw:
-    """Make a draw for each update of the step, of `count` units in all, and join them. Their sizes
-    differ by at most one."""
+    """Draw for each optimizer update of the step by itself, `count` units in all and sizes that
+    differ by at most one, and join the draws; `update_N` says to which update an entry belongs."""
     if updates == 1:
         return buffer.draw(count, step, rng)
     draws = [buffer.draw(size, step, rng) for size in even_sizes(count, updates)]
@@ -129,6 +129,7 @@ def draw_count(settings: ReplaySection, group_size: int, base: int) -> int:
 
 
 def _fresh_and_drawn(fresh: Sequence[Entry], draw: Draw) -> ComposedBatch:
+    """Composes a batch of all fresh entries (age 0), then those of a draw from the buffer."""
     fresh_ages = np.zeros(len(fresh), dtype=np.int64)
     return ComposedBatch(
         entries=(*fresh, *draw.entries),

@@ -158,6 +158,7 @@ class EntryStore:
         return np.flatnonzero(drawable_N)
 
     def _candidates(self, indices: np.ndarray | slice, step: int) -> Candidates:
+        """Returns what a draw at `step` needs to know of the stored entries at `indices`."""
         columns = self._columns
         return Candidates(
             columns["priority"][indices],
@@ -205,7 +206,7 @@ class EntryStore:
         )
 
     def stats(self, step: int) -> BufferStats:
-        """Statistics at `step`, with the evictions of `step` so far."""
+        """Computes the statistics at `step`, with the evictions of `step` so far."""
         evicted, undrawn = 0, 0
         if self._evicted_at[0] == step:
             evicted, undrawn = self._evicted_at[1], self._evicted_undrawn
@@ -282,6 +283,8 @@ class EntryStore:
     def _new_columns(
         self, entries: Sequence[Entry], step: int, times_used_N: np.ndarray | None
     ) -> dict[str, np.ndarray]:
+        """Computes the columns of entries that are to be stored at `step`, with their
+        priorities."""
         count = len(entries)
         times_used = np.zeros(count, dtype=np.int32)
         if times_used_N is not None:
@@ -314,6 +317,8 @@ class EntryStore:
         return self._remove(now - self._columns["birth_step"] > self.settings.max_age_steps, step)
 
     def _enforce_capacity(self, step: int) -> int:
+        """Evict what exceeds the capacity, and return the number: the first stored, with unit query
+        rounded up to whole groups; with `positive_fraction`, by `_kept_by_positive_bias`."""
         if self.settings.positive_fraction > 0:
             return self._remove(~self._kept_by_positive_bias(), step)
         excess = len(self) - self.settings.capacity_rollouts

@@ -77,7 +77,8 @@ def rollouts_of_group(
 
 
 def _completion_fields(size: int, arrays: CompletionArrays) -> list[dict[str, Any]]:
-    """The fields of each rollout that come from its completion, after checks of all lengths."""
+    """Returns the fields of G = `size` rollouts that come from their completions. Raises ValueError
+    if the arrays of a completion, or the numbers of completions, differ in length."""
     tokens, logprobs = arrays["completion_token_ids"], arrays["behavior_logprobs"]
     sampler, masks = arrays.get("sampler_logprobs"), arrays.get("completion_mask")
     extras = arrays.get("extras") or [{}] * size
@@ -149,7 +150,10 @@ def as_array(values: Any, dtype: type | None = None) -> np.ndarray:
 def _reward_fields(
     rewards: Sequence[float | None], group: GroupAdvantage, correct: float, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """The fields that come from the rewards, by index of a completion that becomes a rollout."""
+    """Returns the fields that come from the rewards, by the index of every completion that becomes
+    a rollout: those with a reward; none in a group with fewer than two rewards or without
+    advantages. With `keep` a group without advantages gets 0 for all. `correct` is the least
+    correct reward."""
     rewarded = {index: reward for index, reward in enumerate(rewards) if reward is not None}
     advantages_G = group.advantages_G
     if advantages_G is None and keep:
@@ -174,7 +178,8 @@ def _reward_fields(
 def _caller_advantages(
     advantages: Sequence[float | None] | np.ndarray, rewards: Sequence[float | None]
 ) -> np.ndarray | None:
-    """The caller's advantages, float32 [G]; None if those of all rewarded completions are 0."""
+    """Returns the caller's advantages, float32 [G]; None if they are 0 for all rewarded completions
+    (no signal). Raises ValueError for one that is missing or not finite where there is a reward."""
     if len(advantages) != len(rewards):
         raise ValueError(f"{len(advantages)} advantages for {len(rewards)} rewards")
     advantages_G = np.array(advantages, np.float32)  # None is NaN

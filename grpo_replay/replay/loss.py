@@ -38,8 +38,8 @@ def clipped_surrogate(
     settings: LossSection,
     lengths_R: Sequence[int] | None = None,
 ) -> TokenLoss:
-    """The clipped loss per token, -max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0) (paper
-    A, eq. 3; Clip-Higher from DAPO, dual clip from Ye et al. 2020).
+    """Compute the clipped loss per token, -max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0)
+    (paper A, eq. 3; Clip-Higher from DAPO, dual clip from Ye et al. 2020).
 
     With ρ = 1.5, A = 1, ε_high = 0.28: loss -1.28, clipped. With ρ = 20, A = -1, c = 10: loss 10,
     clipped; with ρ = 0.5, A = -1, ε_low = 0.2: loss 0.8, clipped.
@@ -89,8 +89,8 @@ def asymmetric_reinforce(
     settings: LossSection | None = None,
     lengths_R: Sequence[int] | None = None,
 ) -> TokenLoss:
-    """The loss -(r - (V + δV))·log π per token, without importance ratio or clipping (paper B,
-    AsymRE). `coefficients_C` are r - (V + δV)."""
+    """Compute the loss -(r - (V + δV))·log π per token, without importance ratio or clipping (paper
+    B, AsymRE). `coefficients_C` are r - (V + δV). The behaviour log-probs serve statistics only."""
     log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
     clipped_C = torch.zeros_like(log_ratios_C, dtype=torch.bool)
     return TokenLoss(-coefficients_C * logprobs_C, clipped_C, log_ratios_C)

@@ -39,8 +39,8 @@ COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
 
 
 def needs(*columns: str, epsilon: bool = True) -> Callable[[Any], Any]:
-    """Declare the columns that a priority reads, and whether `EPSILON` is added to it: decorates a
-    function by setting its attributes `columns` and `epsilon`."""
+    """Decorator of a priority function: declares the columns that it reads, and whether `EPSILON`
+    is added to its result, by setting the function's attributes `columns` and `epsilon`."""
 
     def decorate(function: Any) -> Any:
         function.columns, function.epsilon = columns, epsilon
@@ -82,7 +82,8 @@ def load_priority(name: str) -> Any:
 
 
 def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
-    """Compute p_i before the exponent, float64 [N]: `replay.priority` is `name`, and ε is added.
+    """Compute p_i before the exponent, float64 [N], by the priority function `name` (a shipped name
+    or `file.py:function`), plus ε unless the function declines it. Called when entries are stored.
 
     Raises RecipeError for values that are not priorities, if an entry lacks a column, and if the
     priority of a row depends on other rows: an entry keeps the priority with which it was stored.
@@ -112,8 +113,8 @@ def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
 
 
 def column_of(entries: Sequence[Entry], name: str, reader: str) -> np.ndarray:
-    """A column of the entries, [N]. Raises RecipeError, with the recipe option that is the
-    `reader`, if an entry lacks the column."""
+    """Returns a column of the entries, [N]. Raises RecipeError if an entry lacks the column;
+    `reader` is the recipe option whose function reads it, for the message."""
     dtype = COLUMNS[name][0]
     if name in ENTRY_FIELDS:
         return np.array([getattr(entry, name) for entry in entries], dtype)
@@ -348,6 +349,7 @@ def _pick_by_law(
     settings: ReplaySection,
     rng: np.random.Generator,
 ) -> Picks:
+    """Draw `count` of U units by the law `P ∝ p^α · exp(-age/τ)`, with or without replacement."""
     decay = settings.age_decay_steps
     law = draw_law(
         priority_U, settings.priority_exponent, None if decay is None else -age_U / decay

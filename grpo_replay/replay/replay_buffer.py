@@ -162,8 +162,8 @@ class ReplayBuffer(EntryStore):
         rollouts."""
         from grpo_replay.replay.snapshot import write_snapshot  # loads pyarrow
 
-        library = {name: getattr(self, name) for name in _STANDALONE_STATE}
-        write_snapshot(Path(path), self, self.last_step, library)
+        standalone = {name: getattr(self, name) for name in _STANDALONE_STATE}
+        write_snapshot(Path(path), self, self.last_step, standalone)
 
     @staticmethod
     def load(
@@ -205,6 +205,8 @@ class ReplayBuffer(EntryStore):
             self.next_group_id = max(self.next_group_id, entry.group_id + 1)
 
     def _check_fresh(self, fresh: Sequence[Entry], step: int, generated: int) -> None:
+        """Raises, before `step` changes anything, for a group above `group_size` and, if the buffer
+        replays, for entries that cannot be stored or a step larger than the capacity."""
         group_id, size = Counter(entry.group_id for entry in fresh).most_common(1)[0]
         if size > self.group_size:
             raise ValueError(

@@ -87,8 +87,8 @@ def _with_length_penalty(graded: Graded, recipe: Recipe) -> Graded:
 
 
 def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) -> float:
-    """The score of a completion for its length, in [-1, 0]: DAPO's soft overlong punishment (Yu et
-    al. 2025, equation 13).
+    """Compute the length penalty of a completion, in [-1, 0]: DAPO's soft overlong punishment (Yu
+    et al. 2025, equation 13).
 
     0 up to `longest_tokens - buffer_tokens`, then falling linearly to -1 at `longest_tokens`.
     Example: with at most 20 tokens and a buffer of 8, lengths 12, 14, 20 score 0, -0.25 and -1.
@@ -118,10 +118,12 @@ def _rollout(
     group_id: int,
     group_correct: int,
 ) -> Rollout:
+    """Make one rollout of a graded completion and the statistics of its group. The single scores
+    are kept only if the reward is not just one of them."""
     completion, text, verdict = graded
     advantage = _advantage(completion, verdict, group, section.mask_truncated)
-    combined = len(section.score_names) > 1 or section.functions[0].weight != 1
-    scores = verdict.scores if combined else ()
+    is_combined = len(section.score_names) > 1 or section.functions[0].weight != 1
+    scores = verdict.scores if is_combined else ()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
@@ -152,7 +154,8 @@ def _rollout(
 def _advantage(
     completion: Completion, verdict: Verdict, group: GroupAdvantage, mask_truncated: bool
 ) -> float | None:
-    """The advantage of a completion; None if it is neither trained on nor stored."""
+    """Returns the advantage of a completion; None if it is neither trained on nor stored: without a
+    reward, in a dropped group, truncated under `mask_truncated`, or without a token that trains."""
     mask_T = completion.completion_mask
     is_masked = mask_truncated and completion.finish_reason == "length"
     is_masked |= mask_T is not None and not mask_T.any()

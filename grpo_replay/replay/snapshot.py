@@ -122,9 +122,9 @@ def count_stored(path: Path) -> int:
 
 
 def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) -> Snapshot:
-    """Read a snapshot. `payload_of` returns the payload of a rollout id, where payloads are not
-    rollouts. Raises SnapshotError if the file is missing, damaged or of another kind, or if it
-    needs `payload_of`."""
+    """Read a snapshot. `payload_of` maps a rollout id to its payload, for a file of another
+    trainer's handles. Raises SnapshotError if the file is missing, damaged or of another kind, or
+    has handles and there is no `payload_of`."""
     has_handles = kind_of(path) == HANDLES
     if has_handles and payload_of is None:
         raise SnapshotError(
@@ -176,6 +176,8 @@ def load_state(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
 def _tables_of_rollouts(
     rollouts: Sequence[Rollout], state: Mapping[str, Any], optional: Sequence[pa.Field]
 ) -> Iterator[pa.Table]:
+    """Yields the rows of whole rollouts, some at a time to limit memory: the logged columns without
+    those of `LOG_ONLY`, the columns of use before the `optional` ones."""
     required = len(ROLLOUT_SCHEMA) - len(LOG_ONLY)
     schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
     for chunk in _chunks(len(rollouts)):

@@ -56,6 +56,8 @@ class RowLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by transformers in every forward pass: appends keys and values of new tokens, and
+        returns all of the layer's. A full buffer grows by `GROWTH_TOKENS` or half."""
         start, self.length = self.length, self.length + key_states.shape[-2]
         if self.length > self._capacity:
             self._capacity = self.length + max(GROWTH_TOKENS, self.length // 2)
@@ -103,8 +105,8 @@ class HfCache(DynamicCache):
 
 
 def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, room: int) -> RowCache:
-    """A cache whose row i continues prompt `prompt_of_row_R[i]`. Prompts are numbered through all
-    `prefills`, which are left-padded to one length, and are emptied. The cache has capacity for
+    """Make a cache whose row i continues prompt `prompt_of_row_R[i]`. Prompts are numbered through
+    all `prefills`, which are left-padded to one length, and are emptied. The cache has capacity for
     `room` further tokens before it grows."""
     layers = []
     for index in range(len(prefills[0].layers)):
@@ -130,7 +132,9 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output [R, length, heads, head_dim], and None for the attention weights.
+    """Compute the attention output [R, length, heads, head_dim], and None for the attention
+    weights, as transformers expects; for one query token with grouped queries without copying the
+    cache.
 
     `query` is [R, heads, length, head_dim]; `key` and `value` have one head per group.
     """
@@ -175,7 +179,7 @@ class DecodeMode:
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """The arguments of a forward pass, by name."""
+        """Returns the arguments of a forward pass, by the names that this model's forward takes."""
         cache_name = next(name for name in CACHE_NAMES if name in self.forward_arguments)
         arguments: dict[str, Any] = {"input_ids": input_ids, cache_name: cache, "use_cache": True}
         if "position_ids" in self.forward_arguments:
@@ -186,7 +190,8 @@ class DecodeMode:
 
 
 def decode_modes(model: PreTrainedModel) -> list[DecodeMode]:
-    """The modes that may decode a model correctly, fastest first; empty without a cache."""
+    """List the modes that may decode a model correctly, fastest first; empty for a model without a
+    cache. Which one does is tried out by `first_working_mode`."""
     names = frozenset(inspect.signature(model.forward).parameters)
     if not names.intersection(CACHE_NAMES):
         return []

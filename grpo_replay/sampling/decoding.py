@@ -55,6 +55,7 @@ class SamplingParameters:
     def from_requests(
         cls, requests: Sequence[GenerationRequest], device: torch.device
     ) -> "SamplingParameters":
+        """Collects the parameters of requests, row by row, on the device."""
         temperature = torch.tensor([[r.temperature] for r in requests], dtype=torch.float32)
         top_p = torch.tensor([[r.top_p] for r in requests], dtype=torch.float32)
         return cls(
@@ -96,22 +97,24 @@ def choose_tokens(
 def _choose(
     logits_RV: torch.Tensor, uniforms_R: torch.Tensor, parameters: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples tokens as `choose_tokens` says, for one chunk of rows."""
     temperature, top_p = parameters.temperature, parameters.top_p
     if parameters.any_greedy:
-        greedy = temperature == 0
-        temperature = torch.where(greedy, 1.0, temperature)
-        top_p = torch.where(greedy, 1.0, top_p)
+        is_greedy = temperature == 0
+        temperature = torch.where(is_greedy, 1.0, temperature)
+        top_p = torch.where(is_greedy, 1.0, top_p)
     logp_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
     if parameters.any_nucleus:
         logp_RV = _nucleus(logp_RV, top_p)
     tokens_R1 = _invert(logp_RV.exp(), uniforms_R)
     if parameters.any_greedy:
-        tokens_R1 = torch.where(greedy, logp_RV.argmax(-1, keepdim=True), tokens_R1)
+        tokens_R1 = torch.where(is_greedy, logp_RV.argmax(-1, keepdim=True), tokens_R1)
     return tokens_R1.squeeze(1), logp_RV.gather(1, tokens_R1).squeeze(1)
 
 
 def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds the row's uniform number, int64 [R, 1].
+    """Find the first token whose cumulative probability exceeds the row's uniform number, int64
+    [R, 1].
 
     Cumulative sums are float64: in float32, rounding over a large vocabulary biases the samples.
     For speed they run over sums of blocks, then inside the one block of each row that has the
@@ -145,8 +148,8 @@ def _first_above(cumulative: torch.Tensor, target_R1: torch.Tensor) -> torch.Ten
 
 
 def _nucleus(logp_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """Log-probs renormalised over the smallest set of most likely tokens whose mass reaches `top_p`
-    (Holtzman et al. 2020). A row with `top_p` 1 is unchanged, bit for bit."""
+    """Renormalise log-probs over the smallest set of most likely tokens whose mass reaches `top_p`
+    (Holtzman et al. 2020); -inf outside. A row with `top_p` 1 is unchanged, bit for bit."""
     sorted_RV, order_RV = logp_RV.sort(dim=-1, descending=True, stable=True)
     mass_RV = sorted_RV.exp()
     mass_before_RV = mass_RV.cumsum(-1, dtype=torch.float64) - mass_RV
@@ -212,6 +215,9 @@ class DecodingBatch:
         self._prefill(requests, pad_id)
 
     def _prefill(self, requests: Sequence[GenerationRequest], pad_id: int) -> None:
+        """Computes every distinct prompt once, and a prefix common to all only once. Sets, for
+        every row, its cache, the logits of its first token, its position, and the mask of
+        padding."""
         device = self._model.device
         prompts, prompt_of_row = _distinct_prompts(requests)
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -237,8 +243,8 @@ class DecodingBatch:
                 part_mask = None if real[part].all() else mask[part]
                 count = len(ids[part])
                 cache = self._repeated(prefix_cache, count) if prefix else self._empty_cache()
-                rest = ids[part, prefix:], cache, positions[part, prefix:], part_mask
-                logits.append(self._model(**self._mode.inputs(*rest), **last_only).logits[:, -1])
+                inputs = ids[part, prefix:], cache, positions[part, prefix:], part_mask
+                logits.append(self._model(**self._mode.inputs(*inputs), **last_only).logits[:, -1])
                 caches.append(cache)
             self._cache = self._expanded(caches, rows)
         self._logits = torch.cat(logits)[rows]
@@ -274,9 +280,9 @@ class DecodingBatch:
         return cache
 
     def _decode_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Mask of prompts and completions. For transformers' caches bool [R, width + longest], True
-        on tokens; for `RowCache` a bias of the attention scores, [R, 1, 1, width + longest], -inf
-        on padding and 0 on tokens."""
+        """Extends the `mask` of padded prompts, bool [R, width], to the longest completion. For
+        transformers' caches bool [R, width + longest], True on tokens; for `RowCache` a bias of the
+        attention scores, [R, 1, 1, width + longest], -inf on padding and 0 on tokens."""
         rows, width = mask.shape
         is_token = mask.new_ones(rows, width + self._longest)
         is_token[:, :width] = mask
@@ -308,6 +314,7 @@ class DecodingBatch:
         return finished
 
     def _forward(self) -> None:
+        """Runs the last sampled tokens of the live rows, and sets the logits of their next ones."""
         n = self.alive
         mask = None if self._mask is None else self._mask[:n, ..., : self._width + self._length]
         positions = self._positions[:n].unsqueeze(1)
@@ -322,6 +329,8 @@ class DecodingBatch:
         self._uniforms = torch.from_numpy(block).to(self._model.device)
 
     def _collect(self, slots: np.ndarray, ended: np.ndarray) -> list[FinishedRow]:
+        """Returns the completions in finished slots; `ended` (bool, by slot) is True where the last
+        token is a stop token, otherwise the limit ended it."""
         index = torch.from_numpy(slots).to(self._tokens_RT.device)
         tokens = self._tokens_RT[index, : self._length].cpu().numpy()
         logprobs = self._logprobs_RT[index, : self._length].cpu().numpy()
@@ -388,7 +397,8 @@ def decoding_batches(
 def _distinct_prompts(
     requests: Sequence[GenerationRequest],
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Distinct prompts in order of appearance, and the prompt index of each request, int64 [R]."""
+    """Returns the distinct prompts in order of appearance, and the prompt index of each request,
+    int64 [R]."""
     index_of: dict[bytes, int] = {}
     prompts: list[np.ndarray] = []
     prompt_of_row = np.empty(len(requests), dtype=np.int64)
@@ -404,8 +414,8 @@ def _distinct_prompts(
 def _left_padded(
     prompts: Sequence[np.ndarray], width: int, prefix: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int64 [N, width], and their mask, bool [N, width], False on padding. Padding comes
-    between the `prefix` tokens that all share and the rest."""
+    """Pads prompts to token ids int64 [N, width], with a mask, bool [N, width], False on padding.
+    Padding comes between the `prefix` tokens that all share and the rest."""
     padded = np.full((len(prompts), width), pad_id, dtype=np.int64)
     real = np.zeros((len(prompts), width), dtype=bool)
     for row, prompt in enumerate(prompts):
@@ -465,7 +475,8 @@ def matches_forward_pass(model: PreTrainedModel, mode: DecodeMode, pad_id: int) 
 def _forward_logprobs(
     model: PreTrainedModel, prompt_ids: np.ndarray, completion_ids: np.ndarray
 ) -> np.ndarray:
-    """Log-probs of a completion, float32 [T], from one forward pass without cache and padding."""
+    """Computes a completion's log-probs, float32 [T], by one forward pass without cache or
+    padding."""
     ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids])).long().to(model.device)
     with model_code():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1]

@@ -83,7 +83,7 @@ class HfSampler:
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        """Completions as they finish, in any order, exactly one for each request.
+        """Yield completions as they finish, in any order, exactly one for each request.
 
         A completion depends only on its request: the seed determines the random number of every
         position. Raises RecipeError for a request longer than the model's positions, SamplerError
@@ -112,6 +112,8 @@ class HfSampler:
     def _decode(
         self, model: PreTrainedModel, requests: Sequence[GenerationRequest]
     ) -> Iterator[FinishedRow]:
+        """Decodes one batch, yielding completions as they finish. Raises SamplerError with advice
+        if the GPU runs out of memory."""
         try:
             batch = DecodingBatch(model, requests, self.stop_token_ids, self._pad_id, self._mode)
             while batch.alive:
@@ -126,6 +128,8 @@ class HfSampler:
     def _completion(
         self, request: GenerationRequest, finished: FinishedRow, first_version: int
     ) -> Completion:
+        """Makes the completion of a finished row: `first_version` sampled its first token, the
+        present version its last. Raises SamplerError for a log-prob that is not finite."""
         if not np.isfinite(finished.logprobs).all():
             raise SamplerError(
                 f"request {tuple(request.key)}: a log-prob of policy version "

@@ -63,8 +63,9 @@ class SamplerOpening:
         comm: "Comm",
         log_folder: Path | None = None,
     ) -> "SamplerOpening":
-        """The opening for a recipe, with weights from `model_path`, a local folder or hub id.
-        Raises RecipeError."""
+        """Make the arguments for a recipe, with weights from `model_path`, a local folder or hub
+        id. Raises RecipeError, also if the sampler reads weight files and the model is
+        `random_init`."""
         import torch
 
         from grpo_replay.engine.models import load_tokenizer, section_at
@@ -134,8 +135,8 @@ class Sampler(Protocol):
 
 
 def sampler_class(sampling: SamplingSection) -> type[Sampler]:
-    """The class that `sampling.backend` names, or `NoSampler` if the run replays a journal. Raises
-    RecipeError."""
+    """Return the class that `sampling.backend` names, or `NoSampler` if the run replays a journal.
+    Raises RecipeError if it is not a class with a sampler's members."""
     if sampling.collection.replay_journal is not None:
         return NoSampler
     backend: Any = SAMPLERS.load(sampling.backend)
@@ -291,7 +292,7 @@ class WeightState:
 def find_stop_tokens(
     texts: Sequence[str] | None, section: ModelSection, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[int, ...]:
-    """The ids of the stop tokens `texts` (`sampling.stop_tokens`), ascending; if None, the
+    """Return the ids of the stop tokens `texts` (`sampling.stop_tokens`), ascending; if None, the
     `eos_token_ids` of the model. The same in training and evaluation, for every sampler.
 
     A text is the name of a token, or else text that encodes to one token: `\n` is a newline even
@@ -334,8 +335,8 @@ def model_length(
     longest: int,
     config: "PreTrainedConfig | None" = None,
 ) -> int:
-    """Maximum tokens of prompt plus completion of a sampler for the model `section`; `config` is
-    the model's configuration, if already read.
+    """Return the maximum tokens of prompt plus completion of a sampler for the model `section`;
+    `config` is the model's configuration, if already read.
 
     This is vLLM's `sampling.vllm.max_model_len` if set, else `longest`, the longest sequence of
     training and evaluation, but at most the number of positions of the model. Raises RecipeError if

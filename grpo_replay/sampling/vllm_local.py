@@ -151,6 +151,9 @@ class VllmLocalSampler:
     def _run(
         self, engine: "LLMEngine", requests: Sequence[GenerationRequest], local_indices: range
     ) -> Iterator[Completion]:
+        """Adds all requests of the engine's ranks and steps it until they are finished; yields the
+        completions of this rank's, those at `local_indices`. Aborts what is left if closed
+        early."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # By default the engine would return every request at every step.
@@ -173,6 +176,8 @@ class VllmLocalSampler:
             self._abandon(engine, running)
 
     def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
+        """Makes a checked completion of vLLM's output, with the versions that sampled its
+        tokens."""
         tokens = list(sampled.token_ids)
         entries = sampled.logprobs or []
         # Labels set by `set_weight_version`. A completion without tokens has none.
@@ -200,7 +205,8 @@ class VllmLocalSampler:
     def _gather_requests(
         self, requests: Sequence[GenerationRequest]
     ) -> tuple[list[GenerationRequest], int]:
-        """All requests of this engine's ranks, in rank order, and the offset of this rank's."""
+        """Returns all requests of this engine's ranks, in rank order, and the offset of this
+        rank's. Collective with tensor parallelism."""
         size = self._tensor_parallel_size
         if size == 1:
             return list(requests), 0
@@ -295,7 +301,7 @@ def _refuse_split_engine(size: int, ranks_here: int) -> None:
 
 
 def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
-    """EngineArgs that only an engine in the trainer's process needs."""
+    """Returns the EngineArgs that only an engine in the trainer's process needs."""
     vllm, world_size = opening.sampling.vllm, opening.comm.world_size
     sleeps = opening.on_gpu and vllm.enable_sleep_mode
     size = vllm.tensor_parallel_size
@@ -314,6 +320,8 @@ def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
 
 
 def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
+    """Starts vLLM's engine in this process, without its side effects on random states, threads and
+    stdout. Raises SamplerError if vLLM is missing or refuses to start."""
     set_environment(os.environ, on_gpu)
     log_through_root(os.environ)
     # Its engine core must run in this process: weights are passed as tensors, and the external

@@ -35,7 +35,7 @@ def preserved_torch_randomness() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def preserved_process_state() -> Iterator[None]:
-    """Restore the global random states, torch's thread settings and `LEAKED_VARIABLES` afterwards.
+    """Restores, after the block, the global random states, torch's threads and `LEAKED_VARIABLES`.
 
     An engine in this process seeds Python, numpy and torch, and on a CPU replaces
     `torch.set_num_threads` by a function that does nothing.
@@ -60,7 +60,7 @@ def preserved_process_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout of C++ and Python to stderr: stdout is for results."""
+    """Within the block, redirects stdout of C++ and Python to stderr: stdout is for results."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

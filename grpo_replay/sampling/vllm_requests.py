@@ -19,8 +19,9 @@ NO_LOGPROB = -9999.0
 def sampling_parameters(
     request: GenerationRequest, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Keywords of vLLM's SamplingParams. Every field that a model's generation_config.json could
-    change is set. `logprobs=0` returns the log-prob of the sampled token only."""
+    """Return the keywords of vLLM's SamplingParams for a request. Every field that a model's
+    generation_config.json could change is set. `logprobs=0` returns the log-prob of the sampled
+    token only."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -81,6 +82,8 @@ def build_completion(
 
 
 def _checked_logprobs(logprobs: Sequence[float], name: str) -> np.ndarray:
+    """Returns the log-probs as float32 [T]. Raises SamplerError, which names the completion, for
+    one that is not finite, also where a server sends `NO_LOGPROB` for it."""
     logprobs_T = np.asarray(logprobs, dtype=np.float32)
     bad = ~np.isfinite(logprobs_T) | (logprobs_T <= NO_LOGPROB)
     if bad.any():
@@ -120,8 +123,8 @@ def engine_arguments(
     on_gpu: bool,
     adapters: int = 1,
 ) -> dict[str, Any]:
-    """Keywords of vLLM's EngineArgs, which are also the options of a server. `longest` is the
-    maximum tokens of a sequence, `adapters` the number of LoRA adapters in memory.
+    """Return the keywords of vLLM's EngineArgs, which are also the options of a server. `longest`
+    is the maximum tokens of a sequence, `adapters` the number of LoRA adapters in memory.
 
     No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
     each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
@@ -166,6 +169,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _lora_arguments(lora: LoraSection, adapters: int) -> dict[str, Any]:
+    """Returns vLLM's options for so many adapter versions, with the smallest rank that it supports
+    and that holds them. Raises RecipeError for a higher rank."""
     rank = max(lora.r or 0, *lora.others.get("rank_pattern", {}).values(), 0)
     max_rank = next((supported for supported in LORA_RANKS if supported >= rank), None)
     if max_rank is None:

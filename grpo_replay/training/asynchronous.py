@@ -163,6 +163,9 @@ class MainSource(FollowerSource):
         return replace(taken, repeated=True)
 
     def _take_arrived(self, step: int, waited_seconds: float) -> StepRollouts:
+        """Takes the step's groups from the queue, with the use of the servers since the last step.
+        After `UNCHECKED_STEPS` steps without rollouts of the newest weights alone, a probe is
+        sampled, so that sampler and trainer are still compared."""
         self._waited_seconds = waited_seconds
         taken = self.intake.close_step(step)
         report, scorer = self.intake.newest_report, self.parts.scorer
@@ -176,8 +179,10 @@ class MainSource(FollowerSource):
         return replace(rollouts, measured=self._probe(taken, step))
 
     def _probe(self, taken: Sequence[Rollout], step: int) -> list[Rollout]:
-        """Sample short completions of a few prompts with the newest weights, to compare log-probs
-        only. Servers that run ahead may never finish a group with the newest weights."""
+        """Samples short completions of a few of the step's prompts with the newest weights, only to
+        compare log-probs: servers that run ahead may never finish a group with them. Empty if the
+        sampler lags on purpose (`run.sync_every_steps`), nothing was taken, or no server is
+        left."""
         sampler, sampling = self._server_sampler(), self.recipe.sampling
         lags = sampler.policy_version != self.state.policy_version  # run.sync_every_steps
         if lags or not taken:
@@ -216,7 +221,7 @@ class MainSource(FollowerSource):
         return cast(VllmServerSampler, self.parts.sampler)
 
     def _to_step_rollouts(self, taken: Sequence[Rollout], use: "ServerUse") -> StepRollouts:
-        """Return `taken` as the trainer needs it, and set the metrics of the step."""
+        """Returns `taken` as the trainer needs it, and sets the metrics of the step."""
         arrivals, state = self.intake.arrivals, self.state
         self._metrics = {
             "async/sampler_idle": use.idle,
@@ -241,6 +246,7 @@ class MainSource(FollowerSource):
         self.intake.go_live(self._collector_settings(), len(self.parts.prompts), version)
 
     def _collector_settings(self) -> CollectorSettings:
+        """Returns the settings of the collector: it samples from the servers of our sampler."""
         recipe, servers = self.recipe, self._server_sampler().servers.all
         return CollectorSettings(
             recipe=recipe,
@@ -251,9 +257,9 @@ class MainSource(FollowerSource):
         )
 
     def _wait(self, step: int) -> bool:
-        """Wait until the step can begin: for its groups, or with `buffer_only` until buffer and
-        queue have enough rollouts for a batch. False if a stop was requested or no server is left.
-        """
+        """Waits on rank 0 until the step can begin: for its groups, or with `buffer_only` until
+        buffer and queue have enough rollouts for a batch. Returns False if a stop was requested or
+        no server is left."""
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer.drawable(step))
         groups, version = arrivals.groups_per_step, self.state.policy_version
 
@@ -278,18 +284,20 @@ class MainSource(FollowerSource):
         return min(units * (size if replay.unit == "query" else 1), replay.capacity_rollouts)
 
     def _insertable_rollouts(self, step: int) -> int:
-        """Number of queued rollouts that will enter the buffer at `step`. A group is counted only
-        once, and its count kept for the next call."""
-        counted, self._insertable = self._insertable, {}
+        """Counts the queued rollouts that will enter the buffer at `step`. Called at every poll, so
+        the count of a group is kept for the next call."""
+        known, self._insertable = self._insertable, {}
         for group in self.intake.arrivals.young(step):
-            count = counted.get(group.number)
+            count = known.get(group.number)
             if count is None:
                 count = rollouts_to_insert(group, self.recipe)
             self._insertable[group.number] = count
         return sum(self._insertable.values())
 
     def advance(self, version: int) -> None:
-        """Push the version and let the collector continue; after the last step, end it."""
+        """Called after a step's updates: cancels groups that have become too old, pushes the
+        version and gives the collector credit for more; after the last step, ends it. Does nothing
+        while steps come from the journal."""
         if not self._is_live:
             return
         if version == self.recipe.run.steps:
@@ -300,6 +308,8 @@ class MainSource(FollowerSource):
         self.intake.give_credit(version)
 
     def metrics(self, record: StepRecord) -> Metrics:
+        """Returns the step's metrics `async/*`, `ledger/*` and ages. Trainer idle is the share of
+        the step's time that it waited for groups."""
         step_seconds = self.parts.clock.read()["step"]
         return {
             "sampler/policy_version": self.parts.sampler.policy_version,
@@ -340,6 +350,8 @@ class ServerTimes:
         self._last = (0.0, 0.0, 0.0)
 
     def step(self, report: Report, paused_seconds: float) -> ServerUse:
+        """Returns the use since the last call. `report` and `paused_seconds` (of servers that load
+        weights) are cumulative; a report below the last one is that of a new collector."""
         now = (report.idle_seconds, report.server_seconds, paused_seconds)
         if now[1] < self._last[1]:  # a new collector counts from zero
             self._last = (0.0, 0.0, self._last[2])
@@ -352,8 +364,8 @@ class ServerTimes:
 
 
 def sampled_only_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
-    """At most `GAP_SAMPLE_ROLLOUTS` rollouts of which `version` sampled every token, evenly spaced
-    over the step. On these, sampler and trainer must agree."""
+    """Returns at most `GAP_SAMPLE_ROLLOUTS` rollouts of which policy `version` sampled every token,
+    evenly spaced over the step. On these, sampler and trainer must agree."""
     matching = [
         rollout
         for rollout in rollouts

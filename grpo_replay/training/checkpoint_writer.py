@@ -76,8 +76,9 @@ def write_checkpoint(
 
 
 def _gather_file_facts(comm: Comm, folder: Path) -> FileFacts:
-    """Size and SHA-256 of every file in `folder`. Each rank flushes and reads the files that it
-    wrote: DeepSpeed's shards have the rank in their names, rank 0 wrote the others. Collective."""
+    """Returns size and SHA-256 of every file in `folder`, for the manifest. Collective: every rank
+    flushes and hashes the files that it wrote (DeepSpeed's shards have the rank in their names,
+    rank 0 wrote the others)."""
     local = [name for name in _files_in(folder) if _writer(name) % comm.world_size == comm.rank]
     flush_files([folder / name for name in local])
     facts: FileFacts = {}

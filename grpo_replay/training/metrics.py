@@ -34,7 +34,7 @@ def step_metrics(
     seconds: Mapping[str, float],
     source_metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All metrics of a step in metrics.jsonl but those of an evaluation (docs/metrics.md).
+    """Compute all metrics of a step in metrics.jsonl but those of an evaluation (docs/metrics.md).
     `seconds` are by stage; `source_metrics` come from the source of rollouts."""
     generated, trained = record.generated, record.batch.rollouts * recipe.batch.epochs
     loss = recipe.loss
@@ -66,8 +66,9 @@ GENERATION = (
 
 
 def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
-    """Metrics over everything generated in the step, including dropped groups. Rollouts without a
-    reward count only in `reward/missing_fraction`. All None if nothing has arrived."""
+    """Compute the metrics over everything generated in the step, dropped groups included;
+    `rollouts` are whole groups in order. Rollouts without a reward have no part in the reward
+    metrics but `reward/missing_fraction`. All None if nothing has arrived."""
     if not rollouts:
         return dict.fromkeys(GENERATION)
     rewarded_N = np.array([rollout.reward is not None for rollout in rollouts])
@@ -76,8 +77,9 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
     groups = rollouts[::group_size]
     stds = [group.group_reward_std for group in groups if group.group_reward_std is not None]
-    rewarded = rewarded_N.reshape(-1, group_size).sum(axis=1)
-    correct = np.array([group.group_correct for group in groups])[rewarded > 0]
+    rewarded_per_group = rewarded_N.reshape(-1, group_size).sum(axis=1)
+    has_reward = rewarded_per_group > 0
+    correct = np.array([group.group_correct for group in groups])[has_reward]
     truncated = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     verdicts = Counter(rollout.verdict for rollout in rollouts)
     return {
@@ -85,7 +87,7 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
         "reward_std": _mean(stds),
         "reward/missing_fraction": float(1 - rewarded_N.mean()),
         "frac_reward_zero_std": _mean(list(compress(without_signal, rewarded_N))),
-        "groups/all_correct_fraction": _mean(correct == rewarded[rewarded > 0]),
+        "groups/all_correct_fraction": _mean(correct == rewarded_per_group[has_reward]),
         "groups/all_wrong_fraction": _mean(correct == 0),
         "completions/mean_length": float(lengths_N.mean()),
         "completions/min_length": int(lengths_N.min()),
@@ -96,8 +98,8 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
 
 
 def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
-    """Mean and population standard deviation of each score, over the rollouts that have a reward.
-    Empty without such rollouts, and if the reward is a single score."""
+    """Compute mean and population standard deviation of every single score that a reward combines,
+    over the rollouts with a reward. Empty without such rollouts, and if the reward is one score."""
     scores = [rollout.reward_scores for rollout in rollouts if rollout.reward is not None]
     if not all(scores) or not scores:
         return {}
@@ -111,7 +113,8 @@ def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
 
 
 def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
-    """Means over the optimizer updates of the step, and their learning rate; None if none."""
+    """Compute means over the optimizer updates of the step, and the learning rate; None for a step
+    without updates. `kl` is None without a KL term (`beta` 0)."""
     return {
         "updates": len(results),
         "micro_batches": sum(result.micro_batches for result in results),
@@ -129,8 +132,9 @@ def batch_metrics(
     fresh_rollouts: int,
     probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
 ) -> Metrics:
-    """Statistics of the updates on fresh and on replayed rollouts, and by age. With `replay.shadow`
-    those of replayed rollouts describe the draw, which is not trained on, from the `probe`."""
+    """Compute statistics of the updates on fresh and on replayed rollouts, and by age. `outcomes`
+    belong to the batch's rollouts. With `replay.shadow` the replayed ones are those of the draw,
+    which is not trained on: their outcomes come from the `probe`, as far as it measured them."""
     fresh = [int(i) for i in np.flatnonzero(~batch.replayed)]
     return {
         "entropy": _token_mean(outcomes, "entropy"),
@@ -146,6 +150,8 @@ def _replay_metrics(
     fresh_rollouts: int,
     probe: Mapping[int, RolloutOutcome],
 ) -> Metrics:
+    """Computes the metrics `replay/*` of the replayed rollouts: their number, ages, loss statistics
+    (also by age), and the effective sample size and entropy of the draw; None without a draw."""
     ages_N, rollouts, replayed_N = batch.ages, batch.rollouts, batch.replayed
     outcomes_N: list[RolloutOutcome | None] = list(outcomes)
     if not batch.trains_on_draw:
@@ -178,6 +184,7 @@ def _shadow_metrics(record: StepRecord, recipe: Recipe, seconds: Mapping[str, fl
 
 
 def _side(side: str, outcomes: Sequence[RolloutOutcome]) -> Metrics:
+    """Computes the loss statistics of one `side` of the batch, "fresh" or "replay"."""
     return {
         f"{side}/clip_fraction": _token_mean(outcomes, "clip_fraction"),
         f"{side}/ratio_mean": _token_mean(outcomes, "ratio_mean"),
@@ -196,7 +203,7 @@ def age_bin(age: int) -> str:
 
 
 def _by_age(measured: Sequence[tuple[int, RolloutOutcome]]) -> Metrics:
-    """Statistics for each bin of ages; `measured` are ages and outcomes."""
+    """Computes the statistics of every bin of ages; `measured` are pairs of age and outcome."""
     bins: dict[str, list[RolloutOutcome]] = {}
     for age, outcome in sorted(measured, key=lambda pair: pair[0]):
         bins.setdefault(age_bin(age), []).append(outcome)
@@ -216,7 +223,8 @@ def ratio_ess(outcomes: Sequence[RolloutOutcome]) -> float | None:
 
 
 def buffer_metrics(stats: BufferStats, draws_per_step: int = 1) -> Metrics:
-    """Metrics of the buffer. Ages are those at the last draw of the step."""
+    """Compute the metrics of the buffer. Ages are those at the last draw of the step: with several
+    draws per step they are in updates, as in `replay.compose`."""
     mean, oldest, last = stats.age_mean, stats.age_max, draws_per_step - 1
     return {
         "buffer/rollouts": stats.rollouts,
@@ -236,7 +244,8 @@ def gap_metrics(gap: LogprobGap | None) -> Metrics:
 
 
 def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Metrics:
-    """The weights of `loss.sampler_ratio` over the batch's tokens; empty if it is off."""
+    """Compute the mean of the importance weights of `loss.sampler_ratio` over the batch's tokens,
+    and the fraction at a bound (or masked); empty if the option is off."""
     if loss.sampler_ratio is None:
         return {}
     parts = [rollout.trained_values(sampler_weights(rollout, loss)) for rollout in trained]
@@ -257,7 +266,7 @@ def cost_metrics(
     trained: Sequence[Rollout],
     updated_rows: int | None = None,
 ) -> Metrics:
-    """Tokens, rollouts and seconds of the step, and two ratios of costs.
+    """Compute tokens, rollouts and seconds of the step, and two ratios of costs.
 
     μ is the seconds to generate a rollout over the seconds to train on one of `updated_rows` (all
     `trained`, unless a host in shadow trained on more). γ is paper B's relative compute,

@@ -170,6 +170,7 @@ def take_directory(
     stack.callback(run_dir.unlock)
 
     def take() -> list[str]:
+        """Rank 0's part: folder, lock, log and environment file; returns the notices."""
         if start.is_new:
             run_dir.create(recipe)
         else:

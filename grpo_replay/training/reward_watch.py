@@ -79,7 +79,7 @@ def _described(first_error: str | None, failed: Sequence[str]) -> str:
 
 
 def notices_of_ids(step: int, generated: Sequence[Rollout], vocabulary: int) -> list[str]:
-    """A notice if completions have token ids beyond the `vocabulary` of the tokenizer."""
+    """Returns a notice if completions have token ids beyond the tokenizer's `vocabulary` (size)."""
     unknown = sum(bool((r.completion_token_ids >= vocabulary).any()) for r in generated)
     if unknown == 0:
         return []
@@ -99,8 +99,9 @@ class CorrectWatch:
         self._is_done = reward.main_function in BUILTIN_VERIFIERS
 
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
-        """A notice, once, if no completion of at least `FIRST_NOTICE_STEPS` steps was correct and
-        the scores of this step differ; else nothing."""
+        """Called after every step. Returns a notice, once, if no completion has been correct in at
+        least `FIRST_NOTICE_STEPS` steps with scores and the scores of this step differ. Silent for
+        good once a completion was correct."""
         scores = [
             first_score(rollout.reward_scores, rollout.reward)
             for rollout in generated
@@ -128,10 +129,13 @@ class SlowWatch:
         self._reward, self._seconds = reward, Counter[str]()
 
     def observe(self, step: int, seconds: Mapping[str, float]) -> list[str]:
-        """The notice, after `FIRST_NOTICE_STEPS` steps of a process; else nothing."""
+        """Called after every step with its `seconds` by stage. Returns a notice after exactly
+        `FIRST_NOTICE_STEPS` steps of a process, if the reward functions took at least a second per
+        step and half of the time."""
         self._seconds += Counter({"steps": 1.0, **seconds})
         spent, steps = self._seconds["reward"], self._seconds["steps"]
-        if steps != FIRST_NOTICE_STEPS or spent < max(steps, self._seconds["step"] / 2):
+        is_slow = spent >= max(steps, self._seconds["step"] / 2)
+        if steps != FIRST_NOTICE_STEPS or not is_slow:
             return []
         return [
             f"step {step}: {spent / self._seconds['step']:.0%} of the steps' time, "
@@ -163,7 +167,9 @@ class LearningWatch:
         self._next_notice = FIRST_NOTICE_STEPS
 
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
-        """A notice, if one is due after this step; else nothing."""
+        """Called after every step. A step with an advantage resets the count; otherwise returns a
+        notice after `FIRST_NOTICE_STEPS` such steps in a row, again at every doubling, and at the
+        end of a run that never had an advantage."""
         if any(rollout.kept and rollout.group_reward_std for rollout in generated):
             self._counts.clear()
             self._next_notice = FIRST_NOTICE_STEPS
@@ -176,6 +182,8 @@ class LearningWatch:
         return [self._notice(step)]
 
     def _count(self, generated: Sequence[Rollout]) -> None:
+        """Adds a step's completions to the counts. Every member has the number correct in its
+        group, so the sum is divided by the group size."""
         size = self._sampling.group_size
         self._counts += Counter(
             steps=1,
@@ -187,6 +195,7 @@ class LearningWatch:
         )
 
     def _notice(self, step: int) -> str:
+        """Returns the notice: why no completion got an advantage, shares of faults, and advice."""
         counts, rollouts = self._counts, self._counts["rollouts"]
         shares = ", ".join(
             f"{counts[name] / rollouts:.0%} {what}"
@@ -206,7 +215,7 @@ class LearningWatch:
         )
 
     def _advice(self) -> str:
-        """The most common fault of the completions, and advice."""
+        """Returns what most of the counted completions have in common, and what to do about it."""
         counts, half = self._counts, self._counts["rollouts"] / 2
         if counts["failed"] > half:
             return "The reward function fails: see log/ for its first error"

@@ -57,7 +57,8 @@ class Stopwatch:
             self.seconds[name] += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
-        """Seconds by stage, `other` and `step` included."""
+        """Returns the seconds of the step so far: by stage, in no stage (`other`), in all
+        (`step`)."""
         total = time.perf_counter() - self._start
         return {
             **self.seconds,

@@ -107,6 +107,8 @@ class Run:
             self._announce(opened.notices, stack)
 
     def _announce(self, notices: Sequence[Notice], stack: ExitStack) -> None:
+        """Opens trackers, logs the notices of the opening, tells the observer that the run starts,
+        and from now on shows it warnings of `WARNINGS_SHOWN`. `stack` undoes it. On rank 0."""
         step = self.state.step
         first_step = step + 1 if step else 0  # the evaluation of the base model is at step 0
         self.trackers = open_trackers(self.recipe, self.run_dir.path, first_step)
@@ -139,9 +141,9 @@ class Run:
         return RunResult(self.run_dir.path, state.step, False, summary)
 
     def _step(self) -> bool:
-        """Make one step, with its record, and an evaluation and a checkpoint if they are due.
-        Returns whether to continue. After a request to stop, a due evaluation is left to the
-        resume."""
+        """Makes one step, with its record, and an evaluation and a checkpoint if they are due.
+        Returns whether to continue: False after a request to stop, unless the run is complete
+        anyway. A due evaluation is then left to the resume."""
         state, recipe = self.state, self.recipe
         if self.comm.world_size > 1:
             log_stacks_after(recipe.engine.timeout_seconds * HANG_SHARE)
@@ -201,7 +203,7 @@ class Run:
         return model_card(self.recipe, self.state, self.evaluation.base_and_last())
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop. Collective."""
+        """Returns whether any rank was asked to stop, and logs it the first time. Collective."""
         requested = any(self.comm.all_gather(self.stop.requested))
         if requested and not self._stop_is_logged:
             self._stop_is_logged = True
@@ -217,6 +219,8 @@ class Run:
             self._checkpoint()
 
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
+        """Writes the metrics of a step, with the accuracies of its evaluation, to metrics.jsonl,
+        observer and trackers; shows samples if due, and the trainer's notices. On rank 0."""
         if report is not None:
             metrics |= _accuracies(report)
         self.run_dir.append_metrics(metrics)

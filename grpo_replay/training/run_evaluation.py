@@ -121,7 +121,7 @@ def summarise_run(
     final: EvaluationReport | None,
     metrics: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The content of summary.json: totals, accuracy before and after training (null if not
+    """Compute the content of summary.json: totals, accuracy before and after training (null if not
     evaluated), and means over the training steps (`metrics`). `comparable` is false if the settings
     of the two evaluations differ, null if one is missing."""
     return {
@@ -154,8 +154,8 @@ def model_card(
     state: RunState,
     reports: tuple[EvaluationReport | None, EvaluationReport | None],
 ) -> str:
-    """The model card, in Markdown with Hugging Face metadata. `reports` are those of the base model
-    and of this step."""
+    """Write the model card, in Markdown with Hugging Face metadata. `reports` are those of the base
+    model and of this step, None if not evaluated."""
     replay = recipe.replay
     limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
     metadata = _metadata(recipe.model.path, recipe.prompts.source_names)
@@ -181,8 +181,8 @@ composition {replay.composition}, ratio {replay.ratio}, age limit {limit}).
 
 
 def _metadata(base: str, prompts: Sequence[str]) -> str:
-    """The metadata at the top of a card, between lines of dashes. The hub links base model and data
-    sets, so those that are not on the hub are left out."""
+    """Returns the metadata at the top of a card, between lines of dashes. The hub links base model
+    and data sets, so those that are not on the hub are left out."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -196,6 +196,8 @@ def _metadata(base: str, prompts: Sequence[str]) -> str:
 
 
 def _results(base: EvaluationReport | None, current: EvaluationReport | None) -> str:
+    """Returns the card's table of accuracies. The base model's are shown only if both evaluations
+    had the same settings."""
     if current is None:
         return f"{NOT_EVALUATED}\n"
     before = base.accuracies() if base and are_comparable(base, current) else {}

@@ -26,21 +26,21 @@ def probe_is_due(settings: ReplaySection, step: int) -> bool:
 
 
 def probe_indices(draw: Draw, limit: int) -> list[int]:
-    """Indices of at most `limit` drawn rollouts, ascending. Ages take turns: the first rollout of
-    each age is chosen, then the second of each, and so on."""
-    turns: Counter[int] = Counter()
+    """Choose at most `limit` drawn rollouts to probe, so that all ages are represented: the first
+    rollout of every age, then the second of every age, and so on. Returns ascending indices."""
+    seen_of_age: Counter[int] = Counter()
     ranked = []
     for index, age in enumerate(draw.ages.tolist()):
-        ranked.append((turns[age], age, index))
-        turns[age] += 1
+        ranked.append((seen_of_age[age], age, index))
+        seen_of_age[age] += 1
     return sorted(index for _, _, index in sorted(ranked)[:limit])
 
 
 def shadow_metrics(
     draw: Draw, fresh: Sequence[Rollout], group_size: int, seconds: float
 ) -> dict[str, Any]:
-    """Metrics of what the draw would add to the fresh survivors of the step, and the `seconds`
-    spent on buffer and probe.
+    """Compute metrics of what the draw would add to the fresh survivors of the step; `seconds` are
+    those spent on buffer and probe.
 
     `shadow/rare_success_fraction`: share of the draw that is a rare success (A > 0, at most a
     quarter of the group correct) of a prompt without a success in the fresh batch.
@@ -50,18 +50,20 @@ def shadow_metrics(
     cost = {"cost/shadow_seconds": seconds}
     if not draw.entries:
         return {"shadow/rare_success_fraction": None, "shadow/new_prompt_fraction": None, **cost}
-    solved = {rollout.prompt_id for rollout in fresh if (rollout.advantage or 0.0) > 0}
-    present = {rollout.prompt_id for rollout in fresh}
-    drawn = {rollout.prompt_id for rollout in draw.rollouts}
+    solved_prompts = {rollout.prompt_id for rollout in fresh if (rollout.advantage or 0.0) > 0}
+    fresh_prompts = {rollout.prompt_id for rollout in fresh}
+    drawn_prompts = {rollout.prompt_id for rollout in draw.rollouts}
     rare = [
         (rollout.advantage or 0.0) > 0
         and rollout.group_correct <= RARE_SUCCESS * group_size
-        and rollout.prompt_id not in solved
+        and rollout.prompt_id not in solved_prompts
         for rollout in draw.rollouts
     ]
     return {
         "shadow/rare_success_fraction": float(np.mean(rare)),
-        "shadow/new_prompt_fraction": len(drawn - present) / len(drawn | present),
+        "shadow/new_prompt_fraction": (
+            len(drawn_prompts - fresh_prompts) / len(drawn_prompts | fresh_prompts)
+        ),
         **cost,
     }
 
@@ -106,26 +108,28 @@ def summarise_replay(metrics: Lines, settings: ReplaySection) -> dict[str, Any]:
 
 
 def advice(mu: float | None) -> str | None:
-    """Advice by the results of docs/results.md at a cost ratio μ; None if μ is unknown."""
+    """Returns the sentence of advice that docs/results.md supports at a cost ratio μ; None if μ is
+    unknown."""
     if mu is None:
         return None
     if mu < 1:
-        measured = "below 1 no replay has paid in our runs: leave it off (replay.preset=grpo)"
+        experience = "below 1 no replay has paid in our runs: leave it off (replay.preset=grpo)"
     elif mu < 4:
-        measured = "between 1 and 4 our runs leave it open: compare with replay.preset=grpo"
+        experience = "between 1 and 4 our runs leave it open: compare with replay.preset=grpo"
     else:
-        measured = (
+        experience = (
             "at 4.8 `ours` was +2.3 [+0.6, +3.9] points ahead of GRPO at equal rollouts, on one "
             "tiny model, and not by the clock: try it"
         )
     return (
-        f"to generate a rollout cost {mu:.2g} (μ) times what training on one cost; {measured}; "
+        f"to generate a rollout cost {mu:.2g} (μ) times what training on one cost; {experience}; "
         "docs/results.md"
     )
 
 
 def describe_replay(replay: Mapping[str, Any]) -> Iterator[str]:
-    """Describe the cost of replay, or in shadow its effect and cost; nothing if μ is unknown."""
+    """Yield sentences for the end of a run from `summarise_replay`: in shadow what replay would
+    have done, then its share of the compute with advice, unless μ is unknown."""
 
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{100 * share:.3g} %"

@@ -10,8 +10,8 @@ from grpo_replay.recipe.open_lists import VERIFIERS
 
 
 def notices_of_beginning(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """A notice if a prompt begins with no BOS token, or with two, though the tokenizer adds one to
-    every text."""
+    """Returns a notice if a prompt (token `ids`) begins with no BOS token, or with two, though the
+    tokenizer adds one to every text; none for a tokenizer that does not."""
     bos, word = tokenizer.bos_token_id, tokenizer.bos_token
     count = sum(token == bos for token in ids[:2])
     if bos is None or count == 1 or tokenizer("a")["input_ids"][0] != bos:
@@ -25,8 +25,8 @@ def notices_of_beginning(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def notices_of_tags(recipe: Recipe, tokenizer: Any) -> list[str]:
-    """A notice if the user's reward function, or the prompt template, names special tokens that are
-    removed before grading."""
+    """Returns a notice if the source of the user's reward functions, or the prompt template, names
+    special tokens (say <think>) that are removed before grading, unless the recipe keeps them."""
     functions = [weighted.function for weighted in recipe.reward.functions]
     functions += [recipe.eval.reward] if recipe.eval.benchmarks else []
     user_functions = [name for name in dict.fromkeys(functions) if name not in BUILTIN_VERIFIERS]
@@ -35,10 +35,10 @@ def notices_of_tags(recipe: Recipe, tokenizer: Any) -> list[str]:
     prompts = recipe.prompts
     template = prompts.user_template + (prompts.system_prompt or "") * prompts.in_chat
     source = "".join(source_text(VERIFIERS.import_path(name)) for name in user_functions)
-    usual = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
-    usual.update(eos_token_ids(recipe.model, tokenizer))
+    control_ids = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
+    control_ids.update(eos_token_ids(recipe.model, tokenizer))
     added = tokenizer.added_tokens_decoder.items()
-    special = [token.content for number, token in added if token.special and number not in usual]
+    special = [token.content for i, token in added if token.special and i not in control_ids]
     tags = {text for text in special if text[0] == "<" and text[1] != "|"}
     removed = [text for text in special if text in source or (text in tags and text in template)]
     if not removed:

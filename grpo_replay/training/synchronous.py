@@ -54,17 +54,21 @@ class SynchronousSource:
         return source
 
     def _restore(self, checkpoint: Path) -> None:
-        """Bring the sampler its older weights, or the policy if it does not lag or if
-        `sampling.lora` was changed between adapters and merged weights."""
+        """Gives the sampler the weights that it had at the `checkpoint`: older ones than the
+        policy's if it lags on purpose. Otherwise, and if `sampling.lora` was changed between
+        adapters and merged weights, it gets the policy."""
         lags = self.recipe.run.sync_every_steps > 1
-        older = read_pushed_weights(checkpoint) if lags else None
-        if older is not None and older[1] == 0:
-            return  # the sampler was opened with version 0
-        are_adapters = older is not None and any(".lora_A." in name for name in older[0])
-        if older is None or are_adapters != self.recipe.pushes_adapters:
+        saved = read_pushed_weights(checkpoint) if lags else None
+        if saved is None:
             self._push(self.state.policy_version)
             return
-        weights, version = older
+        weights, version = saved
+        if version == 0:
+            return  # the sampler was opened with version 0
+        are_adapters = any(".lora_A." in name for name in weights)
+        if are_adapters != self.recipe.pushes_adapters:
+            self._push(self.state.policy_version)
+            return
         tensors, pushed = iter(weights.items()), self._pushed
         self.parts.sampler.load_weights(
             pushed.keep(tensors, version) if pushed else tensors, version
@@ -104,8 +108,9 @@ class SynchronousSource:
     def _sample_prompts(
         self, step: int, first: int, count: int, is_last: bool
     ) -> list[Rollout] | None:
-        """Rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. None on every
-        rank if no server is left on one. If `is_last`, the sampler sleeps afterwards."""
+        """Samples and grades the step's prompts `first` … `first + count - 1`. Returns their
+        rollouts on rank 0, an empty list on others; None on every rank if no server is left on one.
+        If `is_last`, the sampler sleeps afterwards."""
         parts, comm, run = self.parts, self.comm, self.recipe.run
         taken = parts.prompts.take(self.state.prompt_cursor + first, count)
         prompts = dict(enumerate(taken, start=first))

@@ -61,9 +61,10 @@ class Trainer:
         self._correct, self._slow = CorrectWatch(recipe.reward), SlowWatch(recipe.reward)
 
     def train_step(self) -> dict[str, Any] | None:
-        """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks;
-        None if a stop was requested while it waited for rollouts. Raises RewardError if the reward
-        function failed on most of them, LogprobGapError if the sampler is not the policy."""
+        """Make one step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other
+        ranks; None if a stop was requested while it waited for rollouts. Raises RewardError if the
+        reward function failed on more than `reward.max_failed_share` of them, LogprobGapError if
+        the sampler is not the policy."""
         step, seed = self.state.step + 1, self.recipe.run.seed
         self.parts.clock.restart()
         self.parts.engine.begin_step(step)
@@ -89,7 +90,8 @@ class Trainer:
         return self._report(record) if self.comm.is_main else {}
 
     def trainer_logprobs(self, rollouts: Sequence[Rollout]) -> dict[int, np.ndarray]:
-        """Log-probs under the trainer's weights, float32 [T], by rollout id; on rank 0 only."""
+        """Compute log-probs under the trainer's weights, float32 [T], by rollout id; on rank 0
+        only. Collective."""
         if not self.comm.broadcast(len(rollouts)):
             return {}
         with self.parts.clock.stage("logprob"):
@@ -162,6 +164,8 @@ class Trainer:
         return results, [outcome for outcome in outcomes if outcome is not None]
 
     def _update_once(self, rollouts: Sequence[Rollout]) -> UpdateResult | None:
+        """Makes one optimizer update on the rollouts (those of rank 0), with reference log-probs if
+        the loss has a KL term. Returns None on ranks other than 0. Collective."""
         engine, is_main = self.parts.engine, self.comm.is_main
         reference = None
         if self.recipe.loss.beta > 0:

@@ -92,8 +92,9 @@ def sync_weights(
 
 
 def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list[Rollout]:
-    """The rollouts whose log-probs the trainer computes, by rollout id: every survivor, and evenly
-    spaced dropped ones up to `GAP_SAMPLE_ROLLOUTS` in all.
+    """Choose the rollouts whose log-probs the trainer computes, ordered by rollout id: every
+    survivor (whose behaviour log-probs they become), and evenly spaced dropped ones up to
+    `GAP_SAMPLE_ROLLOUTS` in all.
 
     Without `every_survivor` (behaviour log-probs are the sampler's), `GAP_SAMPLE_ROLLOUTS` evenly
     spaced rollouts of any kind.

@@ -16,7 +16,8 @@ EXCERPT_CHARACTERS = 300
 
 
 def print_dry_run(report: DryRun) -> None:
-    """Print problems and notes, one table of all rows, what was seen, and last the answer."""
+    """Print problems and notices, a table of all sections, the example of a first look (else the
+    first prompt), what is unchecked and assumed, and last whether the run would start and fit."""
     console = open_console(markup=True, soft_wrap=True)
     findings = report.findings
     for problem in findings.problems:
@@ -41,15 +42,17 @@ def print_dry_run(report: DryRun) -> None:
 
 
 def _excerpt(value: Any) -> str:
-    """The value in one line, escaped as in JSON; of a long text the end, where the answer is."""
+    """Returns a value as one line, escaped as in JSON; of a long text the end, where the answer is,
+    after the number of characters left out."""
     text = value if isinstance(value, str) else str(value)
     shown = escape(printable(json.dumps(text[-EXCERPT_CHARACTERS:], ensure_ascii=False)))
-    more = len(text) - EXCERPT_CHARACTERS
-    return f"{more:,} characters … {shown}" if more > 0 else shown
+    left_out = len(text) - EXCERPT_CHARACTERS
+    return f"{left_out:,} characters … {shown}" if left_out > 0 else shown
 
 
 def _verdict(report: DryRun) -> Iterable[str]:
-    """What a first look says, what else would fit, and last the answer."""
+    """Yields the last lines: the first look's verdict, alternatives that save memory, and either
+    each problem ("would not start") or whether the run fits."""
     memory, look = report.memory, report.look
     if look is not None:
         colour = "green" if look.can_learn and look.correct else "yellow"
@@ -67,7 +70,7 @@ def _verdict(report: DryRun) -> Iterable[str]:
         yield f"[bold green]fits[/]: {memory.peak_text}"
 
 
-def _alternative(tried: Alternative) -> str:
-    words = " ".join(f"--set {escape(each)}" for each in tried.overrides)
-    fits = "it fits" if tried.plan.fits else "it does not fit"
-    return f"with {words} {fits}: {tried.plan.peak_text}"
+def _alternative(alternative: Alternative) -> str:
+    options = " ".join(f"--set {escape(override)}" for override in alternative.overrides)
+    fits = "it fits" if alternative.plan.fits else "it does not fit"
+    return f"with {options} {fits}: {alternative.plan.peak_text}"

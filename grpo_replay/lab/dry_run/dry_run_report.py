@@ -1,8 +1,8 @@
-"""`train --dry-run`: would the recipe start, what would it take, and what if it does not fit.
+"""`train --dry-run`: would the recipe start, what would it take, and what would fit instead?
 
 The checks are those of a start (`training.opening`). Nothing is opened and no weights are read,
-unless a first look is asked for. `planner` looks at the device of one rank, `estimates` at tokens,
-`first_look` at a few groups of the first step.
+unless a first look is asked for. `planner` plans the device memory of one rank, `estimates`
+rollouts, tokens and disk; `first_look` trains one step on a few groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Findings:
-    """Sentences of the report by kind: a problem is what the run would end with, unchecked is what
-    cannot be seen from this machine. `exit_code` is that of the first problem."""
+    """Sentences of a dry run by kind. A problem is an error with which a start would end; unchecked
+    is what cannot be known on this machine. `exit_code` is that of the first problem, 0 without."""
 
     problems: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -46,7 +46,8 @@ class Findings:
     exit_code: int = 0
 
     def refuse(self, problem: GrpoReplayError) -> None:
-        """Add a problem, once. What is not in the local cache may be where the run runs."""
+        """Add a problem, unless it is there already. A file that is not in the local cache is only
+        "unchecked": the machine of the run may have it."""
         if isinstance(problem, NotFetchedError):
             self.unchecked.append(str(problem))
             return
@@ -57,9 +58,9 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What was found. `memory` is None if it could not be counted. `advice` is what a run that does
-    not fit would take if it were another. `prompt` is the first one as the model sees it, if the
-    prompts were read; `notices` are those of a start."""
+    """The result of a dry run. `memory` is None if it could not be planned. `advice` has the
+    alternatives to a run that does not fit. `prompt` is the first prompt as the model sees it, if
+    the prompts could be read; `notices` are those of a start."""
 
     recipe: str
     findings: Findings
@@ -72,15 +73,18 @@ class DryRun:
 
     @property
     def fits(self) -> bool | None:
-        """Whether nothing was found that would stop the run; None if its memory is not known."""
-        return False if self.findings.problems else None if self.memory is None else True
+        """Whether the run would start and fit; None if there is no problem and its memory is
+        unknown. (Too little memory is a problem.)"""
+        if self.findings.problems:
+            return False
+        return None if self.memory is None else True
 
     def to_json(self) -> dict[str, Any]:
-        """All as JSON values; None means unknown."""
+        """Returns all of it as JSON values; None means unknown."""
         return {
             "recipe": self.recipe,
             "fits": self.fits,
-            "advice": [each.to_json() for each in self.advice],
+            "advice": [alternative.to_json() for alternative in self.advice],
             **{section.name: section.to_json() for section in self.sections},
             "prompt": self.prompt,
             "notices": [asdict(notice) for notice in self.notices],
@@ -98,9 +102,10 @@ def dry_run(
 ) -> DryRun:
     """Check the recipe as a start would, and estimate what the run would take.
 
-    With `gpu_memory_gib`, assume GPUs of that size. The run would begin in `output_dir` (None: in a
-    new folder), or with `resume` go on there. `ranks_of_nodes`: one node of `engine.num_processes`
-    if None. With `sample`, a run that would start takes a first look at so many groups.
+    With `gpu_memory_gib`, GPUs of that size are assumed. The run would begin in `output_dir` (None:
+    in a new folder), or with `resume` go on there. `ranks_of_nodes` counts the ranks of every node
+    (None: one node of `engine.num_processes`). With `sample`, and unless there is a problem, a
+    first look at that many groups is taken. Alternatives are computed if the run does not fit.
     """
     findings = Findings()
     ranks = ranks_of_nodes or [recipe.engine.num_processes]
@@ -141,7 +146,9 @@ def _check_start(
     findings: Findings,
     stack: ExitStack,
 ) -> "RunOpener":
-    """What a start would check, with all that it would be refused with."""
+    """Runs the checks of a start, adds everything it would be refused for to `findings`, and
+    returns the opener, which has the prompts and the evaluation that it read. Devices are checked
+    only if the run would use this machine's."""
     from grpo_replay.distributed.comm import Comm
     from grpo_replay.engine.processes import choose_device
     from grpo_replay.terminal.quiet import quiet_libraries
@@ -172,8 +179,9 @@ def _try_plan(
     evaluation: "EvaluationPlan | None",
     findings: Findings,
 ) -> MemoryPlan | None:
-    """Memory of engine and sampler; None if the configuration of the model cannot be read, or the
-    model cannot be traced."""
+    """Plans the memory of engine and sampler, and adds to `findings` if it does not fit; None if
+    the model's configuration cannot be read, the model cannot be traced or the recipe is
+    refused."""
     try:
         plan = plan_memory(recipe, machines, evaluation)
     except ModelError as error:
@@ -187,14 +195,15 @@ def _try_plan(
             f"sizes of {recipe.model.path} from the configuration shipped with the package"
         )
     if not plan.fits:
-        tight = plan.longest_rollouts_at_once == 0
-        more = "; vLLM's share has no room for one longest rollout" if tight else ""
-        findings.refuse(RecipeError(f"not enough memory: {plan.peak_text}{more}"))
+        cache_too_small = plan.longest_rollouts_at_once == 0
+        reason = "; vLLM's share has no room for one longest rollout" if cache_too_small else ""
+        findings.refuse(RecipeError(f"not enough memory: {plan.peak_text}{reason}"))
     return plan
 
 
 def _try_look(recipe: Recipe, sample: int | None, findings: Findings) -> FirstLook | None:
-    """The first look, if one is asked for and possible."""
+    """Takes the first look at `sample` groups. None if `sample` is None, the run would not start,
+    has several processes, or the step fails; `findings` says why."""
     if sample is None:
         return None
     if findings.problems:
@@ -214,6 +223,7 @@ def _try_look(recipe: Recipe, sample: int | None, findings: Findings) -> FirstLo
 
 
 def _assumptions(expected: Expected, machines: Machines) -> Iterator[str]:
+    """Yields the numbers that the estimates assume, as sentences with their sources."""
     why = expected.sources
     yield f"{expected.survival:.1%} of rollouts are in groups that are kept ({why['survival']})"
     yield (

@@ -1,4 +1,4 @@
-"""What a run would take: rollouts and tokens of a step, its buffer and files."""
+"""Estimates what a run would take: rollouts and tokens of a step, buffer, checkpoints, files."""
 
 from dataclasses import dataclass
 
@@ -11,32 +11,37 @@ from grpo_replay.training.disk_room import to_gib
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Completion tokens per second of this process, and the seconds of the rest of a step."""
+    """Speed of this process as a first look measured it: completion tokens per second, generated
+    and trained on, and the seconds that a step spends on neither."""
 
     generated: float
     trained: float
     other_seconds: float
 
     def seconds(self, generated_tokens: float, trained_tokens: float, overlaps: bool) -> float:
-        """Seconds of a step without evaluation and checkpoints. In an asynchronous run generation
-        and updates overlap."""
+        """Returns the seconds of a step without evaluation and checkpoints, to three significant
+        digits. With `overlaps` (asynchronous) the slower of generation and training counts."""
         generation = generated_tokens / self.generated
         training = trained_tokens / self.trained
         both = max(generation, training) if overlaps else generation + training
-        # Three significant digits: more would claim what no assumption gives.
         return float(f"{both + self.other_seconds:.3g}")
 
 
 def step_section(recipe: Recipe, expected: Expected, speed: Speed | None = None) -> Section:
-    """Rollouts and tokens of one training step, once replay has begun, and with a `speed` its
-    seconds."""
+    """Estimates rollouts and tokens of one training step, once replay has begun, and with a
+    measured `speed` its seconds.
+
+    A step trains on survivors and replayed rollouts, under `buffer_only` (which stores first) on
+    replayed ones alone; each pass over the batch counts. The upper bound of generation is every
+    refill used and every completion at the length limit.
+    """
     sampling, replay = recipe.sampling, recipe.replay
     generated, survivors = expected_rollouts(sampling, expected)
     replayed = 0.0
     if replay.trains_on_draws:
         replayed = drawn_rollouts(replay, generated, survivors, recipe.draws_per_step)
-    own_batch = replay.trains_on_draws and replay.stores_first
-    trained = recipe.batch.epochs * (replayed if own_batch else survivors + replayed)
+    trains_on_draws_only = replay.trains_on_draws and replay.stores_first
+    trained = recipe.batch.epochs * (replayed if trains_on_draws_only else survivors + replayed)
     most = sampling.rollouts_per_step * (sampling.max_refills + 1)
     generated_tokens = round(generated * expected.completion_tokens)
     trained_tokens = round(trained * expected.completion_tokens)
@@ -58,15 +63,19 @@ def step_section(recipe: Recipe, expected: Expected, speed: Speed | None = None)
 def storage_sections(
     recipe: Recipe, expected: Expected, plan: MemoryPlan | None
 ) -> tuple[Section, Section]:
-    """What the buffer holds, and the host memory and disk that the run takes; the sizes of a
-    checkpoint and of a push are unknown without the `plan`."""
+    """Estimates how full the buffer gets, and the host memory and disk that a run takes.
+
+    The buffer holds the survivors of the last `max_age_steps` steps (of all steps without an age
+    limit), at most its capacity, and nothing if the recipe does not replay. Sizes of a checkpoint
+    and of a push are unknown without the `plan`.
+    """
     sampling, replay = recipe.sampling, recipe.replay
     generated, survivors = expected_rollouts(sampling, expected)
-    births = recipe.run.steps if replay.max_age_steps is None else replay.max_age_steps
-    births *= replay.replays
-    stored = round(min(replay.capacity_rollouts, births * survivors))
+    stored_steps = recipe.run.steps if replay.max_age_steps is None else replay.max_age_steps
+    stored_steps *= replay.replays  # 0 without replay
+    stored = round(min(replay.capacity_rollouts, stored_steps * survivors))
     # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
-    stored_most = min(replay.capacity_rollouts, births * sampling.rollouts_per_step)
+    stored_most = min(replay.capacity_rollouts, stored_steps * sampling.rollouts_per_step)
     logged_most = sampling.rollouts_per_step * (sampling.max_refills + 1)
     # Unless it stores first, nothing is replayed in the step it was born.
     first = max(1 if replay.stores_first else 2, replay.warmup_steps + 1)
@@ -87,34 +96,39 @@ def storage_sections(
 
 
 def _model_rows(recipe: Recipe, plan: MemoryPlan | None) -> list[Row]:
-    """Sizes of one checkpoint, the largest, of all that are there at once, of what is offloaded to
-    host memory, and of an update of the sampler; None without a plan."""
+    """Estimates the largest checkpoint, all checkpoints that exist at once, host memory taken by
+    offloading, and the weights of a push; unknown without a plan.
+
+    While a checkpoint is written, `checkpoint.keep` older ones still exist. The merged weights of a
+    LoRA run are in all of them or, by `checkpoint.merged`, in the last alone.
+    """
     section = recipe.checkpoint
-    one = kept = host = push = None
+    largest = all_kept = host = push = None
     if plan is not None:
-        usual, merged = map(to_gib, plan.checkpoint_size)
-        with_merged = section.keep + 1 if section.merged == "all" else 1
-        one = round(usual + merged, 3)
-        kept = round((section.keep + 1) * usual + with_merged * merged, 3)
+        without_merged, merged = map(to_gib, plan.checkpoint_size)
+        count_with_merged = section.keep + 1 if section.merged == "all" else 1
+        largest = round(without_merged + merged, 3)
+        all_kept = round((section.keep + 1) * without_merged + count_with_merged * merged, 3)
         host, push = to_gib(plan.engine.host), _mib(plan.push_bytes(recipe.pushes_adapters))
     return [
-        Row("checkpoint_gib", "one checkpoint, GiB", one),
-        Row("checkpoints_gib_most", "all checkpoints kept, GiB", kept),
+        Row("checkpoint_gib", "one checkpoint, GiB", largest),
+        Row("checkpoints_gib_most", "all checkpoints kept, GiB", all_kept),
         Row("offloaded_host_gib_per_rank", "offloaded, GiB of host memory per rank", host),
         Row("push_mib", "weights to the sampler at a push, MiB", push),
     ]
 
 
 def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
-    """Host memory of rollouts in the buffer, from their mean lengths: ids in int32, behaviour and
-    sampler log-probs in float32, and 1,000 bytes of Python objects per rollout (measured). The
-    buffer does not store their text."""
+    """Returns the host memory, in bytes, of rollouts in the buffer from their mean lengths in
+    tokens: ids in int32, behaviour and sampler log-probs in float32, and 1,000 bytes of Python
+    objects per rollout (measured). The buffer does not store text."""
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4) * completion_tokens + 1000)
 
 
 def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
-    """Size of rollouts in the file of a step, before compression, which gains little on log-probs:
-    the same arrays, about four bytes of text per token, and 256 bytes of scalars per rollout."""
+    """Returns the bytes of rollouts in a step's Parquet file, before compression (which gains
+    little on log-probs): the arrays of `stored_bytes`, about four bytes of text per completion
+    token, and 256 bytes of scalars per rollout."""
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 

@@ -1,7 +1,7 @@
-"""A first look before training: the run's first step with a few of its groups, thrown away.
+"""Takes a first look before training: runs the first step with a few groups, and discards it.
 
-Opening, sampling, grading and updating are the trainer's own, so that a look at all prompts of a
-step sees exactly what the run's first step sees.
+Opening, sampling, grading and updating are the trainer's own, so a look at all prompts of a step
+sees exactly what the run's first step sees.
 """
 
 import tempfile
@@ -28,13 +28,13 @@ OFTEN_CUT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class FirstLook:
-    """Some groups, sampled and graded. `signal` counts those whose rewards differ, from which GRPO
-    learns; `can_learn` is whether there is one, `verdict` says it in a sentence. `unparsable` is
-    the share of completions without an answer that the verifier reads: `boxed` wants a box.
+    """What a few sampled and graded groups show. `signal` counts the groups whose rewards differ,
+    from which GRPO learns; `can_learn` is whether there is one, `verdict` a sentence about it.
 
     `success` is the share of correct rollouts, `success_interval` its 95 % interval over groups
-    (`accuracy_interval`), None for a single group. `survival` is the share of rollouts in groups
-    that are kept. `example` has the prompt, completion, verdict and reward of one rollout, `speed`
+    (`accuracy_interval`), None for a single group. `unparsable` is the share of completions without
+    an answer that the verifier can read: `boxed` wants a box. `survival` is the share of rollouts
+    that are kept. `example` has the prompt, completion, verdict and reward of one rollout; `speed`
     is None if nothing was trained on.
     """
 
@@ -56,8 +56,8 @@ class FirstLook:
 
     @property
     def measured(self) -> dict[str, float]:
-        """What the look says of the run, by the fields of `Expected`. No survivors in a few groups
-        are no measurement of their share."""
+        """Returns the fields of `Expected` that were measured. Survival is left out if nothing
+        survived: a few groups without survivors do not measure their share."""
         lengths = {
             "completion_tokens": self.completion_tokens, "prompt_tokens": self.prompt_tokens,
         }  # fmt: skip
@@ -65,7 +65,7 @@ class FirstLook:
 
 
 def look_section(look: FirstLook | None) -> Section:
-    """The rows of a first look; none without one."""
+    """Returns the rows of a first look; none if no look was taken."""
     if look is None:
         return Section("first_look", "")
     return Section("first_look", "First look", [
@@ -86,20 +86,20 @@ def look_section(look: FirstLook | None) -> Section:
 
 
 def first_look(recipe: Recipe, groups: int) -> FirstLook:
-    """Sample `groups` groups, train on them once in a temporary folder, and return what was seen.
+    """Sample `groups` groups, train on them once in a temporary folder, and report what was seen.
 
-    The time includes work that only a first step does: later steps are usually faster. Needs as
-    much memory as the run, in one process. Raises what a run raises.
+    The measured speed includes work that only a first step does: later steps are usually faster.
+    Needs as much memory as the run, in one process. Raises what a run raises.
     """
     share = groups / recipe.sampling.prompts_per_step
-    rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
+    rollouts, metrics = _throwaway_step(_smaller_recipe(recipe, groups))
     look = judge(rollouts, recipe.sampling)
     example = _example(recipe.model, rollouts[0])
     return replace(look, example=example, speed=_speed(metrics, share))
 
 
 def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
-    """A rollout as text; `reward` is None if the reward function gave none."""
+    """Returns a rollout as text; `reward` is None if the reward function gave none."""
     from grpo_replay.engine.models import load_tokenizer
 
     prompt = decoded(load_tokenizer(model), rollout.prompt_token_ids.tolist())
@@ -111,8 +111,9 @@ def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
-    """The recipe with so many prompts a step, without evaluation, trackers, refills and journal."""
+def _smaller_recipe(recipe: Recipe, groups: int) -> Recipe:
+    """Returns the recipe as a synchronous run with `groups` prompts per step, without evaluation,
+    trackers, refills and journal."""
     collection = recipe.sampling.collection.model_copy(update={"replay_journal": None})
     changes: dict[str, dict[str, Any]] = {
         "sampling": {"prompts_per_step": groups, "max_refills": 0, "collection": collection},
@@ -127,7 +128,8 @@ def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
 
 
 def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any]]:
-    """Rollouts and metrics of the recipe's first step, of which nothing stays."""
+    """Opens the run in a temporary folder, trains its first step, and returns the rollouts and
+    metrics of that step. Nothing stays on disk."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.engine.processes import initialize_processes
     from grpo_replay.storage.run_directory import RunDirectory
@@ -146,31 +148,35 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
         opened = opener.open()
         trainer = Trainer(opened.parts, opened.state, opened.source)
         metrics = trainer.train_step()
-        assert metrics is not None  # nobody asked it to stop
+        assert metrics is not None  # only a request to stop skips a step
         return trainer.generated, metrics
 
 
 def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
-    """Tokens per second of generation and of training, and the other seconds of a whole step, of
-    whose prompts `share` were sampled. None if nothing was trained on."""
-    generating, training = metrics["cost/generation_seconds"], metrics["cost/training_seconds"]
-    if not (generating and training and metrics["cost/trained_tokens"]):
+    """Returns the speed in a step that sampled `share` of the run's prompts per step; None if
+    nothing was trained on. The seconds of neither kind are scaled up to a whole step."""
+    generation, training = metrics["cost/generation_seconds"], metrics["cost/training_seconds"]
+    if not (generation and training and metrics["cost/trained_tokens"]):
         return None
     return Speed(
-        metrics["cost/generated_tokens"] / generating,
+        metrics["cost/generated_tokens"] / generation,
         metrics["cost/trained_tokens"] / training,
-        (metrics["step_time"] - generating - training) / share,
+        (metrics["step_time"] - generation - training) / share,
     )
 
 
 def judge(rollouts: Sequence[Rollout], sampling: SamplingSection) -> FirstLook:
-    """What the groups of some rollouts say."""
+    """Summarizes sampled rollouts by group, with a sentence on whether GRPO can learn from them.
+
+    The sentence also names the share without a readable answer, and, if more than `OFTEN_CUT` are
+    cut off at the length limit, what to do about it.
+    """
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)
     rates = np.array([group[0].group_correct / len(group) for group in groups.values()])
     correct = sum(group[0].group_correct for group in groups.values())
-    mixed = any(0 < group[0].group_correct < _rewarded(group) for group in groups.values())
+    mixed = any(0 < group[0].group_correct < _count_rewarded(group) for group in groups.values())
     signal = sum(any(r.group_reward_std for r in group) for group in groups.values())
     cut_off = float(np.mean([r.finish_reason == "length" for r in rollouts]))
     verdict = _verdict(rollouts, correct, len(groups), signal, mixed)
@@ -196,31 +202,34 @@ def judge(rollouts: Sequence[Rollout], sampling: SamplingSection) -> FirstLook:
     )
 
 
-def _rewarded(rollouts: Sequence[Rollout]) -> int:
-    return sum(each.reward is not None for each in rollouts)
+def _count_rewarded(rollouts: Sequence[Rollout]) -> int:
+    return sum(rollout.reward is not None for rollout in rollouts)
 
 
-def _verdict(seen: Sequence[Rollout], correct: int, groups: int, signal: int, mixed: bool) -> str:
-    """`mixed` is whether a group has both right and wrong rollouts."""
-    rollouts = len(seen)
+def _verdict(
+    rollouts: Sequence[Rollout], correct: int, groups: int, signal: int, mixed: bool
+) -> str:
+    """Returns a sentence: can the run learn, and if not, what to do?
+
+    `correct` counts rollouts, `signal` the groups whose rewards differ, `mixed` is whether a group
+    has both right and wrong rollouts. Rewards can differ without that, by a length penalty say.
+    """
+    count = len(rollouts)
     if signal and mixed:
-        text = f"{signal} of {groups} groups have signal: it can learn"
-    elif signal:
-        text = (
-            f"{correct} of {rollouts} succeed, and no group has both right and wrong rollouts: in "
-            f"{signal} of {groups} groups only other rewards than correctness differ, and it can "
-            "learn only those"
+        return f"{signal} of {groups} groups have signal: it can learn"
+    if not signal and not _count_rewarded(rollouts):
+        verdicts = ", ".join(sorted({rollout.verdict for rollout in rollouts}))
+        return (
+            f"all {count} rewards are missing (verdict: {verdicts}): nothing to learn from; fix "
+            "the reward function"
         )
-    elif not _rewarded(seen):
-        verdicts = ", ".join(sorted({each.verdict for each in seen}))
-        text = (
-            f"no reward came for any of {rollouts} rollouts (verdict: {verdicts}): nothing to "
-            "learn from; mend the reward function"
+    text = f"{correct} of {count} are correct, and no group has both right and wrong rollouts: "
+    if signal:
+        return text + (
+            f"in {signal} of {groups} groups the rewards differ by something else than "
+            "correctness, and it can learn only that"
         )
-    else:
-        text = (
-            f"{correct} of {rollouts} succeed, and no group has both right and wrong rollouts: "
-            "nothing to learn from; choose problems that it solves now and then, or look at more "
-            "groups; if the completion shown is right, mend the reward function or the answers"
-        )
-    return text
+    return text + (
+        "nothing to learn from; choose problems that it solves now and then, or look at more "
+        "groups; if the completion shown is right, fix the reward function or the answers"
+    )

@@ -1,4 +1,4 @@
-"""Memory of engine and sampler per rank, in bytes: arithmetic on the sizes of model and recipe.
+"""Computes memory of engine and sampler per rank, in bytes, from the sizes of model and recipe.
 
 Activations are not computed here but measured by `lab.dry_run.trace`, which also gives the sizes of
 the model (`ModelShape`). The terms of the engine are those of DeepSpeed 0.19, checked against
@@ -42,14 +42,14 @@ VLLM_BUFFERS = int(0.5 * GIB)
 
 
 class ForwardMemory(NamedTuple):
-    """Bytes of activations of one micro-batch, as measured by `lab.dry_run.trace`: those that the
-    backbone saves for the backward pass, and the peak over forward and backward."""
+    """Bytes of activations of one micro-batch, as measured by `lab.dry_run.trace`: `saved` by the
+    backbone for the backward pass, and the `peak` over forward and backward."""
 
     saved: int
     peak: int
 
     def compiled(self) -> "ForwardMemory":
-        """The same of compiled layers, which store less."""
+        """Returns the same for compiled layers, which save `COMPILED_SHARE` as much."""
         saved = int(COMPILED_SHARE * self.saved)
         return ForwardMemory(saved, self.peak - self.saved + saved)
 
@@ -77,8 +77,8 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """Engine settings that decide its memory. `bucket_elements` and `live_elements` are DeepSpeed's
-    reduce_bucket_size and stage3_max_live_parameters."""
+    """Settings that decide the engine's memory. `bucket_elements` and `live_elements` are
+    DeepSpeed's reduce_bucket_size and stage3_max_live_parameters."""
 
     zero_stage: int
     ranks: int
@@ -112,13 +112,14 @@ class EngineMemory:
 
     @property
     def at_rest(self) -> int:
-        """Between updates, and while the sampler generates."""
+        """Bytes between updates, and while the sampler generates."""
         return self.base + self.parameters + self.optimizer + self.reference
 
     @property
     def backward_peak(self) -> int:
-        passing = self.bucket + self.gathered + self.activations + self.backward_work
-        return self.at_rest + self.gradients + max(passing, self.flat_copy)
+        """Bytes in the backward pass, or when gradients are flattened after it if that is more."""
+        during = self.bucket + self.gathered + self.activations + self.backward_work
+        return self.at_rest + self.gradients + max(during, self.flat_copy)
 
     @property
     def step_peak(self) -> int:
@@ -135,16 +136,20 @@ class EngineMemory:
 def engine_memory(
     shape: ModelShape, forward: ForwardMemory, setting: EngineSetting
 ) -> EngineMemory:
-    """Memory of the engine on one rank, by the table at the top of this module."""
+    """Computes the engine's memory on one rank by the table at the top of this module.
+
+    `owned` are the parameters whose optimizer state is on this rank: a shard from ZeRO-1 on.
+    Offloading the optimizer moves its state and its step to host memory, and leaves the gradients
+    on the device; offloading parameters moves these.
+    """
     count, size, stage = shape.parameters + shape.adapters, setting.dtype_bytes, setting.zero_stage
     trained = shape.trained
     shard = -(-trained // setting.ranks)
-    sharded = stage >= 1
-    owned = shard if sharded else trained
+    owned = shard if stage >= 1 else trained
     low_precision = size < FP32
     parameters = size * (-(-count // setting.ranks) if stage == 3 else count)
-    master = FP32 * owned if sharded or low_precision else 0
-    optimizer = master + MOMENTS * owned
+    master_weights = FP32 * owned if stage >= 1 or low_precision else 0
+    optimizer = master_weights + MOMENTS * owned
     gradients = size * (trained if stage <= 1 else 2 * shard)
     if stage == 0 and low_precision:
         gradients += FP32 * trained
@@ -154,13 +159,13 @@ def engine_memory(
         host, optimizer, step_work = optimizer + step_work, 0, gradients
     if setting.offload_parameters:
         host, parameters = host + parameters, 0
-    held = 0
+    permanent_gradients = 0  # counted with the optimizer, for they exist at rest too
     if stage == 3 and not setting.offload_optimizer:
-        held = size * shard
+        permanent_gradients = size * shard
     return EngineMemory(
         parameters=parameters,
-        gradients=gradients - held,
-        optimizer=optimizer + held,
+        gradients=gradients - permanent_gradients,
+        optimizer=optimizer + permanent_gradients,
         reference=size * shape.parameters if setting.reference_copy else 0,
         bucket=_bucket(trained, setting),
         flat_copy=_flat_copy(trained, setting),
@@ -189,15 +194,18 @@ def _bucket(count: int, setting: EngineSetting) -> int:
 
 
 def _flat_copy(count: int, setting: EngineSetting) -> int:
-    """ZeRO-0 on several ranks reduces copies of the complete gradients, in the dtype of the model.
-    The fp32 copies of bf16 gradients are counted in `gradients`."""
+    """Returns the bytes of the flat gradients that fp32 ZeRO-0 on several ranks reduces, a bucket
+    at a time; 0 elsewhere. The fp32 copies of bf16 gradients are counted in `gradients`."""
     if setting.zero_stage > 0 or setting.dtype_bytes < FP32 or setting.ranks == 1:
         return 0
     return FP32 * min(count, setting.bucket_elements)
 
 
 def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
-    if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
+    """Returns the bytes that exist, beyond those at rest, while the optimizer steps over its
+    `owned` parameters: a flat fp32 gradient, with ZeRO-3 also the bucket and in bf16 a gradient
+    shard. ZeRO-0 has the `gradients` themselves."""
+    if setting.zero_stage == 0:
         return gradients
     kept = 0
     if setting.zero_stage == 3:
@@ -221,24 +229,25 @@ def vllm_memory(
     shape: ModelShape, dtype_bytes: int, capacity: int, share: float, tensor_parallel: int,
     sleeps: bool, graphs: bool = True,
 ) -> SamplerMemory:  # fmt: skip
-    """vLLM takes `share` of the device; the rest after weights, counters and overhead is KV cache.
+    """Computes the memory of vLLM in a rank's process: it takes `share` of the device, and what
+    weights, counters and overhead leave of that is KV cache.
 
-    `cache_tokens` is 0 or less if the weights do not fit. A sleeping vLLM keeps what is outside its
-    own allocator: CUDA graphs and buffers.
+    `cache_tokens` is 0 or less if the weights do not fit. A vLLM that sleeps keeps what is outside
+    its own allocator, CUDA graphs and buffers; one that cannot sleep keeps all.
     """
     awake = int(share * capacity)
     overhead = VLLM_BUFFERS + (VLLM_GRAPHS if graphs else 0)
-    held = shape.parameters + shape.adapters
-    weights = dtype_bytes * held // tensor_parallel + _vllm_counters(shape, capacity)
+    elements = shape.parameters + shape.adapters
+    weights = dtype_bytes * elements // tensor_parallel + _vllm_counters(shape, capacity)
     per_token = dtype_bytes * shape.kv_elements_per_token // tensor_parallel
     tokens = (awake - weights - overhead) // per_token
     return SamplerMemory(awake, overhead if sleeps else awake, int(tokens))
 
 
 def _vllm_counters(shape: ModelShape, capacity: int) -> int:
-    """Token counts of repetition penalties, which the V2 runner always allocates with the weights:
-    4 bytes and one bit per vocabulary entry for each of 1,024 requests, or 256 below 70 GiB
-    (vLLM 0.32, v1/worker/gpu/sample/penalties.py)."""
+    """Returns the bytes of vLLM's token counts for repetition penalties, which its V2 runner always
+    allocates: 4 bytes and one bit per vocabulary entry and request, for 1,024 requests, or 256 on a
+    GPU below 70 GiB (vLLM 0.32, v1/worker/gpu/sample/penalties.py)."""
     requests = 1024 if capacity >= 70 * GIB else 256
     return requests * (4 * shape.vocabulary + 4 * -(-shape.vocabulary // 32))
 
@@ -247,20 +256,22 @@ def hf_memory(
     shape: ModelShape, dtype_bytes: int, rows: int, prompt_tokens: int, completion_tokens: int,
     on_cuda: bool = False,
 ) -> SamplerMemory:  # fmt: skip
-    """A second copy of the weights, the KV cache of `rows` rows of maximum length, and two fp32
-    copies of the logits of one decoding step.
+    """Computes the memory of our transformers sampler: a second copy of the weights (which stays
+    while it sleeps), the KV cache of `rows` rows of maximum length, and two fp32 copies of the
+    logits of one decoding step.
 
     A GPU allocates all of the cache's buffers; on a CPU only pages that are written count. While a
     cache grows, the keys or values of one layer exist twice. With grouped queries the keys and
     values of a layer are repeated for all heads (attention with a mask, in transformers).
     """
     weights = dtype_bytes * (shape.parameters + shape.adapters)
-    capacity, before = hf_cache_tokens(prompt_tokens, completion_tokens)
+    capacity, previous_capacity = hf_cache_tokens(prompt_tokens, completion_tokens)
     longest = prompt_tokens + completion_tokens
     if not on_cuda:
         capacity = longest
     per_token = dtype_bytes * shape.kv_elements_per_token * rows
-    cache = per_token * capacity + per_token * before // (2 * shape.layers)
+    growing = per_token * previous_capacity // (2 * shape.layers)
+    cache = per_token * capacity + growing
     repeated = 2 * shape.attention_width
     if repeated * shape.layers > shape.kv_elements_per_token:
         cache += dtype_bytes * rows * longest * repeated
@@ -269,13 +280,14 @@ def hf_memory(
 
 
 def hf_cache_tokens(prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
-    """Tokens that a row of the decoder's cache has room for when the longest completion ends, and
-    had before it last grew; 0 if it never grew (`sampling.decode_modes.RowLayer`)."""
+    """Returns the capacity in tokens per row of the decoder's KV cache when the longest completion
+    ends, and its capacity before it last grew (0 if it never grew), by the growth rule of
+    `sampling.decode_modes.RowLayer`."""
     from grpo_replay.sampling.decode_modes import GROWTH_TOKENS
     from grpo_replay.sampling.decoding import INITIAL_CAPACITY
 
-    capacity, before = prompt_tokens + min(completion_tokens, INITIAL_CAPACITY), 0
+    capacity, previous = prompt_tokens + min(completion_tokens, INITIAL_CAPACITY), 0
     while capacity < prompt_tokens + completion_tokens:
         length = capacity + 1
-        capacity, before = length + max(GROWTH_TOKENS, length // 2), capacity
-    return capacity, before
+        capacity, previous = length + max(GROWTH_TOKENS, length // 2), capacity
+    return capacity, previous

@@ -1,5 +1,5 @@
-"""The machines of a planned run, whether engine and sampler fit on the device of one rank, and with
-which overrides they would.
+"""Plans memory: the hardware of a run, whether engine and sampler fit on the device of one rank,
+and with which overrides they would.
 
 `memory` has the arithmetic, `trace` measures activations and the sizes of the model.
 """
@@ -52,10 +52,10 @@ DEFAULT_GPU_GIB = 80.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LORA_RANK = 16
 LORA_RATE = 10
-"""Rank of the adapters that are advised, and how many times the learning rate of all parameters."""
-ROOM = 0.05
-"""Share of the memory that a run should leave free. One that leaves less fits, but tightly: memory
-in pieces, or a GPU that shows less than it is sold with, may use it up."""
+"""Rank of the adapters that are advised, and the factor from the learning rate of full training."""
+FREE_SHARE = 0.05
+"""Share of the memory that a run should leave free. A run that leaves less is "tight":
+fragmentation, or a GPU with less memory than its nominal size, may use up the rest."""
 
 PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
@@ -64,17 +64,17 @@ PUBLISHED = {
 } | {"qwen/qwen2.5-7b": "builtin:qwen2.5-7b"}
 """Hub ids whose sizes are known without a download."""
 CHAT_POSITIONS = 40_960
-"""Positions of Qwen3's chat models. The shipped configurations are the base models', which have
-32,768 and else the same sizes."""
+"""Positions of Qwen3's chat models. The shipped configurations are those of the base models, which
+have 32,768 and otherwise the same sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
     """The nodes of a run, and the device of one rank.
 
-    `ranks` has those of each node. `capacity` is in bytes. `elsewhere`: the run will not use the
-    GPUs of this machine, whose size is then stated or assumed. `gpu` is the name of the GPU, if
-    known.
+    `ranks` counts the ranks of every node; `capacity` is a rank's device memory in bytes.
+    `elsewhere`: the run will use other GPUs than this machine's, whose size is stated or assumed.
+    `gpu` is the name of the GPU, if known.
     """
 
     device: str
@@ -105,28 +105,29 @@ class Machines:
 def find_machines(
     device: str, ranks: Sequence[int], gpu_memory_gib: float | None = None
 ) -> Machines:
-    """The machines to plan for: those with the `device` of the recipe, or with `auto` GPUs if this
-    machine has one or `gpu_memory_gib` is given.
+    """Returns the machines to plan for: with the recipe's `device`, where `auto` means GPUs if this
+    machine has one or `gpu_memory_gib` is given. `ranks` counts the ranks of every node.
 
-    Without a GPU here, or with `gpu_memory_gib`, as many GPUs as the recipe uses are assumed. The
-    capacity of a CPU rank is an equal share of this machine's memory.
+    With `gpu_memory_gib`, or without a GPU here, GPUs elsewhere are assumed, of that size or of
+    `DEFAULT_GPU_GIB`. Otherwise the smallest GPU of this machine counts. The capacity of a CPU rank
+    is an equal share of this machine's memory.
     """
     import torch
 
-    found = torch.cuda.device_count()
-    if device == "cpu" or (device == "auto" and not found and gpu_memory_gib is None):
+    gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and not gpus and gpu_memory_gib is None):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Machines("cpu", tuple(ranks), memory // max(ranks))
-    if gpu_memory_gib is not None or not found:
+    if gpu_memory_gib is not None or not gpus:
         size = DEFAULT_GPU_GIB if gpu_memory_gib is None else gpu_memory_gib
         return Machines("cuda", tuple(ranks), int(size * GIB), elsewhere=True)
-    smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(found))
+    smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     return Machines("cuda", tuple(ranks), smallest, gpu=torch.cuda.get_device_name(0))
 
 
 def with_known_model(model: ModelSection) -> ModelSection:
-    """The section, with a Qwen id of `PUBLISHED` read from its configuration in this package, so
-    that a dry run downloads nothing. Another section is returned itself."""
+    """Replaces a Qwen id of `PUBLISHED` by the configuration of the same sizes in this package, so
+    that a dry run downloads nothing. Another section is returned as it is (the same object)."""
     name = model.path.lower()
     shipped = PUBLISHED.get(name)
     if shipped is None:
@@ -171,11 +172,12 @@ class MemoryPlan:
 
     @property
     def tight(self) -> bool:
-        """Whether it fits with less than `ROOM` left."""
-        return self.fits and self.capacity - self.peak < ROOM * self.capacity
+        """Whether it fits with less than `FREE_SHARE` left."""
+        return self.fits and self.capacity - self.peak < FREE_SHARE * self.capacity
 
     def push_bytes(self, adapters: bool) -> int:
-        """Of an update of the sampler's weights, a tied head included, or of its adapters."""
+        """Returns the bytes of one push to the sampler: LoRA's `adapters` alone, or all weights,
+        where a tied head is sent in addition to the embeddings."""
         shape = self.shape
         tied = shape.vocabulary * shape.hidden if shape.tied_head else 0
         return self.setting.dtype_bytes * (shape.adapters if adapters else shape.parameters + tied)
@@ -206,7 +208,8 @@ class MemoryPlan:
 
 
 def memory_sections(recipe: Recipe, plan: MemoryPlan | None) -> list[Section]:
-    """The model, the memory of a process, and the sampler; without rows if there is no plan."""
+    """Returns the sections of a plan: model, memory of a process, sampler; all three without rows
+    if there is no plan."""
     if plan is None:
         return [Section("model", ""), Section("memory", ""), Section("sampler", "")]
     shape, model, sampler = plan.shape, recipe.model, plan.sampler
@@ -244,12 +247,12 @@ def memory_sections(recipe: Recipe, plan: MemoryPlan | None) -> list[Section]:
 def plan_memory(
     recipe: Recipe, machines: Machines, evaluation: "EvaluationPlan | None" = None
 ) -> MemoryPlan:
-    """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
-    positions of the model have room for. `evaluation` is what an evaluation samples, if it is
-    known.
+    """Plans the memory of engine and sampler on one rank, for the largest micro-batch: as many of
+    the longest rollouts as `batch.max_tokens_per_microbatch` allows, at least one, cut at the
+    model's positions. `evaluation` is what an evaluation samples, if known.
 
-    Raises ModelError if the configuration cannot be read or the model not be traced, RecipeError if
-    vLLM is to have room for more than the positions.
+    Raises ModelError if the configuration cannot be read or the model cannot be traced, RecipeError
+    if the recipe asks vLLM for longer sequences than the model has positions.
     """
     from grpo_replay.engine.models import load_config
     from grpo_replay.lab.dry_run import trace
@@ -276,10 +279,11 @@ def plan_memory(
     forward = trace.forward_memory(known.model, config, batch, machines.on_cuda)
     if known.compiles(stage, machines.on_cuda) and not known.model.gradient_checkpointing:
         forward = forward.compiled()
-    held = shape if known.pushes_adapters else replace(shape, adapters=0)
+    sampled_shape = shape if known.pushes_adapters else replace(shape, adapters=0)
     sampler = plan_sampler(
-        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], held, machines, evaluation
-    )
+        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], sampled_shape, machines,
+        evaluation,
+    )  # fmt: skip
     return MemoryPlan(
         shape, setting, model_length(*limits, config),
         engine_memory(shape, forward, setting), sampler, machines.capacity,
@@ -306,8 +310,13 @@ def plan_sampler(
     sampling: SamplingSection, prompt: int, dtype_bytes: int, shape: ModelShape, machines: Machines,
     evaluation: "EvaluationPlan | None" = None,
 ) -> SamplerMemory:  # fmt: skip
-    """What the sampler takes of the device of a rank, in a step or in an evaluation; `prompt` is
-    the longest of a step, in tokens."""
+    """Plans the sampler's memory on the device of one rank. `prompt` is the longest prompt of a
+    step, in tokens.
+
+    Servers take none (they have GPUs of their own); vLLM takes its share, on a CPU the weights and
+    VLLM_CPU_KVCACHE_SPACE; our own sampler takes what a step or an evaluation needs, whichever is
+    more.
+    """
     vllm = sampling.vllm
     if sampling.facts.on_servers:
         return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
@@ -318,26 +327,27 @@ def plan_sampler(
         )  # fmt: skip
     if sampling.facts.fills_memory:
         cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
-        held = dtype_bytes * shape.parameters + cache  # nothing sleeps on a CPU
-        return SamplerMemory(held, held, cache // (dtype_bytes * shape.kv_elements_per_token))
-    asked = [(sampling.rollouts_per_step, prompt, sampling.max_completion_length)]
+        constant = dtype_bytes * shape.parameters + cache  # vLLM does not sleep on a CPU
+        tokens = cache // (dtype_bytes * shape.kv_elements_per_token)
+        return SamplerMemory(constant, constant, tokens)
+    loads = [(sampling.rollouts_per_step, prompt, sampling.max_completion_length)]
     if evaluation is not None:
         longest = evaluation.document["max_completion_length"]
-        asked.append((len(evaluation.samples), evaluation.longest_prompt, longest))
-    most = (
+        loads.append((len(evaluation.samples), evaluation.longest_prompt, longest))
+    candidates = (
         hf_memory(
             shape, dtype_bytes,
             min(-(-rollouts // machines.total_ranks), sampling.max_batch_rollouts),
             prompt_tokens, completion_tokens, machines.on_cuda,
         )
-        for rollouts, prompt_tokens, completion_tokens in asked
+        for rollouts, prompt_tokens, completion_tokens in loads
     )  # fmt: skip
-    return max(most, key=lambda each: each.awake)
+    return max(candidates, key=lambda memory: memory.awake)
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Overrides that save memory, and the memory that the run would take with them."""
+    """Overrides (as for `--set`) that save memory, and the memory plan with them."""
 
     overrides: Sequence[str]
     plan: MemoryPlan
@@ -350,19 +360,20 @@ class Alternative:
 def alternatives(
     recipe: Recipe, machines: Machines, evaluation: "EvaluationPlan | None" = None
 ) -> Iterator[Alternative]:
-    """What the run would take with a smaller micro-batch, with LoRA's adapters, and with an
-    offloaded optimizer, each alone and if the recipe has it not yet."""
+    """Plans the run anew, one at a time, with each change that saves memory and that the recipe
+    does not have yet: the smallest micro-batch, LoRA, an offloaded optimizer. Yields the plans
+    whether they fit or not; a change that contradicts another setting is skipped."""
     model, longest = recipe.model, recipe.longest_rollout
-    tried: list[list[str]] = []
+    changes: list[list[str]] = []
     if recipe.batch.max_tokens_per_microbatch > longest:
-        tried.append([f"batch.max_tokens_per_microbatch={longest}"])
+        changes.append([f"batch.max_tokens_per_microbatch={longest}"])
     if model.lora.r is None:
         rate = f"optimizer.learning_rate={LORA_RATE * recipe.optimizer.learning_rate:g}"
-        tried.append([f"model.lora.r={LORA_RANK}", rate])
+        changes.append([f"model.lora.r={LORA_RANK}", rate])
     if machines.on_cuda and not recipe.engine.offload_optimizer and model.lora.r is None:
-        tried.append(["engine.zero_stage=3", "engine.offload=optimizer"])
-    given = recipe.model_dump(mode="json")
-    for words in tried:
-        with suppress(RecipeError):  # it contradicts another setting
-            changed = resolve_recipe([given, parse_overrides(words)])
-            yield Alternative(words, plan_memory(changed, machines, evaluation))
+        changes.append(["engine.zero_stage=3", "engine.offload=optimizer"])
+    settings = recipe.model_dump(mode="json")
+    for overrides in changes:
+        with suppress(RecipeError):
+            changed = resolve_recipe([settings, parse_overrides(overrides)])
+            yield Alternative(overrides, plan_memory(changed, machines, evaluation))

@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure: `key` names it in JSON, `label` on the terminal, which leaves out rows without one.
+    """One figure of a dry run: `key` names it in JSON, `label` on the terminal.
 
-    `value` is None if it is not known. `most` is the upper bound of an expected value, whose key
-    ends in `_expected`, and the bound's in `_most`.
+    A row with an empty label is in JSON only. `value` is None if unknown. `most` is the upper bound
+    of an expected value: the value's key ends in `_expected`, the bound's in `_most`.
     """
 
     key: str
@@ -19,13 +19,14 @@ class Row:
     most: float | None = None
 
     def cells(self) -> tuple[str, str, str]:
-        """The row of a table: label, value and upper bound."""
+        """Returns the texts of a table row: label, value, upper bound ("" if unknown)."""
         return f"  {self.label}", _text(self.value), _text(self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rows under `name` in JSON and under `title` on the terminal; none if nothing is known."""
+    """Rows under `name` in JSON and under `title` on the terminal. Without rows (nothing is known)
+    JSON has null."""
 
     name: str
     title: str
@@ -38,7 +39,7 @@ class Section:
         return values | bounds or None
 
     def shown(self) -> list[Row]:
-        """The rows with a label, except what is unknown or zero."""
+        """Returns the rows for the terminal: those with a label, unless unknown, zero or false."""
         return [row for row in self.rows if row.label and (row.value or row.most)]
 
 

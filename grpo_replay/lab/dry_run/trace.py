@@ -34,19 +34,21 @@ _OWN_ERRORS = (RuntimeError, ValueError, LookupError, AttributeError, TypeError)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors created while it is active, and their peak."""
+    """Counts the bytes of meta tensors that are created while it is active: those alive `now`, and
+    the `peak`. A storage shared by several tensors counts once, until it is garbage collected."""
 
     def __init__(self, model: nn.Module) -> None:
         """Parameters and buffers of `model` are not counted."""
         super().__init__()
         self.now = 0
         self.peak = 0
-        own = [*model.parameters(), *model.buffers()]
-        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in own)
+        weights = [*model.parameters(), *model.buffers()]
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in weights)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Called by torch for every operation: runs it and counts the storages of its outputs."""
         run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
         result = run(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -68,10 +70,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _grouped_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The product of experts in any dtype. On the meta device torch takes bfloat16 alone."""
-    given = args[0].dtype
-    converted = [each.to(torch.bfloat16) if _is_float(each) else each for each in args]
-    return torch.ops.aten._grouped_mm.default(*converted, **kwargs).to(given)
+    """Multiplies grouped matrices (the experts of an MoE) in any dtype: on the meta device torch
+    accepts bfloat16 only."""
+    dtype = args[0].dtype
+    converted = [arg.to(torch.bfloat16) if _is_float(arg) else arg for arg in args]
+    return torch.ops.aten._grouped_mm.default(*converted, **kwargs).to(dtype)
 
 
 def _is_float(value: Any) -> bool:
@@ -79,7 +82,8 @@ def _is_float(value: Any) -> bool:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves what a flash kernel saves: queries, keys, values, output and one fp32 per query."""
+    """Attention of the right shapes without computing: saves for the backward pass what a flash
+    kernel saves, namely queries, keys, values, output and one fp32 per query."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
@@ -105,7 +109,8 @@ def _fused_probe(
 def _eager_probe(
     module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """transformers' eager attention without its mask, which cannot be built on the meta device."""
+    """Computes transformers' eager attention without its mask, which cannot be built on the meta
+    device: the scores of all pairs of tokens exist in memory."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
@@ -114,9 +119,10 @@ def _eager_probe(
 
 
 def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> ModelShape:
-    """Sizes of a model from its configuration alone; tied parameters count once. Remembered.
+    """Returns the sizes of a model from its configuration alone; tied parameters count once.
+    Cached.
 
-    Raises ModelError if its configuration does not have them."""
+    Raises ModelError if the model cannot be built or lacks a size."""
     key = (config.to_json_string(use_diff=False), None if lora is None else lora.model_dump_json())
     if key not in _shapes:
         with _untraceable(config):
@@ -128,21 +134,22 @@ _shapes: dict[tuple[str, str | None], ModelShape] = {}
 
 
 def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelShape:
+    """Builds the model on the meta device and counts."""
     model = _meta_model(config, torch.float32, "eager")
     head = find_head(model)
-    total = sum(each.numel() for each in model.parameters())
-    adapters = _attach(model, lora)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    adapters = _attach_adapters(model, lora)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
-    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return ModelShape(
         parameters=total,
         tied_head=head.weight is model.get_input_embeddings().weight,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
-        kv_elements_per_token=2 * config.num_hidden_layers * groups * head_dim,
+        kv_elements_per_token=2 * config.num_hidden_layers * kv_heads * head_dim,
         attention_width=config.num_attention_heads * head_dim,
         max_positions=getattr(config, "max_position_embeddings", None),
         adapters=sum(adapters),
@@ -154,18 +161,19 @@ class _AdaptedLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int, dropout: float) -> None:
         super().__init__()
-        kind = base.weight.dtype
+        dtype = base.weight.dtype
         self.base = base
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.down = nn.Linear(base.in_features, rank, bias=False, device="meta", dtype=kind)
-        self.up = nn.Linear(rank, base.out_features, bias=False, device="meta", dtype=kind)
+        self.down = nn.Linear(base.in_features, rank, bias=False, device="meta", dtype=dtype)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device="meta", dtype=dtype)
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self.base(given) + 2.0 * self.up(self.down(self.dropout(given)))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + 2.0 * self.up(self.down(self.dropout(x)))
 
 
-def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
-    """Freeze a model on the meta device and put LoRA's adapters on it. Returns their sizes."""
+def _attach_adapters(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
+    """Freezes a model on the meta device and wraps its adapted layers in place. Returns the sizes
+    of LoRA's A and B matrices; without LoRA does nothing and returns an empty list."""
     if lora is None or lora.r is None:
         return []
     model.requires_grad_(False)
@@ -178,8 +186,8 @@ def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """`rows` of `length` tokens, of which the policy's head sees the last `completion`, in chunks
-    of `chunk_tokens`, sampled at `temperature`."""
+    """A micro-batch to trace: `rows` sequences of `length` tokens. The policy's head computes the
+    last `completion` of them, `chunk_tokens` at a time, at `temperature`."""
 
     rows: int
     length: int
@@ -191,11 +199,12 @@ class Microbatch:
 def forward_memory(
     section: ModelSection, config: PreTrainedConfig, batch: Microbatch, on_cuda: bool = False
 ) -> ForwardMemory:
-    """Peak of one micro-batch of the model `section`, which has the configuration `config`.
+    """Measures the activations of one micro-batch of the model `section` with configuration
+    `config`.
 
-    Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
-    number of layers. Parameters and their gradients are not included: the engine holds them.
-    Remembered, because most changes that a plan is tried with do not touch it.
+    Two copies of the model with 2 and 4 layers are traced, and the result extrapolated linearly to
+    its number of layers. Parameters and their gradients are not included: the engine holds them.
+    Cached, because most alternatives of a plan do not change it.
     Raises ModelError for a model that cannot be traced.
     """
     key = (section.model_dump_json(), config.to_json_string(use_diff=False), batch, on_cuda)
@@ -210,7 +219,7 @@ _traced: dict[tuple[Any, ...], ForwardMemory] = {}
 
 @contextmanager
 def _untraceable(config: PreTrainedConfig) -> Iterator[None]:
-    """Raises ModelError for what transformers or torch raise on the meta device."""
+    """Turns what transformers or torch raise on the meta device into a ModelError."""
     try:
         yield
     except _OWN_ERRORS as error:
@@ -223,24 +232,27 @@ def _untraceable(config: PreTrainedConfig) -> Iterator[None]:
 def _forward_memory(
     section: ModelSection, config: PreTrainedConfig, batch: Microbatch, on_cuda: bool
 ) -> ForwardMemory:
-    few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
-    whole = has_whole_scores(section, config, on_cuda)
-    first = trace(section, config, few, batch, whole)
+    """Traces two depths and extrapolates; a model with at most two layers is traced once,
+    exactly."""
+    few, more = (min(layers, config.num_hidden_layers) for layers in _TRACED_LAYERS)
+    stores_scores = stores_attention_scores(section, config, on_cuda)
+    first = trace(section, config, few, batch, stores_scores)
     if few == more:
         return first
-    second = trace(section, config, more, batch, whole)
+    second = trace(section, config, more, batch, stores_scores)
     steps = (config.num_hidden_layers - few) / (more - few)
     return ForwardMemory(*(int(a + (b - a) * steps) for a, b in zip(first, second, strict=True)))
 
 
-def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: bool) -> bool:
-    """Whether the trainer's attention stores the score of every pair of tokens."""
+def stores_attention_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: bool) -> bool:
+    """Returns whether the trainer's attention stores the score of every pair of tokens: eager does,
+    and sdpa on a GPU in float32 with grouped queries, for which torch has no fused kernel."""
     if model.attn_implementation == "eager":
         return True
     heads = getattr(config, "num_attention_heads", None)
-    grouped = getattr(config, "num_key_value_heads", None) not in (None, heads)
-    sdpa = model.attn_implementation == "sdpa"
-    return sdpa and on_cuda and model.dtype == "float32" and grouped
+    has_grouped_queries = getattr(config, "num_key_value_heads", None) not in (None, heads)
+    is_sdpa = model.attn_implementation == "sdpa"
+    return is_sdpa and on_cuda and model.dtype == "float32" and has_grouped_queries
 
 
 def trace(
@@ -248,12 +260,13 @@ def trace(
     config: PreTrainedConfig,
     layers: int,
     batch: Microbatch,
-    whole_scores: bool = False,
+    stores_scores: bool = False,
 ) -> ForwardMemory:
-    """The memory of a copy of the model with so many layers."""
-    attention = _EAGER if whole_scores else _FUSED
+    """Measures one forward and backward pass of the policy with `layers` layers on the meta device.
+    `saved` is what is alive when the backbone has returned, before the head."""
+    attention = _EAGER if stores_scores else _FUSED
     model = _meta_model(_with_layers(config, layers), DTYPES[section.dtype], attention)
-    _attach(model, section.lora)
+    _attach_adapters(model, section.lora)
     if section.gradient_checkpointing:
         # Restoring the random state has no meaning on the meta device.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -261,11 +274,11 @@ def trace(
     policy = PolicyModule(model, batch.temperature, batch.chunk_tokens)
     saved = 0
 
-    def note(_module: Any, _inputs: Any, _output: Any) -> None:
+    def note_saved_bytes(_module: Any, _inputs: Any, _output: Any) -> None:
         nonlocal saved
         saved = live.now
 
-    find_body(model).register_forward_hook(note)
+    find_body(model).register_forward_hook(note_saved_bytes)
     with _gradients_dropped(model), LiveBytes(model) as live:
         ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64, device="meta")
         positions = torch.zeros(batch.rows * batch.completion, dtype=torch.int64, device="meta")
@@ -277,8 +290,8 @@ def trace(
 
 @contextmanager
 def _gradients_dropped(model: nn.Module) -> Iterator[None]:
-    """Drop the gradient of a parameter once it is complete, so that the peak leaves gradients out:
-    `memory.py` adds them."""
+    """Within the block, drops the gradient of a parameter once it is complete, so that the peak
+    does not include gradients: `memory.py` adds them."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -299,7 +312,8 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def _meta_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """A model without memory. transformers writes `dtype` into its configuration: a copy."""
+    """Builds a model whose tensors have no memory, with our `attention` probe. The configuration is
+    copied, since transformers writes `dtype` into it."""
     ALL_ATTENTION_FUNCTIONS.register(_FUSED, _fused_probe)
     ALL_ATTENTION_FUNCTIONS.register(_EAGER, _eager_probe)
     with torch.device("meta"):

@@ -69,6 +69,8 @@ def _version_problems(server: VllmServer) -> Iterator[str]:
 
 
 def _model_problems(server: VllmServer, config: PretrainedConfig, longest: int) -> Iterator[str]:
+    """Yields a problem if the server's longest sequence is too short, and for every size of its
+    model that differs from the configuration."""
     model = server.get("/v1/models")["data"][0]
     if model["max_model_len"] < longest:
         yield f"its longest sequence is {model['max_model_len']}, not {longest}"
@@ -106,6 +108,8 @@ def read_outline(outline: str) -> dict[str, int]:
 
 
 def _setting_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem for every setting that changes log-probs, counting or stability: log-prob
+    mode, dtype, head precision, quantization, token counter, chunked prefill on a CPU."""
     settings = server.get("/server_info?config_format=json")["vllm_config"]
     model = settings["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
@@ -133,6 +137,8 @@ def _setting_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Itera
 
 
 def _adapter_problems(server: VllmServer, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields problems of a run that pushes LoRA adapters: the server takes none, too few or too
+    small ones, or none at run time (then the route that loads them answers 404)."""
     if "enable_lora" not in arguments:
         return
     settings = server.get("/server_info?config_format=json")["vllm_config"]

@@ -202,8 +202,8 @@ class Dispatcher(Generic[J]):
         return len(versions) <= ADAPTERS_AT_ONCE
 
     def _next_job(self, server: ServerState[J]) -> J | None:
-        """The next waiting job that has not failed at this server, or has failed at all used
-        servers; if no job waits, a further one."""
+        """Takes the next waiting job that has not failed at this server, or has failed at all used
+        servers; if no job waits at all, a further one of `admit`. None if there is none."""
         used = {other.client.url for other in self.servers.values() if self._is_used(other)}
         for index, job in enumerate(self.waiting):
             if server.client.url not in job.failed_at or used <= job.failed_at:
@@ -224,7 +224,8 @@ class Dispatcher(Generic[J]):
         return [job for _, job in cancelled]
 
     async def _sample(self, job: J, server: ServerState[J]) -> None:
-        """Try a job once at a server."""
+        """Tries a job once at a server: `on_sampled` gets its completion, or a failure is retried.
+        Nothing happens if the job was cancelled meanwhile. Then fills the servers again."""
         task = asyncio.current_task()
         assert task is not None
         failure: Exception | None = None
@@ -390,6 +391,7 @@ def sample(
     results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
 
     def take(job: Job, completion: Completion, spans: tuple[Span, ...]) -> None:
+        """Queues a completion. Raises SamplerError if another version sampled a token."""
         versions = sorted({span_version for span_version, _, _ in spans})
         if versions != [version]:
             raise SamplerError(
@@ -402,6 +404,7 @@ def sample(
         raise SamplerError(f"request {tuple(job.request.key)} could not be sampled: {reason}")
 
     async def dispatch() -> None:
+        """Runs in the background loop until cancelled; queues the error that ends it."""
         dispatcher: Dispatcher[Job] = Dispatcher(
             servers, stop_token_ids, tuple, take, give_up, version
         )

@@ -96,6 +96,8 @@ class WeightPush:
                 self._files.discard()
 
     def _stage(self, named_tensors: NamedTensors | None, version: int) -> None:
+        """Validates the tensors and, on rank 0, writes them to files, after lost servers that
+        answer again are readmitted. Raises SamplerError for tensors that do not fit the model."""
         if named_tensors is None:
             return
         checked = CheckedWeights(named_tensors, self._expected)
@@ -173,8 +175,8 @@ class WeightPush:
 def switch_server(
     server: VllmServer, folder: str | None, version: int, timeout_seconds: float
 ) -> str | None:
-    """Load the weights or the adapter in `folder` (None: the server has them), and set the label.
-    Returns why the server did not confirm the label; None if it did.
+    """Load the weights or the adapter in `folder` (None: the server has them), and set its
+    version's label. Returns why the server did not confirm the label; None if it did.
 
     For weights, the server is paused and its prefix cache emptied. Meanwhile the label is
     "updating": a server that fails half-way must be used neither as the old nor as the new version.

@@ -103,7 +103,7 @@ def launch_servers(
 
 
 def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[str]:
-    """The command line of a server with the EngineArgs `arguments`."""
+    """Return the command line of a server with the EngineArgs `arguments` as options."""
     command = [sys.executable, *PYTHON_MODULE, "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -123,9 +123,9 @@ def server_command(arguments: Mapping[str, Any], host: str, port: int) -> list[s
 def devices_of_servers(
     sampling: SamplingSection, ranks_here: int, on_gpu: bool
 ) -> Sequence[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server on this machine (`server_devices`); None on a CPU. Raises
-    SamplerError if a port is taken, RecipeError without enough GPUs beside those of the ranks here.
-    """
+    """Return CUDA_VISIBLE_DEVICES of each server on this machine (`server_devices`); None on a CPU.
+    Raises SamplerError if a port is taken, RecipeError without enough GPUs in addition to those of
+    the ranks here."""
     launch, size = sampling.servers.launch, sampling.vllm.tensor_parallel_size
     for port in _ports(sampling.servers):
         _refuse_taken_port(sampling.servers.host, port)
@@ -137,7 +137,8 @@ def devices_of_servers(
 def server_devices(
     visible: Sequence[str], ranks_here: int, servers: int, tensor_parallel_size: int
 ) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the ranks here, in order.
+    """Return CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the ranks here, in order.
+    Raises RecipeError if there are too few.
 
     With GPUs 0 to 3, two ranks and two servers of one GPU: ["2", "3"].
     """
@@ -182,6 +183,8 @@ def _is_healthy(client: VllmServer) -> bool:
 def _launch(
     command: list[str], environment: dict[str, str], host: str, port: int, folder: Path
 ) -> LaunchedServer:
+    """Starts one server under a `guard`, which ends it with this process; its output is appended to
+    a log. The address is one that clients here can reach."""
     log = folder / f"vllm-server-{port}.log"
     guarded = [sys.executable, "-P", server_guard.__file__, str(os.getpid()), *command]
     with log.open("ab") as output:
@@ -199,6 +202,8 @@ def _launch(
 
 
 def _server_environment(device: str | None, on_gpu: bool) -> dict[str, str]:
+    """Returns a server's environment: ours without what makes this process a rank, with vLLM's
+    routes for weights and adapters turned on, and the server's GPUs."""
     environment = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
     environment |= import_path()
     set_environment(environment, on_gpu)
@@ -233,6 +238,7 @@ def _ports(settings: ServersSection) -> range:
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
+    """Raises SamplerError if the port is still taken after `PORT_SECONDS`."""
     deadline = time.monotonic() + PORT_SECONDS
     while problem := _bind_problem(host, port):
         if time.monotonic() > deadline:
@@ -244,7 +250,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
 
 
 def _bind_problem(host: str, port: int) -> str | None:
-    """Why the port cannot be bound; None if it can."""
+    """Returns why the port cannot be bound; None if it can."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_replay.engine.models import load_config
-from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, has_whole_scores
+from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, stores_attention_scores
 from grpo_replay.recipe import Recipe, load_recipe
 
 SHAPE = "model.path=builtin:qwen3-0.6b"
@@ -27,7 +27,7 @@ def qwen(*overrides: str) -> Recipe:
 )  # fmt: skip
 def test_scores_are_whole_where_no_fused_kernel_takes_the_tensors(overrides, on_cuda, whole):
     recipe = qwen(*overrides)
-    assert has_whole_scores(recipe.model, load_config(recipe.model), on_cuda) is whole
+    assert stores_attention_scores(recipe.model, load_config(recipe.model), on_cuda) is whole
 
 
 def test_the_trace_counts_the_scores():

@@ -10,7 +10,7 @@ from small_runs.trained import small_recipe
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.lab.dry_run.first_look import FirstLook, _for_a_look, first_look, judge
+from grpo_replay.lab.dry_run.first_look import FirstLook, _smaller_recipe, first_look, judge
 from grpo_replay.recipe import recipe_to_yaml
 from grpo_replay.sampling.sampler_protocol import NoSampler, sampler_class
 from grpo_replay.sampling.server.sampler import VllmServerSampler
@@ -38,7 +38,7 @@ def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
 ALWAYS_RIGHT = "def score(completion, answer):\n    return 1.0\n"
 
 
-@pytest.mark.parametrize("right, word", [(0, "0 of 16 succeed"), (16, "16 of 16 succeed")])
+@pytest.mark.parametrize("right, word", [(0, "0 of 16 are correct"), (16, "16 of 16 are correct")])
 def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_path, right, word):
     file = tmp_path / "rewards.py"
     file.write_text(ALWAYS_RIGHT)
@@ -58,7 +58,7 @@ def test_a_run_that_repeats_a_journal_is_looked_at_with_a_sampler():
         loss={"behavior_logprobs": "sampler"}, eval={"benchmarks": []},
     )  # fmt: skip
     assert sampler_class(recipe.sampling) is NoSampler
-    assert sampler_class(_for_a_look(recipe, 4).sampling) is VllmServerSampler
+    assert sampler_class(_smaller_recipe(recipe, 4).sampling) is VllmServerSampler
 
 
 def judged(rollouts: list[Rollout]) -> FirstLook:
@@ -91,8 +91,8 @@ def looked_at(correct: list[int], signal: float, reward: float | None = 0.0) -> 
 def test_rewards_that_did_not_come_are_no_failures_of_the_model():
     look = looked_at([0, 0], signal=0.0, reward=None)
     assert look.can_learn is False
-    assert "no reward came for any of 8 rollouts (verdict: crash)" in look.verdict
-    assert "0 of 8 succeed" in looked_at([0, 0], signal=0.0).verdict
+    assert "all 8 rewards are missing (verdict: crash)" in look.verdict
+    assert "0 of 8 are correct" in looked_at([0, 0], signal=0.0).verdict
 
 
 def test_completions_without_an_answer_are_a_share_of_the_look():

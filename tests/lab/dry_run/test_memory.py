@@ -219,7 +219,7 @@ def test_adapters_are_traced_as_peft_makes_them():
         return []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_attach", with_peft)
+        patch.setattr(module, "_attach_adapters", with_peft)
         theirs = traced(qwen("model.lora.r=8"), 2, 2, 256, 128)
     assert own.saved == theirs.saved and own.peak == pytest.approx(theirs.peak, rel=0.01)
 
