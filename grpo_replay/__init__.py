@@ -27,7 +27,7 @@ __all__ = [
     "train",
 ]
 
-_PLACES = {
+_MODULES = {
     **{"ReplayBuffer": "replay", "Recipe": "recipe", "ReplayConfig": "recipe"},
     **{"Entry": "types", "Rollout": "types"},
     **{name: "api" for name in __all__ if name.islower()},
@@ -36,6 +36,6 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -160,7 +160,7 @@ def _words(overrides: Overrides) -> list[str]:
 
 
 def _json_value(key: str, value: Any) -> str:
-    """The value as JSON, with a path as text and a numpy scalar as a number."""
+    """Returns the value as JSON, with a path as text and a numpy scalar as a number."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError):
@@ -179,8 +179,9 @@ def _with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 def _recipe_of_run(
     recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides, has_reward: bool
 ) -> Recipe:
-    """The recipe to train with. Raises UsageError if it has several ranks, if a new run has none,
-    or if a resume is given one that differs from the run's."""
+    """Returns the recipe to train with: on a resume the run's own, with `overrides`. Raises
+    UsageError if it has several ranks, if a new run has none, or if a resume is given one that
+    differs from the run's."""
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
     from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_other_recipe_file
 
@@ -207,8 +208,8 @@ def _recipe_of_run(
 
 
 def _import_path_of(function: str | Callable[..., Any]) -> str:
-    """The import path of a function, for verifier processes. Raises UsageError if they cannot
-    import it."""
+    """Returns the import path of a function, for verifier processes. Raises UsageError if they
+    cannot import it."""
     if isinstance(function, str):
         return function
     module, name = str(function.__module__), getattr(function, "__qualname__", "")
@@ -270,6 +271,7 @@ def _observer(
     on_step: Callable[[Mapping[str, Any]], object] | None,
     on_evaluation: Callable[[int, "EvaluationReport"], object] | None,
 ) -> Any:
+    """Makes an observer of a run that calls the given functions."""
     from grpo_replay.training import Observer
 
     observer: Any = Observer()

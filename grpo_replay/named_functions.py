@@ -99,6 +99,8 @@ class _UncachedLoader(SourceFileLoader):
 
 
 def _load_file(path: Path) -> Any:
+    """Imports a Python file as a module, once per process, with its folder on sys.path. If its name
+    is that of another module, the module is called `user_file_NAME`."""
     path = path.resolve()
     name = f"user_file_{path.stem}" if _is_taken(path) else path.stem
     for loaded in (path.stem, name):

@@ -72,6 +72,8 @@ class StopToken:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Handles a signal: a request to stop. A second Ctrl-C, and any signal before the run can
+        be saved, interrupts at once; a rank that has no run yet ends as after a peer's failure."""
         is_rank = "WORLD_SIZE" in os.environ
         if not self.can_save and number == signal.SIGTERM and is_rank:
             raise SystemExit(EXIT_AFTER_PEER)  # another rank failed, and reports it

@@ -261,9 +261,9 @@ class ComposedBatch:
     def drawn_outcomes(
         self, outcomes: Sequence["RolloutOutcome"], probe: Mapping[int, "RolloutOutcome"]
     ) -> list["RolloutOutcome | None"]:
-        """The outcome of every drawn entry, in the order drawn. It is taken from `outcomes`, one
-        for each of the batch's `entries`; with `replay.shadow` from `probe`, by index in the draw,
-        and None for an entry that was not probed."""
+        """Return the outcome of every drawn entry, in the order drawn: from `outcomes`, one for
+        each of the batch's `entries`; with `replay.shadow` from `probe`, by index in the draw, and
+        None for an entry that was not probed."""
         count = len(self.draw.entries)
         if self.trains_on_draw:
             return list(outcomes[len(outcomes) - count :])

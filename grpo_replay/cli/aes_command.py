@@ -43,7 +43,7 @@ def run(options: AesOptions) -> int:
 def document(
     reference: Point, scores: Sequence[AesScore], gain: float, loss: float
 ) -> dict[str, Any]:
-    """The JSON document of `aes --json`."""
+    """Make the JSON document of `aes --json`."""
     return {
         "reference": asdict(reference),
         "constants": {"gain": gain, "loss": loss},
@@ -98,6 +98,7 @@ def _candidate(word: str) -> Point:
 
 
 def _numbers(text: str, option: str) -> tuple[float, float]:
+    """Reads ACC,TOKENS, an accuracy in % and a mean length. Raises UsageError."""
     try:
         accuracy, length = map(float, text.split(","))
     except ValueError as error:

@@ -22,8 +22,8 @@ class CommandGroup(TyperGroup):
     """A Typer group that reports every error of its commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The options of the group. A missing flag is False, not None: to convert anything but a
-        bool Typer imports pydantic, which would slow down the help of every command."""
+        """Returns the options of the group, with False for a missing flag instead of None: to
+        convert anything but a bool Typer imports pydantic, which would slow down every help."""
         params = super().get_params(ctx)
         for parameter in params:
             if getattr(parameter, "is_flag", False) and parameter.default is None:
@@ -31,6 +31,7 @@ class CommandGroup(TyperGroup):
         return params
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs a command; its error becomes a message and an exit code, but for wrong options."""
         try:
             try:
                 return super().invoke(ctx)

@@ -28,7 +28,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def _reader_is_closed() -> bool:
-    """Whether stdout is a pipe whose reader has closed it: `… | head`."""
+    """Returns whether stdout is a pipe whose reader has closed it: `… | head`."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -88,8 +88,8 @@ def report_error(error: Exception) -> int:
 
 
 def _user_code_location(error: Exception) -> str | None:
-    """The innermost line of a traceback outside this package and installed ones, which is code that
-    the recipe names; None without one. (Compiled code names source files that do not exist.)"""
+    """Returns the innermost line of a traceback outside this package and installed ones, which is
+    code that the recipe names; None without. (Compiled code names files that do not exist.)"""
     installed = (
         str(Path(__file__).parent.parent),
         *sysconfig.get_paths().values(),
@@ -111,7 +111,7 @@ def _bad_path_error(error: Exception) -> GrpoReplayError | None:
 
 
 def _removed_directory_error(error: Exception) -> GrpoReplayError | None:
-    """The error to show if the working directory was removed; else None."""
+    """Returns the error to show if the working directory was removed; else None."""
     if not isinstance(error, FileNotFoundError):
         return None
     try:
@@ -125,8 +125,8 @@ def _removed_directory_error(error: Exception) -> GrpoReplayError | None:
 
 
 def _missing_extra_error(error: Exception) -> GrpoReplayError | None:
-    """The error to show if the command needs an extra of this package that is not installed; else
-    None."""
+    """Returns the error to show if the command needs an extra of this package that is not
+    installed; else None."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     from importlib.metadata import PackageNotFoundError, requires
@@ -148,7 +148,7 @@ def _missing_extra_error(error: Exception) -> GrpoReplayError | None:
 
 
 def _failed_write(error: Exception) -> str | None:
-    """The message for an OSError of a full disk or a folder without write permission; else None."""
+    """Returns the message for an OSError of a full disk or a missing permission; else None."""
     from grpo_replay.storage.atomic import describe_write_failure
 
     if not isinstance(error, OSError) or not (reason := describe_write_failure(error)):

@@ -66,7 +66,7 @@ def run(options: EvalOptions) -> int:
 
 
 def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
-    """The recipe of an evaluation of `source` with these options."""
+    """Resolve the recipe of an evaluation of `source` with these options."""
     eval_keys = {
         "benchmarks": list(options.benchmarks) or None,
         "samples": options.k,
@@ -123,7 +123,7 @@ def _announce_or_refuse_code(recipe: Recipe, options: EvalOptions, source: Model
 
 
 def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:
-    """Sentences about defaults that were chosen for the user."""
+    """Returns sentences about defaults that were chosen for the user."""
     notices = [source.notice] if source.notice else []
     if recipe_path(source, options.recipe) is None:
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
@@ -138,7 +138,8 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
 
 @contextmanager
 def _progress(label: str) -> Iterator[OnProgress]:
-    """Show the progress of rank 0: a bar on a terminal, else a few plain lines."""
+    """Shows the progress of rank 0: a bar on a terminal, else about `PLAIN_LINES` lines. Yields the
+    function to call with the numbers of graded, all and correct completions."""
     console, shown = open_console(stderr=True), 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(

@@ -34,15 +34,16 @@ def code_of(
 ) -> list[str]:
     """List `key value` of everything in `recipe`, or in these `sections` of it, that runs as code.
     Keys that the user gave by --set (`overrides`) are left out."""
-    given = parse_overrides(overrides)
+    overridden = parse_overrides(overrides)
     return [
         f"{key} {value}"
         for key, value in _code_values(recipe)
-        if (not sections or key.partition(".")[0] in sections) and not _is_given(key, given)
+        if (not sections or key.partition(".")[0] in sections) and not _is_set(key, overridden)
     ]
 
 
 def _code_values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """Yields key and value of all that runs as code and does not ship with this package."""
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", f"true ({recipe.model.path})"
     backend, verifier = recipe.sampling.backend, recipe.eval.reward
@@ -60,8 +61,8 @@ def _code_values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
             yield f"sampling.vllm.{key}", value
 
 
-def _is_given(key: str, given: Mapping[str, Any]) -> bool:
-    node: Any = given
+def _is_set(key: str, tree: Mapping[str, Any]) -> bool:
+    node: Any = tree
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
             return False

@@ -43,6 +43,7 @@ def run(options: InspectOptions) -> int:
 
 
 def _check_options(options: InspectOptions) -> None:
+    """Raises UsageError for options that cannot be combined or would have no effect."""
     views_given = {
         "--show": options.show is not None,
         "--verify": options.verify,
@@ -76,6 +77,7 @@ def _print_json(document: Any) -> None:
 
 
 def _screen(source: Source, options: InspectOptions, console: Console) -> None:
+    """Prints the inspection, as panels or JSON; with --plot writes a figure or page instead."""
     records = read_records(source)
     inspection = summarise(source, records)
     if options.plot is not None:
@@ -97,6 +99,7 @@ def _screen(source: Source, options: InspectOptions, console: Console) -> None:
 def _plot(
     source: Source, records: Records, inspection: Inspection, options: InspectOptions
 ) -> None:
+    """Writes the page for a name ending in .html, else the figure of --panel or of all panels."""
     assert options.plot is not None
     path = Path(options.plot)
     with named_if_unwritable(path):
@@ -122,6 +125,7 @@ def _print(
 
 
 def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:
+    """Verifies a run and prints the report; returns 3 if a check failed."""
     from grpo_replay.lab.verification.verify import verify_run
 
     if source.recipe is None:
@@ -137,7 +141,7 @@ def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -
 
 
 def _policies(source: Source) -> Callable[[int], Any]:
-    """A function that opens the policy after a step of the run; after step 0, the initial model."""
+    """Returns a function that opens the policy after a step; after step 0, the initial model."""
     from grpo_replay.terminal.quiet import quiet_libraries
 
     with quiet_libraries():

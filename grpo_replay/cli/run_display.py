@@ -80,6 +80,7 @@ class RunDisplay(Observer):
     def on_start(
         self, recipe: Recipe, run_dir: Path, state: "RunState", notices: "Sequence[Notice]"
     ) -> None:
+        """Prints what starts, and the notices of the opening; starts the progress line."""
         self._steps = recipe.run.steps
         self._console.print(describe_run(recipe, run_dir, state.step), soft_wrap=True)
         for notice in notices:
@@ -96,6 +97,7 @@ class RunDisplay(Observer):
         self._console.print(f"note: {without_secrets(text)}", soft_wrap=True)
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
+        """Prints the mean accuracy, which the progress line shows from now on."""
         self._line = ""
         mean = report.accuracies()["mean"]
         self._held_out = f"held-out {100 * mean:.1f} % after step {step}"
@@ -112,6 +114,7 @@ class RunDisplay(Observer):
             self.on_notice(missing)
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
+        """Updates the progress line; off a terminal prints about `PLAIN_LINES` lines per run."""
         speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
         average = self._tokens_per_second
         self._tokens_per_second = speed if average is None else 0.9 * average + 0.1 * speed
@@ -123,6 +126,7 @@ class RunDisplay(Observer):
             self._console.print(f"step {step}/{self._steps}  {line}", soft_wrap=True)
 
     def _describe_step(self, metrics: Mapping[str, Any]) -> str:
+        """Describes a step: mean reward of the last ones, accuracy, fresh and replayed rollouts."""
         reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
         self._rewards.extend([] if reward is None else [reward])
         parts = []
@@ -146,6 +150,7 @@ class RunDisplay(Observer):
         return " · ".join(parts)
 
     def conclude(self, result: "RunResult") -> None:
+        """Prints the result to stdout, or that the run was interrupted to stderr."""
         if result.interrupted:
             self._console.print(describe_stop(result), soft_wrap=True)
             return
@@ -175,7 +180,7 @@ def describe_stop(result: "RunResult") -> str:
 
 
 def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Prompts, completions and rewards; long texts are shortened in the middle."""
+    """Make a table of prompts, completions and rewards; long texts are cut in the middle."""
     header = ("rollout", "reward", "verdict", "prompt", "completion")
     table = Table(*header, title=f"samples of step {step}", box=box.SIMPLE_HEAD)
     for row in rows:
@@ -201,7 +206,7 @@ def shortened(text: str) -> str:
 
 
 def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
-    """Idle shares of trainer and sampler, and the mean age of the trained rollouts."""
+    """Describe idle shares of trainer and sampler, and the mean age of the trained rollouts."""
     idle, age = metrics["async/sampler_idle"], metrics["async/age_mean"]
     return [
         f"trainer idle {100 * metrics['async/trainer_idle']:.0f} %",
@@ -211,7 +216,7 @@ def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
-    """Two lines that describe the run that is about to start."""
+    """Describe, in two lines, the run that is about to start or resume after `step`."""
     replay = recipe.replay
     described = "no replay"
     if recipe.replays:
@@ -230,14 +235,16 @@ def describe_run(recipe: Recipe, run_dir: Path, step: int) -> str:
 
 
 def result_table(summary: Mapping[str, Any]) -> TextTable:
-    """Accuracy of the base and of the trained model by benchmark, with standard errors."""
-    same = summary["comparable"] is not False
-    caveat = "" if same else " (evaluated under other settings before and after)"
+    """Make a table of the accuracies of base and trained model, with standard errors; without their
+    difference if the two evaluations had other settings."""
+    is_comparable = summary["comparable"] is not False
+    caveat = "" if is_comparable else " (evaluated under other settings before and after)"
     title = f"held-out accuracy, % ± standard error{caveat}"
     base, final = summary["base"] or {}, summary["final"] or {}
     rows = []
     for name in final or base:
-        change = f"{100 * (final[name] - base[name]):+.1f}" if same and base and final else ""
+        has_change = is_comparable and base and final
+        change = f"{100 * (final[name] - base[name]):+.1f}" if has_change else ""
         cells = (
             _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
             _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
@@ -255,7 +262,7 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
-    """Totals of the run, and commands to continue with."""
+    """Describe the totals of a run, what replay cost, and the commands to continue with."""
     missing = summary["means"]["reward/missing_fraction"]
     clipped = summary["means"]["replay/clip_fraction"] or 0.0
     file = "" if summary["final"] else " --benchmark NAME_OR_FILE"
@@ -278,8 +285,8 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
 
 
 def _clipping_advice(clipped: float) -> str:
-    """Advice for a run whose replayed tokens are often clipped: the bias of replay is O(S·η) at
-    staleness S and learning rate η (arXiv 2607.01083)."""
+    """Returns advice for a run whose replayed tokens are often clipped: the bias of replay is
+    O(S·η) at staleness S and learning rate η (arXiv 2607.01083)."""
     return (
         f"{100 * clipped:.1f} % of the replayed tokens were clipped: the bias of replay grows with "
         "staleness times rate; lower optimizer.learning_rate or replay.max_age_steps "

@@ -67,7 +67,8 @@ def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
 
 
 def _read_recipe(options: TrainOptions) -> Recipe:
-    """The recipe of a new run, or with --resume the run's own with the overrides."""
+    """Read the recipe of a new run, or with --resume the run's own, with the overrides. A run that
+    was killed while it opened has none yet, and is started anew."""
     name, overrides = options.recipe, list(options.overrides)
     if options.num_processes is not None:
         overrides.append(f"engine.num_processes={options.num_processes}")
@@ -111,6 +112,7 @@ def _check_options(options: TrainOptions) -> None:
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
+    """Trains in this process, as one rank; returns the exit code, 130 after a request to stop."""
     from grpo_replay.distributed.failures import leave_run
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries, send_to_log

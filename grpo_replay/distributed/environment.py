@@ -44,7 +44,7 @@ class RankEnvironment:
     is_launched: bool = False
 
     def variables(self) -> dict[str, str]:
-        """The variables that torch.distributed and DeepSpeed read."""
+        """Returns the variables that torch.distributed and DeepSpeed read."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -56,7 +56,7 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """This process's rank, from WORLD_SIZE and its companions, else from a Slurm job step.
+    """Read this process's rank from WORLD_SIZE and its companions, else from a Slurm job step.
 
     Rank 0 of 1 if neither is set; a batch script and the shell of `salloc` are no ranks. Raises
     LaunchError for variables that are missing or contradict each other.
@@ -95,6 +95,7 @@ def refuse_other_count(environment: RankEnvironment, requested: int | None, opti
 
 
 def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
+    """Reads the variables of torchrun, DeepSpeed's launcher or ours; LaunchError if one lacks."""
     world_size = _integer(environ, "WORLD_SIZE")
     if world_size > 1:
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -121,6 +122,7 @@ def _is_step_of_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+    """Reads the variables of a Slurm job step; rank 0 listens on its first node."""
     # The step's own count: SLURM_NTASKS may still be the job's.
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _integer(environ, count)
@@ -150,7 +152,8 @@ def first_slurm_host(nodes: str) -> str:
 
 
 def _tasks_on_node(tasks: str, node: int) -> int | None:
-    """Tasks of one node from Slurm's run-length form: `8(x2),4` is 8, 8, 4."""
+    """Returns the tasks of one node from Slurm's run-length form, `8(x2),4` for 8, 8, 4; None if it
+    does not say."""
     counts: list[int] = []
     for part in filter(None, tasks.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -161,6 +164,7 @@ def _tasks_on_node(tasks: str, node: int) -> int | None:
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Reads a whole number. Raises LaunchError for others, and without value and default."""
     text = environ.get(name)
     if text is None:
         if default is None:
@@ -182,9 +186,9 @@ def import_path() -> dict[str, str]:
 
 
 def named_gpus(environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: numbers, or identifiers that all
-    begin with GPU- or MIG-, up to the first word that is neither (`0,-1,1` is GPU 0). None if it is
-    not set. Raises LaunchError for a GPU that is named twice, for which CUDA shows no GPU at all.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: numbers, or identifiers
+    that all begin with GPU- or MIG-, up to the first word that is neither (`0,-1,1` is GPU 0). None
+    if it is not set. Raises LaunchError for a GPU named twice, for which CUDA shows no GPU at all.
     """
     value = (os.environ if environ is None else environ).get(GPUS_VARIABLE)
     if value is None:
@@ -205,8 +209,8 @@ def named_gpus(environ: Mapping[str, str] | None = None) -> list[str] | None:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use: those of the machine or of its affinity, and at most
-    GRPO_REPLAY_CORES. Raises LaunchError if that is not a whole number above 0."""
+    """Count the CPU cores that this process may use: those of its affinity (else of the machine),
+    and at most GRPO_REPLAY_CORES. Raises LaunchError if that is not a whole number above 0."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -217,9 +221,9 @@ def available_cores() -> int:
 
 
 def threads_per_rank(setting: int | None, ranks: int) -> int:
-    """CPU threads of torch for each of `ranks` ranks of this machine: the `setting`, or the cores
-    divided by the ranks and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that
-    is not above 0.
+    """Return the CPU threads of torch for each of `ranks` ranks of this machine: the `setting`, or
+    the cores divided by the ranks and at most OMP_NUM_THREADS (its first number). Raises
+    LaunchError if that is not above 0.
 
     torchrun sets OMP_NUM_THREADS to 1 if it is not set; that 1 is ignored.
     """

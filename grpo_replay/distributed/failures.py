@@ -93,8 +93,9 @@ class LostContact(LaunchError):
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank has ended, by the wording of torch.distributed
-    and the module that raised it: a server that refuses a connection has the same wording."""
+    """Return whether an error, or one that caused it, only says that another rank has ended, by the
+    wording of torch.distributed and the module that raised it: a server that refuses a connection
+    has the same wording."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
     if not _has_joined():
@@ -152,7 +153,7 @@ def wait_until_printed(seconds: float = 10.0) -> None:
 
 
 def lost_contact(error: BaseException) -> LaunchError:
-    """The error that a user sees instead of one for which `is_lost_peer` is true."""
+    """Return the error that a user sees instead of one for which `is_lost_peer` is true."""
     if isinstance(error, PeerFailure | LostContact):
         return error
     return LostContact(
@@ -220,16 +221,16 @@ def raise_first_failure(
     outcomes: Sequence[Sequence[Any] | None],
     own_error: GrpoReplayError | None,
 ) -> None:
-    """Raise if any rank's outcome is [message, exit code]: on the lowest failed rank its own error,
-    on the others a PeerFailure."""
+    """Raise if any rank has failed, whose outcome is then [message, exit code]: on the lowest
+    failed rank its own error, with the failed ranks unless all are, on the others a PeerFailure."""
     failed = [index for index, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return
     if rank == failed[0] and own_error is not None:
         if len(failed) == len(outcomes):
             raise own_error
-        places = f"(on {name_ranks(failed)} of {len(outcomes)})"
-        raise type(own_error)(f"{own_error} {places}") from own_error
+        ranks = f"(on {name_ranks(failed)} of {len(outcomes)})"
+        raise type(own_error)(f"{own_error} {ranks}") from own_error
     message, exit_code = outcomes[failed[0]] or ("", 1)
     raise PeerFailure(f"rank {failed[0]}: {message}", int(exit_code))
 

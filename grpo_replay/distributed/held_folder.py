@@ -32,6 +32,7 @@ class HeldFolder:
 
 
 def _locked(path: Path) -> IO:
+    """Opens and locks a file until it is closed. Raises OSError if another process holds it."""
     lock = path.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

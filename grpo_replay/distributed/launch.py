@@ -72,7 +72,7 @@ def launch_ranks(
 
 
 def _variables(ranks: int, threads: int | None) -> dict[str, str]:
-    """Environment variables of the ranks."""
+    """Returns the variables that the launched ranks inherit: threads, loopback, our launcher."""
     loopback = "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else "lo0"
     return {
         **import_path(),
@@ -90,9 +90,9 @@ def _signals() -> list[str]:
 
 
 def _first_exit_code(failures: Mapping[int, Any]) -> int:
-    """The exit code of the first rank that did not end because of another. `failures` are torch's,
-    in the order in which it saw them. Raises LaunchError if that rank was killed or there is none.
-    """
+    """Returns the exit code of the first rank that did not end because of another. `failures` are
+    torch's, in the order in which it saw them. Raises LaunchError if that rank was killed, or if
+    all ended because of another."""
     first_failure = min(failure.timestamp for failure in failures.values())
     killed_by_torch = first_failure + _PEER_KILL_SECONDS
     for rank, failure in failures.items():

@@ -46,8 +46,9 @@ def form_group(environment: RankEnvironment, backend: str, timeout: datetime.tim
 
 
 def _meet(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    """The store of the ranks, once all have arrived. Prints which ranks are missing, and can be
-    interrupted by signals, unlike torch's own wait in C++. Raises RuntimeError after `timeout`."""
+    """Waits until all ranks have arrived, and returns their store. Prints once which are missing,
+    and can be interrupted by signals, unlike torch's wait in C++. Raises RuntimeError after
+    `timeout`."""
     started, reported = time.monotonic(), False
     connecting = start_in_thread(lambda: _open_store(environment, timeout))
     missing = list(range(environment.world_size))
@@ -81,8 +82,8 @@ def _missing(store: dist.Store, rank: int, candidates: list[int]) -> list[int]:
 
 
 def _open_store(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    """The store that rank 0 serves, or torchrun's agent. Ranks of our launcher meet on the loopback
-    interface, where rank 0 listens; torch would listen on every interface."""
+    """Connects to the store that rank 0 serves, or torchrun's agent. Ranks of our launcher meet on
+    the loopback interface, where rank 0 listens; torch would listen on every interface."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ours = LAUNCHER_VARIABLE in os.environ
     serves = environment.rank == 0 and (ours or not has_agent)
@@ -107,6 +108,7 @@ def refuse_disagreement(comm: Comm, recipe: Recipe) -> None:
     facts = comm.all_gather(own_facts)
 
     def compare() -> None:
+        """Raises LaunchError on a rank that differs; the message names the keys and all such."""
         differing = [rank for rank, rank_facts in enumerate(facts) if rank_facts != facts[0]]
         if comm.rank in differing:
             keys = ", ".join(key for key, value in facts[0].items() if own_facts.get(key) != value)

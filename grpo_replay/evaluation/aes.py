@@ -53,7 +53,8 @@ def accuracy_efficiency_score(
     gain: float = GAIN,
     loss: float = LOSS,
 ) -> tuple[float, float, float]:
-    """(ΔL, ΔAcc, AES). Raises ZeroDivisionError for a reference of accuracy or length 0.
+    """Compute (ΔL, ΔAcc, AES) of mean accuracies in one unit, and mean tokens. Raises
+    ZeroDivisionError for a reference of accuracy or length 0.
 
     Example: paper A's 4B base (17.36 %, 2452 tokens) against its GRPO run (26.71 %, 7576 tokens)
     has ΔL = (2452 - 7576)/2452 = -2.090, ΔAcc = 0.539 and AES = -2.090 + 3·0.539 = -0.474.
@@ -77,7 +78,7 @@ def score_reports(
     gain: float = GAIN,
     loss: float = LOSS,
 ) -> list[AesScore]:
-    """AES of (name, report) pairs, with intervals where both have per-sample rows.
+    """Compute AES of (name, report) pairs, with intervals where both have per-sample rows.
 
     Raises EvaluationFileError unless all evaluate the same benchmarks under the same settings, and
     UsageError for a reference of accuracy or length 0.
@@ -93,6 +94,7 @@ def point_of(name: str, report: EvaluationReport) -> Point:
 
 
 def _score(reference: Point, candidate: Point, gain: float, loss: float) -> AesScore:
+    """Scores a candidate, without intervals. Raises UsageError for a reference with a 0."""
     measured = (candidate.accuracy, candidate.tokens)
     reference_values = (reference.accuracy, reference.tokens)
     if not all(reference_values):
@@ -110,7 +112,7 @@ def _score_report(
     gain: float,
     loss: float,
 ) -> AesScore:
-    """The score of two reports, with intervals of its three ratios. These are linearised around the
+    """Scores two reports, with intervals of the three ratios. These are linearised around the
     means: a ratio r = x/y varies as (x_p - r·y_p) / y does over problems p."""
     plain = _score(point_of(*reference), point_of(*candidate), gain, loss)
     reference_mean = reference[1].sampled.mean

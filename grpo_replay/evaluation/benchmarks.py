@@ -99,7 +99,8 @@ _PAPER = (
 
 
 def _paper_b(name: str, title: str, source: str, split: str, **fields: Any) -> Sequence[Benchmark]:
-    """One problem set with both settings of paper B: pass@1 at T = 0.1 and pass@k at T = 1."""
+    """Makes two benchmarks of a problem set, with paper B's settings: pass@1 at T = 0.1 and pass@k
+    at T = 1."""
     settings = (("pass1", "T 0.1", 1, 0.1), ("passk", "T 1", 16, 1.0))
     return [
         Benchmark(
@@ -140,8 +141,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 def find_benchmarks(
     settings: EvalSection, prompts: PromptsSection | None = None
 ) -> tuple[Benchmark, ...]:
-    """The distinct benchmarks named by `settings.benchmarks`, in order, with groups expanded. A
-    file of the user is read with the field names of `prompts`.
+    """Find the distinct benchmarks named by `settings.benchmarks`, in order, with groups expanded.
+    A file of the user is read with the field names of `prompts`.
 
     Raises RecipeError for an unknown name, and for two different sources under one name.
     """
@@ -158,8 +159,9 @@ def find_benchmarks(
 
 
 def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem, ...]:
-    """The problems of a benchmark, in the order of its source. Raises DatasetError as
-    `prompts.read_source` does."""
+    """Load the problems of a benchmark, in the order of its source, at most `eval.max_problems`;
+    logs a warning if the published set has another size. Raises DatasetError as `read_source`
+    does."""
     if benchmark.source == "builtin":
         rows: Sequence[Row] = benchmark_problems(benchmark.name)
         problems = [Problem(r["problem_id"], r["problem"], r["answer"], r) for r in rows]
@@ -176,7 +178,7 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
 
 
 def _as_prompts(benchmark: Benchmark, settings: EvalSection) -> PromptsSection:
-    """The `prompts` section that reads the problems of a benchmark."""
+    """Returns the `prompts` section that reads the problems of a benchmark."""
     if benchmark.own is not None:
         return benchmark.own
     file, id_field = local_file(benchmark, settings), benchmark.id_field
@@ -187,6 +189,8 @@ def _as_prompts(benchmark: Benchmark, settings: EvalSection) -> PromptsSection:
 
 
 def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
+    """Returns the benchmarks that an element of `eval.benchmarks` names: a group, a benchmark, a
+    family of reasoning-gym, or a file or folder of the user. Raises RecipeError for others."""
     if word in GROUPS:
         return [BENCHMARKS[name] for name in GROUPS[word]]
     if word in BENCHMARKS:
@@ -221,8 +225,7 @@ def _options(path: Path, prompts: PromptsSection) -> DatasetOptions:
 
 
 def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
-    """The file or folder that a benchmark is read from; None if it comes from the hub or is built
-    in.
+    """Return the file or folder that a benchmark is read from; None for the hub and built-in ones.
 
     Raises DatasetError if the data folder does not contain it.
     """
@@ -378,6 +381,8 @@ class SamplingPlan(NamedTuple):
 
 
 def _sampling_plans(benchmark: Benchmark, settings: EvalSection) -> Iterable[SamplingPlan]:
+    """Yields the settings of each of a problem's k samples (1 at temperature 0), whose seed grows
+    by 1 every `WAVE_SAMPLES`, and of the greedy one if `eval.greedy`."""
     temperature = settings.temperature if benchmark.temperature is None else benchmark.temperature
     default = 1 if temperature == 0 else benchmark.samples
     for sample in range(settings.samples or default):
@@ -390,6 +395,8 @@ def _sampling_plans(benchmark: Benchmark, settings: EvalSection) -> Iterable[Sam
 def _render(
     prompts: PromptsSection, tokenizer: Any, benchmark: Benchmark, problem: Problem
 ) -> tuple[str, Any]:
+    """Renders a problem to text and token ids. Raises DatasetError for a prompt that is too
+    long."""
     text, token_ids = render_prompt(prompts, tokenizer, problem.problem)
     if len(token_ids) > prompts.max_prompt_length:
         raise DatasetError(
@@ -406,6 +413,7 @@ def _settings_document(
     benchmarks: Sequence[Benchmark],
     problems_of: Mapping[str, Sequence[Problem]],
 ) -> dict[str, Any]:
+    """Returns the report's `settings`: all that decides what is sampled and how it is graded."""
     in_chat = prompts.in_chat
     shares_temperature = any(benchmark.temperature is None for benchmark in benchmarks)
     document = {
@@ -435,6 +443,7 @@ def _digest(values: Sequence[Any]) -> str:
 def _describe_benchmark(
     benchmark: Benchmark, settings: EvalSection, problems: Sequence[Problem]
 ) -> dict[str, Any]:
+    """Returns a benchmark's part of the report's `settings`, with a digest of its problems."""
     file = local_file(benchmark, settings)
     seeds = {p.base_seed for p in _sampling_plans(benchmark, settings) if not p.greedy}
     rows = [[problem.problem_id, problem.problem, problem.answer] for problem in problems]

@@ -47,9 +47,9 @@ def request_digest(request: GenerationRequest) -> str:
 
 
 def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
-    """Further settings of a sampler that may change completions, for the `model` section of a
-    report: `sampler_options`, the keys of `sampling.vllm` without a default that the backend reads,
-    and `sampler_sha256`, of the source file of a user's sampler (None for others)."""
+    """Return further settings of a sampler that may change completions, for the `model` section of
+    a report: `sampler_options`, the user's own vLLM arguments if the backend reads them, and
+    `sampler_sha256`, of the source file of a user's sampler (None for others)."""
     vllm = sampling.vllm
     left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
     options = vllm.model_dump(mode="json", exclude=left_out)
@@ -71,7 +71,8 @@ def generations_folder(
     model: ModelSection,
     sampling: SamplingSection,
 ) -> Path:
-    """The folder under `parent` for the completions of a model on a backend, in `dtype`."""
+    """Return the folder under `parent` for the completions of a model on a backend, in `dtype`; its
+    name is a digest of all that may change completions."""
     facts = {
         "backend": sampling.backend,
         **_installed(sampling, device),
@@ -86,7 +87,7 @@ def generations_folder(
 
 
 def _installed(sampling: SamplingSection, device: str) -> dict[str, Any]:
-    """The versions of the backend, and the device; both are unknown for remote servers."""
+    """Returns the versions of the backend, and the device; both are unknown for remote servers."""
     if sampling.facts.on_servers:
         return {}
     import torch
@@ -97,7 +98,7 @@ def _installed(sampling: SamplingSection, device: str) -> dict[str, Any]:
 
 
 def read_generations(folder: Path, digests: Iterable[str]) -> dict[str, tuple[np.ndarray, str]]:
-    """Token ids (int32 [T]) and finish reason of the cached completions, by `request_digest`."""
+    """Read token ids (int32 [T]) and finish reason of cached completions, by `request_digest`."""
     shards = [str(path) for path in sorted(folder.glob("*.parquet"))]
     if not shards:
         return {}
@@ -121,6 +122,7 @@ class GenerationWriter:
         self._last_flush = time.monotonic()
 
     def add(self, request: GenerationRequest, completion: Completion) -> None:
+        """Add a completion; a shard is written after `FLUSH_ROWS` or `FLUSH_SECONDS`."""
         self._rows.append(
             {
                 "request": request_digest(request),

@@ -42,7 +42,7 @@ class PairedResult:
 def compare(
     name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport
 ) -> dict[str, PairedResult]:
-    """B against A for every benchmark, and `mean`.
+    """Compare B with A on every benchmark, and on their `mean`.
 
     Raises EvaluationFileError if problems or settings differ, or if a per-sample file is missing.
     """
@@ -58,7 +58,7 @@ def compare(
 
 
 def notices_of_prompts(a: EvaluationReport, b: EvaluationReport) -> list[str]:
-    """A notice if the two models got different prompts for the same problems."""
+    """Return a notice if the two models got different prompts for the same problems."""
     digests_a, digests_b = (
         {name: bench.get("prompts_sha256") for name, bench in report.settings["benchmarks"].items()}
         for report in (a, b)
@@ -88,7 +88,7 @@ def pairs_of(a: EvaluationReport, b: EvaluationReport) -> list[Pair]:
 
 
 def _result(pairs: Sequence[Pair]) -> PairedResult:
-    """B against A on one benchmark, or on the unweighted mean over several."""
+    """Compares B with A on one benchmark, or on the unweighted mean over several."""
     differences = [pair.b.accuracy_N - pair.a.accuracy_N for pair in pairs]
     tokens = [pair.b.tokens_N - pair.a.tokens_N for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])

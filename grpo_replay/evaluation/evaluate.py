@@ -150,6 +150,7 @@ class _Grading:
         return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), self._scorer.unparsable_answers
 
     def _row(self, index: int, verdict: Verdict) -> dict[str, Any]:
+        """Returns the row of a graded completion for the report's Parquet file."""
         planned = self.plan.samples[index]
         return {
             **self._decoded[index],
@@ -166,6 +167,7 @@ class _Grading:
         }
 
     def _report_progress(self, last: bool = False) -> None:
+        """Calls `on_progress`, at most every `PROGRESS_SECONDS` unless it is the `last` time."""
         if self._on_progress is None:
             return
         now = time.monotonic()

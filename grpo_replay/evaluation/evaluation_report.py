@@ -69,13 +69,12 @@ class EvaluationReport:
         return None if self.greedy is None else self.greedy.accuracies()
 
     def missing_verdicts(self) -> str | None:
-        """A sentence on the completions, sampled or greedy, that the user's function gave no
-        verdict for; they count as not correct. None if there are none. (With a built-in verifier a
-        completion without a verdict is incorrect.)"""
+        """Return a sentence on the completions, sampled or greedy, for which the user's function
+        failed; they count as not correct. None if there are none, and for a built-in verifier."""
         if self.verifier in BUILTIN_VERIFIERS:
             return None
         both = [results for results in (self.sampled, self.greedy) if results is not None]
-        counts = [result.verdicts for each in both for result in each.benchmarks.values()]
+        counts = [r.verdicts for results in both for r in results.benchmarks.values()]
         verdicts = sum(map(Counter, counts), Counter[str]())
         missing = {status: verdicts[status] for status in FAILED if verdicts[status]}
         if not missing:
@@ -89,7 +88,7 @@ class EvaluationReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON document, without the per-sample rows."""
+        """Return the JSON document, without the per-sample rows."""
         return {
             "schema_version": REPORT_VERSION,
             "model": self.model,
@@ -121,7 +120,7 @@ def samples_path(report_path: Path) -> Path:
 
 
 def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) -> EvaluationReport:
-    """The report at `path`; `with_samples` adds the per-sample rows, if their file exists, and
+    """Read the report at `path`; `with_samples` adds the per-sample rows, if their file exists, and
     `with_texts` the completions in them.
 
     Raises EvaluationFileError for a file that is no report of this version.
@@ -197,7 +196,7 @@ def _temperatures(settings: Mapping[str, Any], names: Collection[str]) -> dict[s
 def differing_settings(
     a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value in a, value in b) of the `SAME_SETTINGS` that differ for these benchmarks."""
+    """Yield (key, value in a, value in b) of `SAME_SETTINGS` that differ for these benchmarks."""
     values_a, values_b = (_compared(settings, names) for settings in (a, b))
     for key, value in values_a.items():
         if value != values_b[key]:

@@ -25,7 +25,7 @@ def p_value(value: float) -> str:
 
 
 def heading(report: EvaluationReport) -> str:
-    """One line on the model and how it was sampled."""
+    """Return one line on the model, and how it was sampled and graded."""
     model, settings = report.model, report.settings
     words = [str(model.get("name", "a model"))]
     temperatures = temperatures_used(settings, report.sampled.benchmarks)
@@ -42,7 +42,7 @@ def heading(report: EvaluationReport) -> str:
 
 
 def comparison_table(results: Mapping[str, PairedResult]) -> TextTable:
-    """B against A: differences with 95 % intervals, and p-values."""
+    """Make the table of B against A: differences with 95 % intervals, and p-values."""
     header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "95 %")
     *rows, mean = [
         (
@@ -66,7 +66,7 @@ def comparison_table(results: Mapping[str, PairedResult]) -> TextTable:
 
 
 def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
-    """(name, title, result) of every benchmark and of the mean."""
+    """Returns (name, title, result) of every benchmark, and last of the mean."""
     described = report.settings["benchmarks"]
     benchmarks = [
         (name, described.get(name, {}).get("title", name), result)
@@ -76,6 +76,7 @@ def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
 
 
 def accuracy_table(report: EvaluationReport) -> TextTable:
+    """Make the table of avg@k and pass@k, with greedy accuracy and mean score if there are any."""
     header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "95 %")
     greedy = report.greedy_accuracies()
     has_score = report.sampled.mean.mean_score is not None
@@ -97,6 +98,7 @@ def accuracy_table(report: EvaluationReport) -> TextTable:
 
 
 def length_table(report: EvaluationReport) -> TextTable:
+    """Make the table of completion lengths, truncated and unparsed completions."""
     *rows, mean = [
         (
             title,

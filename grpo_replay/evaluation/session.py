@@ -104,8 +104,8 @@ def find_model(ckpt: str) -> ModelSource:
 
 
 def _checkpoint_source(checkpoint: Path, merged: bool = False) -> ModelSource:
-    """The model of a checkpoint: its adapters on their base if it has any, unless the `merged`
-    weights are wanted."""
+    """Returns the model of a checkpoint: its adapters on their base if it has any, unless the
+    `merged` weights are wanted."""
     manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     step = int(read_json(checkpoint / "state.json", "the checkpoint is incomplete")["step"])
     run = checkpoint.parent.parent
@@ -125,8 +125,8 @@ def _checkpoint_source(checkpoint: Path, merged: bool = False) -> ModelSource:
 
 
 def _adapter_base(run: Path, recipe: Path, adapter: Path) -> ModelSection:
-    """The model that the run trained its adapters on. Raises CheckpointError if the run's recipe is
-    missing."""
+    """Returns the model that the run trained its adapters on. Raises CheckpointError if the run's
+    recipe is missing."""
     if not recipe.is_file():
         raise CheckpointError(
             f"{adapter} has adapters, and {run / 'recipe.yaml'}, which names their base, is "
@@ -136,7 +136,7 @@ def _adapter_base(run: Path, recipe: Path, adapter: Path) -> ModelSection:
 
 
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
-    """The SHA-256 over names and contents of a model's files (`MODEL_FILES`).
+    """Compute the SHA-256 over names and contents of a model's files (`MODEL_FILES`).
 
     `path` is a folder, or a hub id in the local cache at `revision`. Raises CheckpointError if one
     of the `expected` files is missing or has another SHA-256 than expected.
@@ -158,6 +158,7 @@ def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = 
 
 
 def _local_folder(path: str, revision: str | None) -> Path:
+    """Returns a model's folder, of a hub id the one in the cache. Raises CheckpointError."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -165,8 +166,10 @@ def _local_folder(path: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(path, revision=revision, local_files_only=True))
     except OSError as error:
-        at = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(f"model {path!r}{at} is not in the local cache: {error}") from error
+        suffix = f" at revision {revision!r}" if revision else ""
+        raise CheckpointError(
+            f"model {path!r}{suffix} is not in the local cache: {error}"
+        ) from error
 
 
 logger = logging.getLogger(__name__)
@@ -230,8 +233,8 @@ def _all_gym(benchmarks: Sequence[str] | None) -> bool:
 
 
 def _with_source_model(recipe: Recipe, source: ModelSource) -> Recipe:
-    """The recipe with the model of `source`. Unless it holds adapters, its weights are loaded even
-    if training started from random ones."""
+    """Returns the recipe with the model of `source`, whose weights are loaded even if training
+    started from random ones; for adapters the recipe already has their base."""
     loaded = {"path": source.path, "random_init": False, "lora": LoraSection()}
     changes = loaded if source.base is None else {}
     longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
@@ -297,7 +300,8 @@ def evaluate_model(
 def _identify(
     recipe: Recipe, source: ModelSource, path: str, generations: Path
 ) -> tuple[dict[str, Any], Path]:
-    """The `model` section of the report, and the folder of the model's generations."""
+    """Returns the `model` section of the report, and the folder of the model's generations.
+    Adapters are identified by their base and their own files."""
     revision = None if Path(path).is_dir() else recipe.model.revision
     sha256 = model_sha256(path, {} if source.base else source.checked, revision)
     if source.base is not None:
@@ -320,6 +324,7 @@ def _identify(
 
 
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:
+    """Opens the ranks' communication. Raises LaunchError if a sampler here lacks its GPU."""
     from grpo_replay.engine.processes import choose_device, initialize_processes
 
     if not recipe.sampling.facts.on_servers:

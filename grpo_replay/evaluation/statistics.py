@@ -90,7 +90,7 @@ FLIPS = 20_000
 
 
 def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
-    """pass@j of every problem, [N, K]; column j-1 is pass@j.
+    """Compute pass@j of every problem, [N, K]; column j-1 is pass@j.
 
     The probability that j of K completions, drawn without replacement, include a correct one:
     1 - C(K-c, j) / C(K, j) with c correct (Chen et al. 2021, eq. 1), as a product over draws.
@@ -163,8 +163,8 @@ def share_interval(share: float, center: float, variance: float, freedom: float)
 
 
 def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
-    """The interval of the mean over benchmarks of accuracy or pass@k, where problems are the
-    sample. `values_N` has an array [N] for each benchmark. None if one has a single problem."""
+    """Compute the 95 % interval of the mean over benchmarks of accuracy or pass@k, where problems
+    are the sample. `values_N` has an array [N] for each benchmark. None if one has one problem."""
     if any(len(benchmark_N) < 2 for benchmark_N in values_N):
         return None
     with_both = [with_both_answers(benchmark_N) for benchmark_N in values_N]
@@ -175,9 +175,10 @@ def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
 
 
 def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0) -> Interval | None:
-    """The t interval, over problems, of the mean difference over benchmarks, each an array [N];
-    None if a benchmark has a single problem. If all differences of accuracies of a benchmark are
-    equal, its variance is that of `with_both_answers`: a further problem might differ."""
+    """Compute the t interval, over problems, of the mean difference over benchmarks, each an array
+    [N]; None if a benchmark has a single problem. `bound` is the largest possible difference (inf
+    for lengths). If a benchmark's differences of accuracies are all equal, its variance is that of
+    `with_both_answers`: a further problem might differ."""
     if any(len(benchmark_N) < 2 for benchmark_N in differences_N):
         return None
     mean = float(np.mean([benchmark_N.mean() for benchmark_N in differences_N]))
@@ -190,7 +191,7 @@ def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0)
 
 
 def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.Generator) -> float:
-    """Two-sided p-value of the mean over benchmarks of the mean differences, one [N] per benchmark.
+    """Compute the two-sided p-value of the mean over benchmarks of mean differences, each an [N].
 
     Under the null hypothesis A and B are exchangeable on every problem, so each difference is
     equally likely with either sign. The p-value is the fraction of sign flips whose mean is at
@@ -218,7 +219,7 @@ def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.
 def summarise_both(
     samples: pa.Table, bad_answers: Collection[str]
 ) -> tuple[Results, Results | None]:
-    """Results of the sampled rows and of the greedy rows; None if there are no greedy rows.
+    """Summarise the sampled rows, and the greedy rows; None if there are no greedy rows.
 
     `bad_answers` are the reference answers that could not be parsed.
     """
@@ -228,7 +229,7 @@ def summarise_both(
 
 
 def summarise(samples: pa.Table, bad_answers: Collection[str], greedy: bool = False) -> Results:
-    """Results of the sampled rows, or of the greedy ones."""
+    """Summarise the sampled rows, or the greedy ones: every benchmark and the mean."""
     samples = samples.filter(pc.field("greedy") == greedy)
     results, tables = dict[str, BenchmarkResult](), list[ProblemTable]()
     for name in dict.fromkeys(samples["benchmark"].to_pylist()):
@@ -258,7 +259,7 @@ class ProblemTable:
 
 
 def problem_table(samples: pa.Table, benchmark: str, greedy: bool = False) -> ProblemTable:
-    """The `ProblemTable` of one benchmark.
+    """Count correct samples and average tokens of every problem of one benchmark.
 
     Raises ValueError unless all problems have the same number of samples.
     """
@@ -278,6 +279,7 @@ def problem_table(samples: pa.Table, benchmark: str, greedy: bool = False) -> Pr
 def _benchmark_result(
     rows: pa.Table, problems: ProblemTable, bad_answers: Collection[str]
 ) -> BenchmarkResult:
+    """Summarises one benchmark from its per-sample rows and the table made of them."""
     pass_J = pass_at_each(problems.correct_N, problems.samples).mean(axis=0)
     ids_and_answers = zip(rows["problem_id"].to_pylist(), rows["answer"].to_pylist(), strict=True)
     unparsable = dict.fromkeys(id for id, answer in ids_and_answers if answer in bad_answers)
@@ -307,6 +309,7 @@ def _mean_score(scores: pa.ChunkedArray) -> float | None:
 
 
 def _mean_result(results: dict[str, BenchmarkResult], tables: Sequence[ProblemTable]) -> MeanResult:
+    """Averages the benchmarks, unweighted; a value is None if it is of one of them."""
     by_benchmark = list(results.values())
     errors = [result.avg_at_k_stderr for result in by_benchmark]
     known = [error for error in errors if error is not None]
@@ -329,7 +332,7 @@ def _mean_result(results: dict[str, BenchmarkResult], tables: Sequence[ProblemTa
 
 
 def _intervals(tables: Sequence[ProblemTable]) -> dict[str, Any]:
-    """The intervals of the mean over benchmarks."""
+    """Computes the intervals of avg@k, pass@k and tokens, of the mean over benchmarks."""
     tokens = difference_interval([table.tokens_N for table in tables], bound=math.inf)
     return {
         "avg_at_k_interval": accuracy_interval([table.accuracy_N for table in tables]),

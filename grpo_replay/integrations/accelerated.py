@@ -42,9 +42,9 @@ def from_main(accelerator: Any, make: Callable[[], Any]) -> Any:
 
 
 def update_by_update(micro_batches: int, accumulated: int, done: int) -> list[int]:
-    """The order of micro-batches in which rows left over are handed out: the first micro-batch of
-    every optimizer update, then the second of each, and so on. An update has `accumulated`
-    micro-batches; `done` were trained on before, perhaps in an update that is not complete."""
+    """Return the order of micro-batches in which rows left over are handed out: the first of every
+    optimizer update, then the second of each, and so on. An update has `accumulated` micro-batches;
+    `done` were trained on before, perhaps in an update that is not complete."""
 
     def sort_key(index: int) -> tuple[int, int]:
         update = (done + index) // accumulated
@@ -195,6 +195,7 @@ class AcceleratedReplay(_Host):
                 self._metrics["train"][name].append(value)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own; then prints what replay cost, and warns of an unfinished batch."""
         output = super().train(*args, **kwargs)
         if self.replay.replays and self._micro_batches_left and self.accelerator.is_main_process:
             warnings.warn(
@@ -217,6 +218,7 @@ class AcceleratedReplay(_Host):
         super()._save_checkpoint(model, trial)
 
     def _save_replay(self, folder: Path) -> None:
+        """Save the buffer into a checkpoint, with a warning inside a generation batch."""
         if self._run.is_inside_a_step:
             warnings.warn(
                 f"{folder} is saved inside a generation batch: a run that resumes from it samples "
@@ -227,6 +229,7 @@ class AcceleratedReplay(_Host):
         self._run.save(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The trainer's own; on a resume it also loads the buffer, which only this method sees."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.replay.replays:
             needed = self._needed_extras()

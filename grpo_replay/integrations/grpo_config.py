@@ -39,11 +39,10 @@ def sections_of(
     name: str = "trl",
     masks_truncated: bool | None = None,
 ) -> dict[str, Any]:
-    """The sections of the recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig
-    `args`, as far as they are known. A step is a generation batch, which makes one draw, however
+    """Convert TRL's GRPOConfig `args` to the sections of a recipe, as far as they are known, for a
+    run of `max_steps` optimizer steps. A step is a generation batch, which makes one draw, however
     many updates TRL makes. `is_rounded`: the model computes in 16 bits, here called bfloat16.
-    `masks_truncated`: truncated completions do not train; give it if the
-    argument has another name than TRL's."""
+    `masks_truncated`: truncated completions do not train; None: as TRL's argument says."""
     if masks_truncated is None:
         masks_truncated = args.mask_truncated_completions
     updates = args.steps_per_generation / args.gradient_accumulation_steps

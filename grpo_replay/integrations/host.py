@@ -316,7 +316,8 @@ class HostRun:
 def _row_outcomes(
     step: HostStep, outcomes: Mapping[int, RolloutOutcome] | None
 ) -> list[RolloutOutcome]:
-    """The outcomes of the rows of the composed batch, in order."""
+    """Returns the outcomes of the composed batch in order, unknown ones without `outcomes`. Raises
+    ValueError if one is missing."""
     if outcomes is None:
         return [unknown_outcome(rollout) for rollout in step.rollouts]
     if missing := sorted(set(range(len(step.rollouts))) - outcomes.keys()):

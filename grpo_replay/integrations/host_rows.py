@@ -44,6 +44,7 @@ class Row:
     extras: Mapping[str, Any] = field(default_factory=dict)  # as in Rollout
 
     def __post_init__(self) -> None:
+        """Copies all arrays to the stored types, and fills in the default `prompt_id`."""
         sampler = self.behavior_logprobs if self.sampler_logprobs is None else self.sampler_logprobs
         mask_T = self.completion_mask
         converted: dict[str, Any] = {
@@ -102,6 +103,8 @@ def rollouts_of_groups(
 def _rollouts_of(
     group: Sequence[Row], facts: GroupAdvantage, buffer: ReplayBuffer, keeps_equal: bool
 ) -> list[Rollout]:
+    """Make the rollouts of one checked group, with the buffer's next ids; see `rollouts_of_groups`
+    for which are kept. `keeps_equal`: groups without a signal are kept too."""
     has_signal = bool(facts.std) and any(row.advantage for row in group if row.may_train)
     births = [row.birth_step or buffer.next_step for row in group]
     shared: dict[str, Any] = {

@@ -17,8 +17,8 @@ def outcomes_of(
     clipped_BT: torch.Tensor | None = None,
     entropy_BT: torch.Tensor | None = None,
 ) -> dict[int, RolloutOutcome]:
-    """The statistics of each row of a micro-batch, by its row in the composed batch (`rows_B`); -1
-    is a row of padding, which has none.
+    """Compute the statistics of a micro-batch's rows, by their index in the composed batch
+    (`rows_B`); -1 is a row of padding, which has none.
 
     `logprobs_BT` are the log-probs in the update, `behavior_BT` those of birth. `mask_BT` is True
     for tokens that train, `clipped_BT` (bool, or 1.0) for those whose gradient a clip removed.
@@ -59,8 +59,8 @@ def probe_outcomes(
     advantages_B: torch.Tensor,
     loss: LossSection | None,
 ) -> list[RolloutOutcome]:
-    """The outcomes that rows would have in an update now, without entropy. `loss` decides which
-    tokens would be clipped; if it is None, the clip fraction is unknown too."""
+    """Compute the outcomes that rows would have in an update now, without entropy. `loss` decides
+    which tokens would be clipped; if it is None, the clip fraction is unknown too."""
     clipped_BT = None
     if loss is not None:
         advantages_BT = advantages_B[:, None].expand_as(logprobs_BT)

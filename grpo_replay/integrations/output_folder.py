@@ -67,6 +67,7 @@ class OutputFolder:
         write_recipe(path, self.recipe, _UNKNOWN)
 
     def _first_steps(self, step: int) -> list[str]:
+        """Returns the lines of metrics up to `step`. Raises CheckpointError if one is missing."""
         try:
             return first_steps(self.metrics, step)
         except CheckpointError as error:

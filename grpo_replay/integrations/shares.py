@@ -7,22 +7,22 @@ from grpo_replay.replay.batch import even_sizes
 
 
 def spread(births: Sequence[int]) -> list[int]:
-    """An order of the rows of a composed batch that spreads the older ones evenly among the
+    """Order the rows of a composed batch so that the older ones are spread evenly among the
     youngest; both keep their own order. `births` are the rows' birth steps. Example: births 3, 3,
     3, 3, 1, 2 give rows 0, 4, 1, 2, 5, 3."""
     youngest = max(births, default=0)
-    kinds = [
-        [row for row, birth in enumerate(births) if (birth == youngest) is is_young]
-        for is_young in (True, False)
-    ]
-    position = {row: (2 * i + 1) / len(rows) for rows in kinds for i, row in enumerate(rows)}
+    fresh = [row for row, birth in enumerate(births) if birth == youngest]
+    older = [row for row, birth in enumerate(births) if birth != youngest]
+    position = {
+        row: (2 * i + 1) / len(rows) for rows in (fresh, older) for i, row in enumerate(rows)
+    }
     return sorted(position, key=lambda row: position[row])
 
 
 def shares_of(rows: Sequence[int], processes: int, order: Sequence[int]) -> list[list[list[int]]]:
-    """The rows of each micro-batch of each process: `[process][micro-batch]`. Rows go to processes
-    in turn, there to micro-batches in turn. `order` lists the micro-batches in the order in which
-    they get one more row if rows are left over (`accelerated.update_by_update`).
+    """Distribute rows, in their order, to `[process][micro-batch]`: every process gets consecutive
+    rows, and cuts them into its micro-batches. `order` lists the micro-batches in the order in
+    which they get one more row if rows are left over (`accelerated.update_by_update`).
 
     A micro-batch has as many rows on every process, at least one: -1 is padding. Example: rows 0 to
     4 for two processes of two micro-batches are [[0, 1], [2]] and [[3, -1], [4]].

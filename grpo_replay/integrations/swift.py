@@ -124,6 +124,7 @@ class ReplayMixin(AcceleratedReplay):
             return super()._prepare_batch_inputs(samples)
 
     def _postprocess_batch(self, samples: Any, batches: list[dict[str, Any]]) -> None:
+        """ms-swift's last stage; then takes the step of the buffer, and replaces `batches`."""
         super()._postprocess_batch(samples, batches)
         if not self._is_replaying:
             return
@@ -134,6 +135,7 @@ class ReplayMixin(AcceleratedReplay):
             batches[:] = self._replayed(rows, batches)
 
     def _rows_of(self, samples: Any, batches: list[dict[str, Any]]) -> list[Row]:
+        """Convert this process's samples, with the tensors of their micro-batches, to rows."""
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         _refuse(self, self.args, grpo_batches)
         scores_BF = get_even_process_data(self, self._rewards_per_func)
@@ -143,7 +145,7 @@ class ReplayMixin(AcceleratedReplay):
         return [self._row_of(*sample_at, scores_F) for sample_at, scores_F in pairs]
 
     def _replayed(self, rows: Sequence[Row], batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches that this process trains on in place of `batches`."""
+        """Take the step of the buffer, and return the micro-batches that this process trains on."""
         trained, filler = self._replay_step(rows)
         order = update_by_update(len(batches), self.args.gradient_accumulation_steps, self._step)
         ordered = spread([rollout.birth_step for rollout in trained])
@@ -155,26 +157,27 @@ class ReplayMixin(AcceleratedReplay):
         ]
 
     def _row_of(self, sample: Any, batch: Any, i: int, scores_F: torch.Tensor) -> Row:
+        """Convert sample `i` of a micro-batch. The prompt ends before the first trained token."""
         ids = np.array(sample.encoded["input_ids"])
         trains = np.array(sample.encoded["labels"]) != -100
         first = int(trains.argmax())
-        at, mask = _token_position(batch, i, len(ids) - first), trains[first:]
+        index, mask = _token_position(batch, i, len(ids) - first), trains[first:]
         text, sampler = sample.messages[-1]["content"], batch.rollout_per_token_logps
         if not (isinstance(text, str) and mask.all()):  # several turns
             text = self.processing_class.decode(ids[first:])
         return Row(
             prompt_token_ids=ids[:first],
             completion_token_ids=ids[first:],
-            behavior_logprobs=batch.old_per_token_logps[at],
+            behavior_logprobs=batch.old_per_token_logps[index],
             reward=(scores_F * self.reward_weights).nansum().item(),  # as ms-swift: 0 if missing
             advantage=sample.advantages.item(),
-            sampler_logprobs=None if sampler is None else sampler[at],
+            sampler_logprobs=None if sampler is None else sampler[index],
             completion_mask=None if mask.all() else mask,
             completion_text=text,
             reward_scores=tuple(scores_F.tolist()) if len(scores_F) > 1 else (),
             truncated=sample.is_truncated,
             trains=not (self.overlong_filter and sample.is_truncated),
-            extras={REFERENCE: batch.ref_per_token_logps[at]} if self.beta else {},
+            extras={REFERENCE: batch.ref_per_token_logps[index]} if self.beta else {},
         )
 
     def _micro_batch(
@@ -205,14 +208,15 @@ class ReplayMixin(AcceleratedReplay):
         for name, values in columns.items():
             filled_BT = torch.zeros(batch.completion_mask.shape, device=device)
             for i, (rollout, value) in enumerate(zip(rollouts, values, strict=True)):
-                at = _token_position(batch, i, len(rollout.completion_token_ids))
-                filled_BT[at] = torch.tensor(value, device=device)
+                index = _token_position(batch, i, len(rollout.completion_token_ids))
+                filled_BT[index] = torch.tensor(value, device=device)
             setattr(batch, name, filled_BT)
         batch.completion_mask[torch.tensor(rows) < 0] = False
         batch.num_items_in_batch = torch.tensor(self._tokens, device=device)
         return {"model_inputs": inputs, "grpo_batch": batch, ROW: rows}
 
     def _score(self, rollouts: Sequence[Rollout], like: Mapping[str, Any]) -> list[RolloutOutcome]:
+        """Compute the outcomes that drawn rollouts would have in an update now (shadow)."""
         self._tokens = 1.0
         inputs = self._micro_batch([*range(len(rollouts))], rollouts, like)
         batch, compute = inputs["grpo_batch"], self._get_per_token_logps_and_entropies
@@ -227,6 +231,7 @@ class ReplayMixin(AcceleratedReplay):
     # The update
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """ms-swift's loss, weighted for unequal micro-batches; records the rows' outcomes."""
         if not self._trains_on_draws:
             return super().compute_loss(model, inputs, *args, **kwargs)
         batch, rows = inputs["grpo_batch"], inputs[ROW]

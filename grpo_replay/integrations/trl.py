@@ -66,6 +66,7 @@ class ReplayMixin(AcceleratedReplay):
     _tag_names: Any  # TRL's: of the model card
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError for a class in which GRPOTrainer's methods hide those of this one."""
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if GRPOTrainer in order and order.index(GRPOTrainer) < order.index(ReplayMixin):
@@ -102,6 +103,7 @@ class ReplayMixin(AcceleratedReplay):
     # The generation batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Tensors:
+        """TRL's own, called for every micro-batch; a new generation batch is made with replay."""
         if not (self.replay.replays and self.model.training):
             return super()._prepare_inputs(generation_batch)
         self._tensors: Tensors = {}
@@ -113,7 +115,8 @@ class ReplayMixin(AcceleratedReplay):
         return inputs
 
     def _generate_with_buffer(self, generate: Any, inputs: Any) -> Tensors:
-        """The generation batch to train on in place of what `generate` returns."""
+        """Generate a batch by TRL's `generate`, take the step of the buffer with it, and return the
+        composed batch to train on in its place; in shadow TRL's own."""
         is_first = self._open_replay()
         self._begin_batch()
         self._texts: Texts | None = None
@@ -150,6 +153,7 @@ class ReplayMixin(AcceleratedReplay):
     def _record_rewards(
         self, calculate: Any, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
+        """Call TRL's method for all processes' rewards; keep texts and scores of our own rows."""
         began = time.perf_counter()
         scores_NF = calculate(inputs, prompts, completions, completion_ids_list)
         first = self.accelerator.process_index * len(prompts)
@@ -159,7 +163,7 @@ class ReplayMixin(AcceleratedReplay):
         return scores_NF
 
     def _logprobs(self, output: Tensors) -> torch.Tensor:
-        """The policy's log-probs [B, T] of the completions, which TRL does not compute if a
+        """Compute the policy's log-probs [B, T] of the completions, which TRL does not do if a
         generation batch lies within one update."""
         with torch.no_grad():
             return evaluating(
@@ -217,6 +221,7 @@ class ReplayMixin(AcceleratedReplay):
         return to_tensors(rollouts, rows, output, padding_id, multiple, self._extras)
 
     def _score(self, rollouts: Sequence[Rollout], output: Tensors) -> list[RolloutOutcome]:
+        """Compute the outcomes that drawn rollouts would have in an update now (shadow)."""
         tensors = self._to_tensors(rollouts, range(len(rollouts)), output)
         return probe_outcomes(
             tensors["old_per_token_logps"],
@@ -229,6 +234,7 @@ class ReplayMixin(AcceleratedReplay):
     # Results
 
     def compute_loss(self, model: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's loss, weighted for unequal micro-batches; records the rows' outcomes."""
         if not (self.replay.trains_on_draws and self.model.training):
             return super().compute_loss(model, inputs, *args, **kwargs)
         weight = self._weight(len(inputs[ROW]))

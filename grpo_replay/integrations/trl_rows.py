@@ -54,7 +54,8 @@ def rows_of(
     output: Tensors, texts: Texts | None, weights_F: np.ndarray, eos_ids: Collection[int],
     extras: Mapping[str, float] = EXTRAS,
 ) -> list[Row]:  # fmt: skip
-    """The rows of a process. `extras` are the per-row tensors that are stored, with their padding.
+    """Convert a process's part of a generation batch to rows; a reward is the weighted sum of its
+    scores. `extras` are the per-row tensors that are stored, with their padding.
 
     Raises UsageError for tensors that cannot be stored with a rollout, and if `texts` has other
     rows than the batch.
@@ -101,6 +102,7 @@ def _row(
     tensors: Tensors, prompt: Any, completion: Any, token_ids: Sequence[int],
     scores_F: np.ndarray, reward: float, eos_ids: Collection[int], extras: Mapping[str, float],
 ) -> Row:  # fmt: skip
+    """Convert one row of the batch; `reward` is NaN if missing. Tensors are cut to its tokens."""
     length = len(token_ids)
 
     def per_token(name: str) -> torch.Tensor:
@@ -131,6 +133,7 @@ def _row(
 
 
 def _text(completion: Any) -> str:
+    """Returns a completion as text: of messages their contents and tool calls, line by line."""
     if isinstance(completion, str):
         return completion
     parts = []

@@ -119,7 +119,8 @@ def new_run(config: Any, steps: int | None) -> HostRun:
 
 
 def sections_of(config: Any, host_mode: str, steps: int) -> dict[str, Any]:
-    """The recipe of a run of `steps` steps of verl, as far as it is known."""
+    """Convert verl's configuration to the sections of a recipe of `steps` steps, as far as
+    known."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     low, high = verl_rows.clip_range(actor)
     loss = {"epsilon": low, "epsilon_high": high, "dual_clip": actor.clip_ratio_c}
@@ -178,6 +179,7 @@ class ReplayMixin(_Host):
         return {"metrics": metrics}
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Take the step of the buffer, update on its batch (in shadow on verl's), and log it."""
         if not self.replay.replays:
             return super()._update_actor(batch, metrics)
         self._clock.seconds |= self._stage_seconds()
@@ -265,11 +267,12 @@ class ReplayMixin(_Host):
             self.run.print_summary()
 
     def _stage_seconds(self) -> dict[str, float]:
-        """The seconds of the stages before the update, since the last step of the buffer."""
-        time_of, stages = self.timing_raw.get, set(TIMERS)
+        """Returns the seconds of the stages before the update, since the last step of the
+        buffer."""
+        timer_seconds, stages = self.timing_raw.get, set(TIMERS)
         if self._host_mode != "sync":
             stages.remove("generation")  # it runs ahead: what a step waits for is `other`
-        logged = {stage: sum(time_of(name, 0.0) for name in TIMERS[stage]) for stage in stages}
+        logged = {s: sum(timer_seconds(name, 0.0) for name in TIMERS[s]) for s in stages}
         seconds = {stage: logged[stage] - self._counted.get(stage, 0.0) for stage in stages}
         seconds["sync"], self._counted, self._sync_seconds = self._sync_seconds, logged, 0.0
         return seconds
@@ -280,6 +283,7 @@ class ReplayMixin(_Host):
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
+        """verl's own, called at the start; then opens the run, with the checkpoint's buffer."""
         super()._load_checkpoint()
         if not self.replay.replays:
             return

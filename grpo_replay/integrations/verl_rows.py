@@ -61,7 +61,7 @@ def _tokens(row: Row) -> tuple[list[int], list[int]]:
 
 
 def _row(fields: Mapping[str, Any], text_of: Callable[[Any], str], longest: int) -> Row:
-    """A row of verl's batch as a `Row`. Raises UsageError if its advantages differ by token."""
+    """Convert a row of verl's batch. Raises UsageError if its advantages differ by token."""
     mask_T, tokens_T = fields["response_mask"].bool(), fields["responses"]
     values = fields["advantages"][mask_T].tolist() or [0.0]
     if len(set(values)) > 1:
@@ -120,6 +120,7 @@ def fields_of(rollouts: Sequence[Rollout], order: Sequence[int], end: int) -> li
 
 
 def _fields(rollout: Rollout, row: int) -> dict[str, Any]:
+    """Make the tensors of one rollout that verl's actor reads; `row` is -1 for padding."""
     prompt_P = torch.tensor(rollout.prompt_token_ids, dtype=torch.int64)
     tokens_T = torch.tensor(rollout.completion_token_ids, dtype=torch.int64)
     mask = rollout.completion_mask

@@ -68,7 +68,8 @@ def lenient_scorer_notice(source: str, rows: ProblemRows) -> list[str]:
 
 
 def _settings(options: DatasetOptions) -> tuple[str, int]:
-    """The family's own settings as JSON, and the number of training problems."""
+    """Returns the family's own settings as JSON, and the number of training problems. Raises
+    DatasetError for a bad `size`, and for a `seed`, which is the run's."""
     family_settings = dict(options.others)
     size = family_settings.pop("size", SIZE)
     if not isinstance(size, int) or not 0 < size <= BLOCK // HELD_OUT_EVERY:
@@ -107,6 +108,8 @@ def _distinct_items(
 
 
 def _open_family_items(source: str, family: str, settings: str, seed: int, size: int) -> Any:
+    """Opens a family's `size` items from `seed` on. Raises DatasetError if reasoning-gym is
+    missing, or does not know the family or its settings."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -131,6 +134,8 @@ def _open_family_items(source: str, family: str, settings: str, seed: int, size:
 def _row(
     source: str, family: str, settings: str, number: int, entry: dict[str, Any]
 ) -> dict[str, Any]:
+    """Makes the row of item `number`. Raises DatasetError if it has no reference answer in text, or
+    cannot be sent to its scorer as JSON."""
     if not isinstance(entry["answer"], str) or not entry["answer"].strip():
         raise DatasetError(
             f"prompts.source {source}: its problems have no reference answer, for example item "

@@ -89,8 +89,8 @@ class PromptSet:
     def notices_of_use(
         self, prompts_per_step: int, held_out: Iterable[tuple[str, str]]
     ) -> list[str]:
-        """Notices about too few prompts, and about prompts that are also problems of evaluations:
-        `held_out` has their (benchmark, text)."""
+        """Return notices about too few prompts for a step, and about prompts that are also problems
+        of evaluations: `held_out` has their (benchmark, text)."""
         notices = []
         if (count := len(self._prompts.ids)) < prompts_per_step:
             notices.append(
@@ -131,6 +131,7 @@ class PromptSet:
         return self._prompt_at_index(int(self._order(epoch)[offset]))
 
     def _prompt_at_index(self, index: int) -> Prompt:
+        """Returns a prompt by its index in the columns, not in the order of the run."""
         prompts = self._prompts
         return Prompt(
             prompt_id=prompts.ids[index],
@@ -269,7 +270,8 @@ def _count_unreadable(token_ids: Sequence[np.ndarray], tokenizer: "PreTrainedTok
 
 
 def _sources(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
-    """Prefix of the ids (empty for a single source), section and weight of every source."""
+    """Returns prefix of the ids, section and weight of every source. A prefix is empty for a single
+    source, else the source's name, with a number if names repeat."""
     names = [Path(name).name for name in section.source_names]
     if len(names) == 1:
         prefixes = [""]
@@ -367,6 +369,8 @@ def _render(
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[ProblemStatement],
 ) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields text and token ids (int32 [P]) of problems, rendered in batches. Raises RecipeError
+    for a template that fails, and for a tokenizer that ends plain prompts with EOS."""
     chat = section.in_chat
     for start in range(0, len(problems), BATCH_PROMPTS):
         batch = problems[start : start + BATCH_PROMPTS]
@@ -407,7 +411,8 @@ def prompt_messages(section: PromptsSection, problem: ProblemStatement) -> list[
 
 
 def _chat_messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
-    """The chat of a problem: its own messages, or its text in the section's user template."""
+    """Returns the chat of a problem: its own messages, or its text in the section's user template
+    after the system prompt, if any."""
     if not isinstance(problem, str):
         return problem
     user = {"role": "user", "content": section.user_template.format(problem=problem)}
@@ -422,6 +427,8 @@ def _chat_texts(
     chats: Sequence[list[ChatMessage]],
     are_messages: bool,
 ) -> list[str]:
+    """Renders chats with the tokenizer's template, which prints the section's date if it prints
+    one. `are_messages`: the data set has chats, for the error's advice. Raises RecipeError."""
     if not tokenizer.chat_template:
         other = "model.tokenizer to that of an instruction-tuned model of the same family"
         remedy = other if are_messages else f"prompts.template plain, or {other}"

@@ -48,7 +48,7 @@ class ProblemRows:
         return decoded_value(self._rows[index], self._features)
 
     def column(self, field: str) -> list[Any]:
-        """The value of a field in every row. `reward_model.ground_truth` is the value of
+        """Return the value of a field in every row. `reward_model.ground_truth` is the value of
         `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
         DatasetError if a row does not have the field."""
         column, rows = column_of(field, self.names), self._rows
@@ -60,6 +60,7 @@ class ProblemRows:
         return [self._value(index, row, field, nested_keys) for index, row in enumerate(rows)]
 
     def _value(self, index: int, row: Any, field: str, nested_keys: Sequence[str]) -> Any:
+        """Returns the value of a field in row `index`; `nested_keys` lead into its column."""
         value = row
         for key in (column_of(field, row), *nested_keys):
             if not isinstance(value, Mapping) or key not in value:
@@ -79,9 +80,9 @@ class ProblemRows:
 
 
 def column_of(field: str, columns: Collection[str]) -> str:
-    """The column that contains a field: the one with its name, or with the part of the name before
-    the first dot. If no column has exactly that name, capitals and surrounding space are ignored.
-    """
+    """Return the column that contains a field: the one with its name, or with the part of the name
+    before the first dot, which is also the answer if there is none. If no column has exactly that
+    name, capitals and surrounding space are ignored."""
     outer_name = field.partition(".")[0]
     for name in (field, outer_name):
         if name in columns:
@@ -203,6 +204,7 @@ def _cache_failure(error: Exception, path: Path | None = None) -> str | None:
 
 
 def _load_saved_dataset(path: Path, source: str) -> Any:
+    """Loads a folder of `save_to_disk`. Raises DatasetError for a folder of several splits."""
     import datasets
 
     try:
@@ -312,9 +314,8 @@ def checked_column(rows: ProblemRows, field: str, convert: Callable[[Any], _Valu
 
 
 def unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
-    """The ids of the rows; their row numbers without `id_field`. Raises DatasetError for a
-    duplicate.
-    """
+    """Return the ids of the rows, without `id_field` their row numbers, as text. Raises
+    DatasetError for a duplicate."""
     if id_field is None:
         return [str(index) for index in range(len(rows))]
     ids = checked_column(rows, id_field, answer_text)
@@ -360,8 +361,9 @@ def answer_text(value: Any) -> str:
 
 
 def _digits(value: float | Decimal) -> str:
-    """The digits of a number as they were written. Raises ValueError for a whole number that its
-    float type cannot tell from its neighbours, and that has more digits than the type keeps."""
+    """Returns the digits of a number as they were written, without trailing zeros of a fraction.
+    Raises ValueError for a whole number that its float type cannot tell from its neighbours, and
+    that has more digits than the type keeps."""
     written = value if isinstance(value, Decimal) else Decimal(repr(value))
     number = f"{getattr(value, 'decimal', written):f}"
     if "." in number:

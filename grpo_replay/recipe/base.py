@@ -39,8 +39,8 @@ _HALF_CHARACTER = re.compile(".{0,20}[\ud800-\udfff].{0,20}", re.DOTALL)
 
 
 def whole_characters(value: T) -> T:
-    """Return the value. Raises ValueError if a text in it has half of a surrogate pair, as of an
-    emoji in JSON: no tokenizer and no file accepts it."""
+    """Return the value as it is. Raises ValueError if a text in it has half of a surrogate pair, as
+    of an emoji in JSON: no tokenizer and no file accepts it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if half := _HALF_CHARACTER.search(text):
         raise ValueError(

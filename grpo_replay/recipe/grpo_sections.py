@@ -108,6 +108,7 @@ class RewardSection(Section):
     @field_validator("function")
     @classmethod
     def _are_known(cls, function: str | list[WeightedReward]) -> Any:
+        """Refuses an unknown reward function, and weights that are all 0."""
         if isinstance(function, str):
             return VERIFIERS.check(function)
         for weighted in function:
@@ -118,7 +119,7 @@ class RewardSection(Section):
 
     @property
     def functions(self) -> tuple[WeightedReward, ...]:
-        """All reward functions, with their names set."""
+        """All reward functions; one without a name has that of its function."""
         functions = self.function
         if isinstance(functions, str):
             functions = [WeightedReward(function=functions)]
@@ -253,6 +254,7 @@ class ReplaySection(Section):
     @model_validator(mode="before")
     @classmethod
     def _derive_ratio(cls, values: Any) -> Any:
+        """Replaces `ratio: null` by μ·T/W of `machines`."""
         if not (isinstance(values, Mapping) and values.get("ratio", 0) is None):
             return values
         if values.get("machines") is None:
@@ -354,7 +356,7 @@ class OptimizerSection(Section):
     """Maximum global L2 norm of the gradient."""
 
     def rate_of(self, step: int, steps: int) -> float:
-        """The learning rate of all updates of training step `step` of `steps`, counted from 1.
+        """Compute the learning rate of all updates of training step `step` of `steps`, from 1.
 
         With W warm-up steps of N, it is `learning_rate` times step/W up to step W. After that, the
         progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is 1 - p

@@ -162,6 +162,7 @@ class PromptsSection(Section):
     @field_validator("user_template")
     @classmethod
     def _has_one_placeholder(cls, template: str) -> str:
+        """Refuses a template without `{problem}` or with other placeholders."""
         remedy = "the only placeholder is {problem}; other braces are written twice, {{ and }}"
         try:
             filled = template.format(problem="\0")
@@ -181,7 +182,7 @@ class PromptsSection(Section):
 
     @property
     def sources(self) -> "tuple[PromptsSection, ...]":
-        """A section for each source, with that source's fields."""
+        """A section for each source, with its own fields; this section itself for a single one."""
         if isinstance(self.source, str):
             return (self,)
         names = ("source", "dataset_options", "problem_field", "answer_field", "id_field")
@@ -300,6 +301,7 @@ class ServersSection(Section):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
+        """Refuses what is not the plain address of a server, and repeated ones."""
         for url in urls:
             if "@" in url:
                 raise ValueError(

@@ -38,8 +38,8 @@ def find_recipe(name_or_path: str) -> Path:
 
 
 def find_shipped(name_or_path: str, shipped: Mapping[str, Path], kind: str) -> Path:
-    """The file of a recipe or sweep (`kind`), by its path or the name of a shipped one. Raises
-    RecipeError, with the shipped names, if there is none."""
+    """Return the file of a recipe or sweep (`kind`), by its path or, if there is no such file, the
+    name of a `shipped` one. Raises RecipeError, with the shipped names, if there is none."""
     path = Path(name_or_path)
     with contextlib.suppress(OSError):  # a name that is too long for the file system
         if path.is_file():
@@ -80,21 +80,21 @@ def read_recipe_layer(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file, as `parse_yaml` reads it. Raises RecipeError with file and line."""
+    """Read the value of a YAML file (`parse_yaml`). Raises RecipeError with file and line."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"{place}: not valid YAML: {problem_of(error)}") from error
+        location = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise RecipeError(f"{location}: not valid YAML: {problem_of(error)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mapping of `--set section.key=value` overrides. Values are YAML, as in a file;
-    those of text settings are text (`parse_text`). Relative paths (`anchor_paths`) start at the
-    working directory."""
+    """Parse `--set section.key=value` overrides to a nested mapping, a recipe layer. Values are
+    YAML, as in a file; those of text settings are text (`parse_text`). Relative paths
+    (`anchor_paths`) start at the working directory."""
     layer: dict[str, Any] = {}
     for word in overrides:
         key, separator, text = word.partition("=")
@@ -175,12 +175,12 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
             target[key] = copy.deepcopy(value)
 
 
-def plain_problems(error: ValidationError, given: Any) -> list[Any]:
-    """The problems that pydantic reports, with keys as they are written in `given`: pydantic adds
-    the names of the types that a value may have. If a value may be text or a list, problems inside
-    the list replace the one that it is not text."""
+def plain_problems(error: ValidationError, values: Any) -> list[Any]:
+    """Return the problems that pydantic reports, with keys as they are written in `values`:
+    pydantic adds the names of the types that a value may have. If a value may be text or a list,
+    problems inside the list replace the one that it is not text."""
     problems: list[Any] = [
-        {**problem, "loc": _key_in(given, problem["loc"])} for problem in error.errors()
+        {**problem, "loc": _key_in(values, problem["loc"])} for problem in error.errors()
     ]
     parents = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
     return [
@@ -190,26 +190,28 @@ def plain_problems(error: ValidationError, given: Any) -> list[Any]:
     ]
 
 
-def _key_in(given: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    """The parts of pydantic's `loc` that are keys or indices in `given`."""
+def _key_in(value: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Returns the parts of pydantic's `loc` that are keys or indices in the validated `value`, or
+    name a missing key."""
     key: list[int | str] = []
     for index, part in enumerate(loc):
-        exists = part in given if isinstance(given, Mapping) else isinstance(part, int)
-        is_missing_key = index == len(loc) - 1 and isinstance(given, Mapping)
+        exists = part in value if isinstance(value, Mapping) else isinstance(part, int)
+        is_missing_key = index == len(loc) - 1 and isinstance(value, Mapping)
         if exists or part == "[key]" or is_missing_key:
             key.append(part)
-            given = given[part] if exists and isinstance(given, Mapping | list) else None  # type: ignore[index]
+            value = value[part] if exists and isinstance(value, Mapping | list) else None  # type: ignore[index]
     return tuple(key)
 
 
 def _explain(
-    problems: Sequence[Any], origins: Sequence[tuple[Mapping[str, Any], str]], *at: str
+    problems: Sequence[Any], origins: Sequence[tuple[Mapping[str, Any], str]], *section: str
 ) -> str:
-    """One line per problem: the source of the bad value, its key, what is allowed, the value. `at`
-    is the validated section; empty for a whole recipe."""
+    """Writes one line per problem: the source of the bad value, its key, what is allowed, the
+    value. `origins` are the layers with their sources, `section` the validated one; empty for a
+    recipe."""
     lines = []
     for problem in problems:
-        message, loc = problem["msg"].removeprefix("Value error, "), (*at, *problem["loc"])
+        message, loc = problem["msg"].removeprefix("Value error, "), (*section, *problem["loc"])
         source, key = _source_of(loc, origins), ".".join(map(str, loc))
         if not problem["loc"]:
             sources = " with ".join(dict.fromkeys(source for layer, source in origins if layer))
@@ -222,7 +224,8 @@ def _explain(
 
 
 def _allowed_keys(loc: Sequence[int | str]) -> str:
-    """The end of a message about an unknown key: the key that may be meant, and those allowed."""
+    """Returns the end of a message about an unknown key: the keys that may be meant, also of other
+    sections, and those allowed."""
     *parents, name = loc
     fields = getattr(_annotation_of(parents) if parents else Recipe, "model_fields", {})
     hint = did_you_mean(str(name), fields)
@@ -237,7 +240,7 @@ def _allowed_keys(loc: Sequence[int | str]) -> str:
 
 
 def _source_of(loc: Sequence[int | str], origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """The source of the last layer that has the key, or the most of its leading parts."""
+    """Returns the source of the last layer that has the key, or the most of its leading parts."""
 
     def depth(layer: Any) -> int:
         for number, part in enumerate(loc):
@@ -332,8 +335,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def parse_text(text: str) -> str | None:
-    """The value of a text setting after `--set`: `text` without surrounding spaces, or without its
-    quotes if all of it is quoted; None if it is empty, `~` or `null`."""
+    """Return the value of a text setting after `--set`: `text` without surrounding spaces, or
+    without its quotes if all of it is quoted; None if it is empty, `~` or `null`."""
     word = text.strip()
     if word in ("", "~", "null"):
         return None
@@ -383,10 +386,12 @@ class ReplayConfig(ReplaySection):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_as_a_recipe_does(
-        cls, given: Any, validated: ModelWrapValidatorHandler["ReplayConfig"]
+        cls, values: Any, validate: ModelWrapValidatorHandler["ReplayConfig"]
     ) -> "ReplayConfig":
+        """Turns pydantic's ValidationError into a RecipeError like that of a recipe."""
         try:
-            return validated(given)
+            return validate(values)
         except ValidationError as error:
-            problems, origins = plain_problems(error, given), [({"replay": given}, _CONFIG_SOURCE)]
+            origins = [({"replay": values}, _CONFIG_SOURCE)]
+            problems = plain_problems(error, values)
             raise RecipeError(_explain(problems, origins, "replay")) from None

@@ -66,6 +66,7 @@ class OpenList:
     def _refuse_uncallable(
         self, value: str, function: Callable[..., Any], arguments: Sequence[str]
     ) -> None:
+        """Raises RecipeError if a function does not take the positional arguments of its list."""
         try:
             inspect.signature(function).bind(*arguments)
         except TypeError as error:

@@ -26,6 +26,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # without those of YAML 1.1
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Refuses a key that is written twice; PyYAML would take the last value."""
         first_line: dict[str, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if first := first_line.get(key.value if isinstance(key, yaml.ScalarNode) else ""):

@@ -12,9 +12,9 @@ _JOINT = re.compile(r"[\s$]*(?:,|\band\b|\bor\b)[\s$]*")
 
 
 def last_boxes(completion: str) -> list[str]:
-    """The content of the last complete box that is not empty, then, if only commas, "and" or "or"
-    separate earlier boxes from it, the contents of all of these joined by commas. Empty if there is
-    no box."""
+    """Return the content of the last complete box that is not empty, then, if only commas, "and" or
+    "or" separate earlier boxes from it, the contents of all of these joined by commas. Empty if
+    there is no box."""
     boxes: list[tuple[int, int, int, int]] = []  # start and end of a box, then of its content
     opened: list[re.Match[str] | None] = []
     for token in _BOX.finditer(completion):
@@ -27,7 +27,8 @@ def last_boxes(completion: str) -> list[str]:
     contents: list[str] = []
     next_start = 0
     for start, end, content_start, content_end in reversed(boxes):
-        if contents and not _JOINT.fullmatch(completion[end:next_start]):
+        between = completion[end:next_start]
+        if contents and not _JOINT.fullmatch(between):
             break
         content = completion[content_start:content_end]
         if content.strip(" \n\t${}~"):
@@ -136,8 +137,8 @@ LATEX = str.maketrans({
 
 
 def split(text: str, marks: str) -> list[str]:
-    """Split `text` at those of `marks` that are outside all brackets. The marks are the elements at
-    odd indices."""
+    """Split `text` at those characters of `marks` that are outside all brackets: "a=b" at "=" gives
+    ["a", "=", "b"], with the marks at odd indices."""
     parts, depth = [""], 0
     for sign in text:
         depth += (sign in "([{⦃") - (sign in ")]}⦄")
@@ -152,7 +153,8 @@ _PLUS, _MINUS = re.compile(r"\\pm(?![a-z]) ?"), re.compile(r"\\mp(?![a-z]) ?")
 
 
 def members(text: str) -> list[str]:
-    """The elements of a list, with both values of a ±."""
+    """Split a list at commas and semicolons; an element with ± or ∓ counts as its two values,
+    unless it is in brackets."""
     elements = []
     for part in split(text, ",;")[::2]:
         has_both = part[:1] not in set("([⦃") and (_PLUS.search(part) or _MINUS.search(part))
@@ -167,8 +169,9 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 
 
 def quantity(text: str) -> tuple[str, tuple[str, Fraction] | None]:
-    """The value of a normalised text, and its unit, if any: the base unit with its power, and the
-    factor to it."""
+    """Split a normalised text into value and unit: "3", ("m^2", 1/10000) for 3 square cm, the base
+    unit with its power and the factor to it; None without a unit. An unknown unit is its own base.
+    """
     match = _QUANTITY.fullmatch(text)
     if not match or ("°" in text and _TRIGONOMETRIC.search(text)):
         return text, None

@@ -49,6 +49,8 @@ class BoxedGrader(SymbolicGrader):
     """Grades with `same`. A completion without a box is unparsable."""
 
     def _grade(self, completion: str, answer: str) -> tuple[str, bool]:
+        """Compares the boxes as text, then, unless they are too long, by the rules in a time limit.
+        Returns the status and whether the reference answer is not empty."""
         self._swallowed.clear()
         boxed = answer_text.last_boxes(completion)
         if not boxed:
@@ -95,7 +97,8 @@ def _dates(gold: str, answer: str) -> bool | None:
 
 
 def _regions(gold: str, answer: str) -> bool | None:
-    """Compare regions of the real line: intervals, unions and inequalities."""
+    """Compare regions of the real line: intervals, unions and inequalities in at most one variable.
+    Never False: regions that differ as sets are left to later rules."""
     if not re.search("[<>≤≥≠∈∪∖ℝ]", gold + answer):
         return None
     gold_region, region = _region(gold), _region(answer)
@@ -118,7 +121,8 @@ def _lists(gold: str, answer: str) -> bool | None:
 
 
 def _relations(gold: str, answer: str) -> bool | None:
-    """Compare chains of equations and inequalities, or the value of one with a plain value."""
+    """Compare chains of equations and inequalities, also reversed (a < b, b > a), or the value that
+    one of them gives with a plain value; two equations also if they differ by a factor."""
     gold_chain, chain = split(gold, _RELATIONS), split(answer, _RELATIONS)
     if len(gold_chain) == len(chain) == 1:
         return None
@@ -138,7 +142,8 @@ def _relations(gold: str, answer: str) -> bool | None:
 
 
 def _solution(chain: Sequence[str]) -> str | None:
-    """The value that a chain of equations gives: of a name, or of numbers that are equal."""
+    """Returns the value that a chain of equations gives: 5 of `x=5`, `x=2+3=5`, `5=x` and `2+3=5`,
+    the exact side of `≈` unless that is only a name; None for inequalities and contradictions."""
     if "≈" in chain[1::2]:
         exact = chain[: chain.index("≈")]
         is_name_alone = len(exact) == 1 and _NAME.fullmatch(exact[0])
@@ -158,7 +163,8 @@ def _solution(chain: Sequence[str]) -> str | None:
 
 
 def _brackets(gold: str, answer: str) -> bool | None:
-    """Compare sets, tuples, intervals and matrices, by the kind of their brackets."""
+    """Compare sets (in any order), tuples, intervals and matrices by their brackets and items.
+    Brackets around a single item are ignored."""
     expected, given = _bracketed(gold), _bracketed(answer)
     for bracketed, other in ((expected, answer), (given, gold)):
         if bracketed and bracketed[0] in ("()", "{}") and len(bracketed[1]) == 1:
@@ -173,7 +179,8 @@ def _brackets(gold: str, answer: str) -> bool | None:
 
 
 def _bracketed(text: str) -> tuple[str, list[str]] | None:
-    """The kind of the brackets around all of `text`, and their items. A column is a tuple."""
+    """Returns the kind of the brackets around all of `text`, and their items; None without such. A
+    matrix of one column is a tuple."""
     if matrix := re.fullmatch(r"\\begin\{(\w+)\}(.*)\\end\{\1\}", text):
         rows = [row.split("&") for row in matrix[2].rstrip("\\").split(r"\\")]
         is_column = matrix[1] == "pmatrix" and len(rows) > 1 == len(rows[0])
@@ -185,7 +192,8 @@ def _bracketed(text: str) -> tuple[str, list[str]] | None:
 
 
 def _texts(gold: str, answer: str) -> bool | None:
-    """Compare words, and the letters of choices, with or without the text of the choice."""
+    """Compare words (without case, plural s and punctuation), and the letters of choices, with or
+    without the text of the choice: B, (B) and "B. blue" are equal, as are "B. blue" and "blue"."""
     choices = [_CHOICE.fullmatch(text.replace('"', "")) for text in (gold, answer)]
     if choices[0] and choices[1]:
         return choices[0][1] == choices[1][1]
@@ -229,8 +237,8 @@ _VALUES = (sympy.Expr, sympy.MatrixBase)
 
 
 def _rounds(decimal: str, exact: Any, text: str) -> bool:
-    """Whether a decimal of many digits is the number `exact`, rounded or truncated. The `text` of
-    that number must not be a decimal itself."""
+    """Returns whether a decimal of at least `LEAST_DIGITS` digits is the number `exact`, rounded or
+    truncated. The `text` of that number must not be a decimal itself."""
     match = _DECIMAL.fullmatch(decimal)
     if not match or not match[3] or _DECIMAL.fullmatch(text):
         return False
@@ -288,8 +296,8 @@ def _is_number(text: str) -> bool:
 
 @_cached_or_none
 def _region(text: str) -> Any:
-    """A region of the real line: the set of its variables, and the sympy set; None if the text is
-    not a region."""
+    """Parses a region of the real line (unions are joined by `;`). Returns the set of its
+    variables, and the sympy set; None if it is empty or the text is not a region."""
     names: set[sympy.Symbol] = set()
     parts = []
     for part in split(re.sub(r"^⦃\w+(?:∈ℝ)?[|:](.*)⦄$", r"\1", text), ";")[::2]:
@@ -305,8 +313,8 @@ def _region(text: str) -> Any:
 
 
 def equal(one: Any, other: Any, scaled: bool = False) -> bool:
-    """Whether two formulas have the same value at all test points where both are real; with
-    `scaled` up to a constant factor."""
+    """Return whether two formulas have the same value, to `DIGITS` digits, at all test points where
+    both are real; with `scaled` up to a constant factor. Matrices are compared by element."""
     if isinstance(one, sympy.MatrixBase) or isinstance(other, sympy.MatrixBase):
         same_shape = getattr(one, "shape", None) == getattr(other, "shape", None)
         return same_shape and all(map(equal, one.flat(), other.flat()))

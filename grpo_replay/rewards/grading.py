@@ -14,8 +14,8 @@ _LOCK = threading.Lock()
 
 
 def grade(completion: str, answer: str, verifier: str = "boxed") -> Verdict:
-    """The verdict of a built-in verifier: `status` is "correct", "incorrect", "unparsable" (no
-    answer found), or "timeout", "memory" or "crash"; `reward` is 1 if correct, else -1.
+    """Grade a completion with a built-in verifier: `status` is "correct", "incorrect", "unparsable"
+    (no answer found), or "timeout", "memory" or "crash"; `reward` is 1 if correct, else -1.
 
     Does not load torch. Grades in a worker process, which the first call starts, so that no
     completion can crash or block the caller. Threads may call it. Raises UsageError for an unknown

@@ -14,8 +14,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def score(completion: str, row: Mapping[str, Any]) -> float:
-    """Score from 0 to 1, by the problem's family, of the last box of a completion, or of its last
-    `<answer>` if it has no box. 0 without either, or if the scorer raises."""
+    """Score the last box of a completion, or its last `<answer>` if it has no box, from 0 to 1 by
+    the problem's family. 0 without either, or if the scorer raises."""
     if not {"family", "settings", "entry"} <= set(row):
         raise KeyError("the row is not a problem of reasoning_gym: name another reward.function")
     boxes, tagged = last_boxes(completion), _TAGGED.findall(completion)
@@ -26,8 +26,8 @@ def score(completion: str, row: Mapping[str, Any]) -> float:
 
 
 def points(family: str, settings: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """Score of an answer by its family. `entry` is a problem that the family generated with
-    `settings`, in JSON."""
+    """Score an answer by its family; 0 if the scorer raises or returns no finite number. `entry` is
+    a problem that the family generated with `settings`, in JSON."""
     try:
         value = float(open_family(family, settings).score_answer(answer, entry))
     except Exception:  # scorers may raise anything on unexpected answers

@@ -50,9 +50,9 @@ _BEYOND = "9" * 9
 
 
 def is_too_expensive(answer: str) -> bool:
-    """Whether math-verify would exceed its time-out on an answer: megabytes of text, deeply nested
-    brackets, and numbers too large for memory, such as towers of powers and factorials of
-    factorials."""
+    """Return whether math-verify would exceed its time-out on an answer: very long text, deeply
+    nested brackets, and numbers too large for memory, such as towers of powers and factorials of
+    factorials, which are evaluated from the inside."""
     if len(answer) > LONGEST_ANSWER:
         return True
     depth = 0
@@ -82,7 +82,8 @@ def _factorial(number: str) -> str | None:
 
 
 def _power(base: str, exponent: str) -> str | None:
-    """The power as text, `_BEYOND` if it is larger than that, None if it is too expensive."""
+    """Computes a power of two numbers, all as text: `_BEYOND` if it is larger than about 30 bits,
+    None if it is too expensive."""
     base, exponent = base.lstrip("0"), exponent.lstrip("0")
     if base in ("", "1") or not exponent:
         return base or "0"
@@ -138,7 +139,8 @@ class SymbolicGrader:
         self._compared: OrderedDict[tuple[Any, ...], tuple[list[Any], bool]] = OrderedDict()
 
     def grade(self, completion: str, answer: str) -> tuple[str, bool]:
-        """The status of the verdict, and whether the reference answer could be parsed."""
+        """Grade a completion. Returns the status of the verdict, and whether the reference answer
+        could be parsed. A timeout while other programs had the processor is tried once more."""
         started = time.process_time()
         verdict = self._grade(completion, answer)
         # math-verify's alarms use wall time. If other programs had the processor meanwhile, the
@@ -148,6 +150,7 @@ class SymbolicGrader:
         return verdict
 
     def _grade(self, completion: str, answer: str) -> tuple[str, bool]:
+        """Parses and compares once; compares the raw strings if one of them does not parse."""
         self._swallowed.clear()
         gold = [] if is_too_expensive(answer) else self._parse_gold(answer)
         if self._swallowed:  # parsing may succeed in time on the next attempt
@@ -169,6 +172,7 @@ class SymbolicGrader:
         return len(operand) > LONGEST_COMPLETION or is_too_expensive(last_box(operand) or "")
 
     def _verify(self, answer: str, gold: list[Any], prediction: list[Any]) -> bool:
+        """Compares parsed expressions by math-verify, with a cache unless it timed out."""
         # The parse cache returns the same object for equal LaTeX, so its id is a valid key as long
         # as the entry keeps it alive. Equal expressions from different LaTeX are compared again.
         key = (answer, *(part if isinstance(part, str) else id(part) for part in prediction))
@@ -183,6 +187,7 @@ class SymbolicGrader:
         return correct
 
     def _status(self, correct: bool, parsed: bool) -> str:
+        """Returns the status: a swallowed failure counts only if the answer is not correct."""
         if correct:
             return "correct"
         if self._swallowed.out_of_memory:

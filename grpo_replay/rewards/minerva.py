@@ -60,7 +60,7 @@ _PATTERNS = (
 
 
 def normalise(answer: str) -> str:
-    """The text after the last `=` of `answer`, normalised for comparison."""
+    """Normalise the text after the last `=` of `answer` for comparison."""
     answer = answer.split("=")[-1]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)
@@ -91,7 +91,7 @@ def boxed_answer(completion: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` in `text`, with balanced braces.
+    """Return the content of the last `\\boxed{…}` in `text`, with balanced braces.
 
     None if there is no box or if the last one is never closed.
     """

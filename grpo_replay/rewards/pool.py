@@ -105,6 +105,7 @@ class VerifierPool:
             thread.join()
 
     def _drive(self, index: int) -> None:
+        """Thread of worker `index`: starts a process, again after each that must be replaced."""
         try:
             while (process := self._start(index)) is not None:
                 try:
@@ -158,7 +159,8 @@ class VerifierPool:
             )
 
     def _serve(self, process: "VerifierProcess", index: int) -> None:
-        """Send tasks to the worker until the pool closes or the worker must be replaced."""
+        """Send tasks to the worker until the pool closes or the worker must be replaced. A worker
+        that had answered before and then crashes leaves its task to a fresh one."""
         while (task := self._take(index)) is not None:
             answers, failure = process.ask(task, self._time_limit * len(task[0]))
             if self._closing:
@@ -241,7 +243,8 @@ class VerifierProcess:
         return answers, "memory" if "memory" in statuses else ""
 
     def _receive(self, deadline: float) -> Any:
-        """The next message. Raises TimeoutError, or another OSError if the process is gone."""
+        """Receives the next message, JSON in one line. Raises TimeoutError after the `deadline`
+        (`time.monotonic`), another OSError if the process is gone."""
         while b"\n" not in self._received:
             # Read even after the deadline: this thread may not have been scheduled meanwhile.
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -253,7 +256,7 @@ class VerifierProcess:
         return json.loads(line)
 
     def _exit_reason(self) -> str:
-        """How the process ended, for messages."""
+        """Returns how the process ended, for messages, and kills what it has started."""
         try:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
@@ -294,7 +297,8 @@ class VerifierProcess:
 
 
 def _environment() -> dict[str, str]:
-    # Same packages, but no GPU: a reward function must not use the trainer's GPU memory.
+    """Returns a worker's environment: the same packages, one thread, and no GPU, for a reward
+    function must not use the trainer's GPU memory."""
     return {
         **os.environ,
         **import_path(),

@@ -230,6 +230,7 @@ class RewardScorer:
         self.close()
 
     def _body(self, request: GradingRequest) -> bytes:
+        """Encodes a request as JSON for a worker; built-in verifiers get text and answer alone."""
         task: dict[str, Any] = {"text": request.text, "answer": request.answer}
         row = request.row or {}
         if not self._builtin:
@@ -245,6 +246,8 @@ class RewardScorer:
             ) from error
 
     def _verdict(self, graded: _Submission) -> Verdict:
+        """Makes the verdict of all functions' answers: the reward is their weighted sum, missing if
+        a user's function failed, and that of an incorrect answer if a built-in one failed."""
         answers = graded.answers
         assert answers is not None
         if answers[0].get("gold_parsed") is False:
@@ -284,6 +287,8 @@ class RewardScorer:
             self._accept_one(submission, [dict(answer) for answer in own_answers])
 
     def _accept_one(self, graded: _Submission, answers: list[dict[str, Any]]) -> None:
+        """Stores the answers to one completion, and wakes a waiting `results`. Called by the pool's
+        threads. The first error of a run is logged as a warning."""
         first = answers[0]
         if self._as_verdicts and first["status"] == "scored":
             is_correct = first["reward"] >= self._section.correct

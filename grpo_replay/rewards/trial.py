@@ -78,6 +78,8 @@ def _try_calls(
     sample: Sample,
     step: int | None,
 ) -> list[str]:
+    """Calls the user's functions with right answers, then with other problems' answers. Returns a
+    notice if some calls fail or right answers do not get more; RecipeError if all calls fail."""
     tried = sample.problems[:TRIED_ROWS]
     verdicts = _graded(scorer, tried, [problem.answer for problem in tried], sample, step)
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
@@ -113,7 +115,7 @@ def _graded(
     sample: Sample,
     step: int | None,
 ) -> list[Verdict]:
-    """Grade a completion for each problem that ends in the given answer, in a box."""
+    """Grades, for every problem, a completion that ends in its element of `answers`, in a box."""
     for index, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
         completion = right_completion(answer)
         encoded, group = sample.encode(completion), f"trial {index}"
@@ -130,7 +132,7 @@ def _another_answer(problem: Prompt, problems: Sequence[Prompt]) -> str:
 def _compare_with_wrong(
     function: str, right: Sequence[Verdict], wrong: Sequence[Verdict]
 ) -> list[str]:
-    """A notice if correct completions do not get more than wrong ones, on average."""
+    """Returns a notice if correct completions do not get more than wrong ones, on average."""
     right_rewards, wrong_rewards = (
         [verdict.reward for verdict in verdicts if verdict.reward is not None]
         for verdicts in (right, wrong)
@@ -146,8 +148,8 @@ def _compare_with_wrong(
 
 
 def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list[str]:
-    """A notice if the first function rewards correct completions with less than `reward.correct`.
-    No notice if it gives nothing: it may read another form of answer."""
+    """Returns a notice if the first function rewards correct completions with less than
+    `reward.correct`; none if it gives nothing: it may read another form of answer."""
     function = section.main_function
     best = max((verdict.scores[0] for verdict in verdicts if verdict.scores), default=0.0)
     if not max(0.0, section.incorrect) < best < section.correct:
@@ -161,7 +163,9 @@ def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list
 
 
 def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample) -> list[str]:
-    """Grade each reference answer against itself, in a box, with the verifier of `section`."""
+    """Grades every reference answer against itself, in a box, with the verifier of `section`.
+    Returns notices about those that are not correct; raises DatasetError if none is, RecipeError if
+    the time limit is too short."""
     verifier = section.main_function
     answers = [problem.answer for problem in sample.problems]
     items = [(right_completion(answer), answer, None) for answer in answers]
@@ -198,7 +202,8 @@ def _check_answers(section: RewardSection, scorer: RewardScorer, sample: Sample)
 def _check_rewritten(
     verifier: str, scorer: RewardScorer, sample: Sample, excluded: Collection[str] = ()
 ) -> list[str]:
-    """Grade rewritten reference answers, except those `excluded`, against the original ones."""
+    """Grades common rewritings (`REWRITES`) of reference answers, except those `excluded`, against
+    the originals, and returns one notice if the verifier takes some for different."""
     golds = [problem.answer for problem in sample.problems if problem.answer not in excluded]
     rewritten = [
         (name, gold, re.sub(pattern, replacement, gold))

@@ -57,6 +57,7 @@ def open_user_function(function: str) -> tuple["Grader", bool]:
     call = Caller(load_function(function), function.rpartition(":")[2])
 
     def answer(value: Any) -> dict[str, Any]:
+        """Turns what the function returned for one completion into an answer."""
         if isinstance(value, BaseException):
             return failure(value)
         if value is None:
@@ -139,6 +140,7 @@ class Caller:
         """Whether it gets all completions of a prompt together."""
 
     def __call__(self, tasks: Sequence[Task]) -> list[Any]:
+        """Calls the function once with lists, or once per completion."""
         if not self._takes_lists:
             results = _await_all([self._call(self._one_by_name(task), task) for task in tasks])
             return [r.get("score", r) if isinstance(r, dict) else r for r in results]
@@ -160,7 +162,8 @@ class Caller:
             return error
 
     def _lists_by_name(self, tasks: Sequence[Task]) -> dict[str, Any]:
-        """The arguments of a function of lists: those lists that it has parameters for."""
+        """Returns the arguments of a function of lists: the lists that it has parameters for. A row
+        with a chat as `prompt` gives TRL's form, in which completions are chats too."""
         row = tasks[0]["row"]
         columns = [name for name in row if name not in ("prompt", "completion")]
         lists: dict[str, Any] = {name: [t[name] for t in tasks] for name in EXTRA_FIELDS}
@@ -180,8 +183,8 @@ class Caller:
         return {name: values for name, values in lists.items() if name in names}
 
     def _one_by_name(self, task: Task) -> dict[str, Any]:
-        """The arguments of a function of one completion. Those of verl are None if the row has no
-        such column."""
+        """Returns the arguments of a function of one completion, by the names of its parameters.
+        Those of verl are None if the row has no such column."""
         text, answer, row = task["text"], task["answer"], task["row"]
         arguments = {"completion": text, "answer": answer, "row": row}
         arguments |= {name: task[name] for name in EXTRA_FIELDS}
@@ -241,6 +244,7 @@ def _answer_separately(answer: Callable[[Any], dict[str, Any]]) -> Callable[[lis
 
 
 def main() -> None:
+    """Loads the graders, reports to the pool, and grades tasks until the socket closes."""
     names, memory_limit_mib, parent, descriptor = (json.loads(word) for word in sys.argv[1:])
     _end_with_parent(parent)
     # Only the trainer ends its workers, even if a scheduler sends SIGINT to every process.
@@ -308,7 +312,7 @@ def _open_grader(function: str) -> tuple[Grader, bool]:
 
 
 def _builtin(name: str) -> Callable[[Any], dict[str, Any]]:
-    """A grader of one completion, by a verifier of `recipe.BUILTIN_VERIFIERS`."""
+    """Returns the grader of one completion by a verifier of `recipe.BUILTIN_VERIFIERS`."""
     if name == "minerva":
         from grpo_replay.rewards.minerva import grade
 

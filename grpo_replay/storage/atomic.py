@@ -148,9 +148,9 @@ def free_bytes(path: Path) -> int:
 
 
 def describe_write_failure(error: BaseException) -> str | None:
-    """Reason and remedy of an error caused by a full or failing disk, a limit on the size of files,
-    or a folder without write permission; None for other errors. Also recognises errors of Rust and
-    C++ libraries, which are not OSErrors."""
+    """Return reason and remedy of an error that a full or failing disk, a limit on the size of
+    files, or a folder without write permission has caused, directly or as a cause of it; None for
+    other errors. Also recognises errors of Rust and C++ libraries, which are not OSErrors."""
     cause: BaseException | None = error
     while cause is not None:
         rust_error = _RUST_ERROR.search(str(cause))  # safetensors and tokenizers

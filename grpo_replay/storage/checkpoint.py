@@ -75,6 +75,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> "RunState":
+        """Makes the state of the content of state.json. Raises CheckpointError for other keys."""
         names = {field.name for field in fields(cls)}
         if not isinstance(value, dict) or set(value) != names:
             raise CheckpointError(
@@ -184,6 +185,7 @@ def find_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def _name_previous(older: list[Path]) -> str:
+    """Returns the end of the message about a damaged checkpoint: the newest complete older one."""
     for checkpoint in reversed(older):
         try:
             verify_checkpoint(checkpoint)
@@ -254,7 +256,7 @@ def read_json(path: Path, meaning: str) -> Any:
 
 
 def file_facts(folder: Path, names: Sequence[str]) -> FileFacts:
-    """Size and SHA-256 of files in `folder`, read in parallel."""
+    """Return size and SHA-256 of files in `folder`, read in parallel."""
 
     def facts_of(name: str) -> dict[str, Any]:
         path = folder / name
@@ -291,8 +293,8 @@ def _sha256(path: Path) -> str:
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Point the symbolic link `latest` beside a checkpoint at it, if the file system has links. A
-    folder named `latest`, left by a tool that follows links, is replaced."""
+    """Point the symbolic link `latest`, in the folder of checkpoints, at one of them, if the file
+    system has links. A folder named `latest`, left by a tool that follows links, is replaced."""
     latest = checkpoint.with_name(LATEST)
     copy = checkpoint.with_name(f"{_TEMPORARY}{LATEST}")
     if latest.is_dir() and not latest.is_symlink():

@@ -58,8 +58,8 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of a file that `write_parquet` wrote; None for other files, which `open_parquet`
-    refuses."""
+    """Return the kind of a file that `write_parquet` wrote; None for other files, which
+    `open_parquet` refuses."""
     try:
         marks = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError):
@@ -68,6 +68,8 @@ def kind_of(path: Path) -> str | None:
 
 
 def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:
+    """Raises SnapshotError for a file not written by this package, or of another version or
+    kind."""
     if _KIND_KEY not in marks or not marks.get(_VERSION_KEY, b"").isdigit():
         raise SnapshotError(
             f"{path}: a Parquet file, but not written by grpo-replay, or rewritten by another "

@@ -105,7 +105,7 @@ def optional_fields(schema: pa.Schema) -> list[pa.Field]:
 
 
 def optional_fields_of(rollouts: Sequence[Rollout]) -> list[pa.Field]:
-    """The fields for the masks and extras of `rollouts`."""
+    """Return the fields of the optional columns that `rollouts` need, for masks and extras."""
     with_extras = [rollout for rollout in reversed(rollouts) if rollout.extras]
     arrays = {name: array for rollout in with_extras for name, array in rollout.extras.items()}
     masked = any(rollout.completion_mask is not None for rollout in rollouts)
@@ -162,6 +162,7 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
 
 
 def _extras_of(batch: pa.RecordBatch) -> list[dict[str, np.ndarray]]:
+    """Reads the extras of every row, by name, from the columns `extra_<name>`."""
     names = [field.name for field in batch.schema if field.name.startswith(EXTRA)]
     rows: list[dict[str, np.ndarray]] = [{} for _ in range(batch.num_rows)]
     for name in names:
@@ -282,6 +283,7 @@ def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:
 
 
 def _check_exact(name: str, values: list[float | None]) -> None:
+    """Raises ValueError for a number of a column that is not finite or not exact in float32."""
     defined = np.array([value for value in values if value is not None], dtype=np.float64)
     with np.errstate(over="ignore"):
         exact = defined.astype(np.float32).astype(np.float64) == defined
@@ -294,6 +296,8 @@ def _check_exact(name: str, values: list[float | None]) -> None:
 
 
 def _to_lists(field: pa.Field, arrays: Sequence[np.ndarray | None]) -> pa.Array:
+    """Converts arrays to a column of lists without Python objects; None becomes null. Raises
+    ValueError, with the field's name, for an array of another dtype or trailing shape."""
     leaf, sizes = _leaf(field.type)
     # `to_pandas_dtype` needs pandas before pyarrow 26.
     dtype = pa.array([], leaf).to_numpy(zero_copy_only=False).dtype
@@ -327,6 +331,7 @@ def _leaf(kind: pa.ListType) -> tuple[pa.DataType, tuple[int, ...]]:
 
 
 def _to_values(column: pa.Array) -> list[Any]:
+    """Converts a column to Python values; lists become read-only arrays of their own, null None."""
     if not pa.types.is_list(column.type):
         return column.to_pylist()
     flat, (_, sizes) = column.values, _leaf(column.type)
@@ -353,7 +358,7 @@ def _outcome_columns(outcomes: Sequence[RolloutOutcome | None]) -> list[pa.Array
 
 
 def read_metrics(path: Path, allow_unfinished: bool = True) -> tuple[dict[str, Any], ...]:
-    """The lines of metrics.jsonl, in file order; empty if there is no file.
+    """Read the lines of metrics.jsonl, in file order; empty if there is no file.
 
     A last line without a newline is still being written: it is skipped, or with `allow_unfinished`
     false read like others. Raises SnapshotError for a file that cannot be read or, with file and
@@ -378,8 +383,8 @@ def mean_over_steps(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | 
 
 
 def first_steps(path: Path, steps: int) -> list[str]:
-    """The lines of steps 1 to `steps` of a metrics.jsonl, unparsed; a checkpoint of that step needs
-    them. Raises CheckpointError if there are fewer complete lines."""
+    """Read the lines of steps 1 to `steps` of a metrics.jsonl, unparsed; a checkpoint of that step
+    needs them. Raises CheckpointError if there are fewer complete lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except FileNotFoundError:
@@ -394,6 +399,7 @@ def first_steps(path: Path, steps: int) -> list[str]:
 
 
 def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
+    """Parses line `number` of metrics. Raises SnapshotError with file and line."""
     try:
         line: dict[str, Any] = json.loads(text)
     except ValueError as error:

@@ -224,7 +224,9 @@ class RunDirectory:
         return made
 
     def go_back(self, recipe: Recipe, step: int) -> None:
-        """Go back to the end of `step` (0: the start), and continue from there with `recipe`."""
+        """Go back to the end of `step` (0: the start), to continue from there with `recipe`:
+        removes later metrics, step files and unfinished checkpoints, and stores the recipe and the
+        start. If the recipe changed, an evaluation of the base model is removed when step is 0."""
         with named_if_unwritable(self.path):
             if self.metrics_path.exists():
                 kept = first_steps(self.metrics_path, step)
@@ -248,6 +250,7 @@ class RunDirectory:
             (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Append a step's line to metrics.jsonl. Raises OutputDirectoryError on a full disk."""
         line = json.dumps(metrics, allow_nan=False) + "\n"
         with (
             named_if_unwritable(self.metrics_path),
@@ -347,7 +350,8 @@ def is_of_another_trainer(run_dir: Path) -> bool:
 
 
 def environment_facts(world_size: int) -> dict[str, Any]:
-    """Package versions, hardware, git commit and command of this attempt."""
+    """Return package versions, hardware, git commit and command (without secrets) of this attempt,
+    for environment.json."""
     import torch
 
     packages = ("torch", "transformers", "deepspeed", *VLLM_PACKAGES, "datasets",
@@ -367,7 +371,7 @@ def environment_facts(world_size: int) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The git commit of the package's checkout; None for an installed package or without git."""
+    """Returns the git commit of the package's checkout; None if it is installed or without git."""
 
     def git(*words: str) -> str | None:
         try:
@@ -384,8 +388,8 @@ def _git_commit() -> str | None:
 
 
 def is_locked(path: Path) -> bool:
-    """True if a process holds the lock of a file; False for a missing file, or on a file system
-    without locks."""
+    """Return whether a process holds the lock of a file; False for a missing file, or on a file
+    system without locks."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -35,7 +35,7 @@ def read_recipe_file(path: Path) -> Recipe:
 
 
 def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) -> Recipe:
-    """The run's recipe with `overrides`, the `--set` arguments of the command line.
+    """Read the run's recipe with `overrides`, the `--set` arguments of the command line.
 
     `name` is the RECIPE of the command line, if given. Raises UsageError if it differs from the
     run's recipe in more than the overrides, RecipeError if the run's recipe is not valid.
@@ -98,7 +98,7 @@ def content_differences(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level: dotted keys to leaf values."""
+    """Flatten a nested mapping to one level: dotted keys to leaf values. Empty ones are leaves."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -119,7 +119,7 @@ def _run_id(file: Path) -> str:
 
 
 def missing_trackers(tracking: TrackingSection) -> list[str]:
-    """One message for each tracker that the recipe names and that is not installed."""
+    """Return a message for each tracker that the recipe names and that is not installed."""
     return [
         f"tracking.report_to names {name!r}, which is not installed: "
         f"pip install 'grpo-replay[{name}]', or remove it from the list"

@@ -55,7 +55,7 @@ def open_console(
     markup: bool = False,
     soft_wrap: bool = False,
 ) -> Console:
-    """A console for results (stdout) or progress (stderr), or on another stream.
+    """Open a console for results (stdout) or progress (stderr), or on another stream.
 
     With `markup`, the caller escapes every text that comes from the user or the run.
     """
@@ -85,8 +85,8 @@ def bar(value: float, largest: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A sparkline of at most `width` cells, each a mean of consecutive values; if all are equal,
-    the lowest level."""
+    """Draw a sparkline of at most `width` cells, each a mean of consecutive values, from the lowest
+    to the highest mean; if all are equal, at the lowest level."""
     if not values:
         return ""
     cells = min(width, len(values))
@@ -133,6 +133,7 @@ class GuardedStream:
 
     @contextmanager
     def _tolerate_closed_reader(self) -> Iterator[None]:
+        """Within the block, a write error redirects the stream instead of being raised."""
         try:
             yield
         except OSError as error:

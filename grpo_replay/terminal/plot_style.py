@@ -94,7 +94,7 @@ def svg_text(figure: Any, title: str) -> str:
 
 
 def svg_element(svg: str, name: str) -> str:
-    """The element of an SVG file, for an HTML page.
+    """Cut the element out of an SVG file, for an HTML page.
 
     Its ids begin with the letters and digits of `name`, because figures in one page must not share
     ids of clip paths.
@@ -115,7 +115,7 @@ def check_plot_path(path: Path, extensions: tuple[str, ...]) -> None:
 
 
 def legend_above(axes: Any) -> None:
-    """A legend next to the title, where it does not cover data."""
+    """Put a legend next to the title, where it does not cover data."""
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 0.98),

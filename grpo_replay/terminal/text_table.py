@@ -33,8 +33,8 @@ class TextTable:
     totals: Sequence[Row] = ()
 
     def drawn(self, *, in_panel: bool = False) -> Table:
-        """The table for a rich console, without its legend; in a panel, which shows the title, also
-        without title and edges."""
+        """Return the table for a rich console, without its legend; in a panel, which shows the
+        title, also without title and edges. Numbers are never folded, names down to SHORT_NAME."""
         table = Table(
             title=Text(self.title) if self.title and not in_panel else None,
             title_justify="left",
@@ -71,7 +71,7 @@ class TextTable:
             console.print(Text(self.legend, style="dim"))
 
     def markdown(self) -> list[str]:
-        """The lines of the table, which has a header, in Markdown; without title and legend."""
+        """Return the lines of the table, which has a header, in Markdown; without title, legend."""
 
         def line(cells: Row) -> str:
             texts = (cell.replace("\n", " ").replace("|", "\\|") for cell in cells)

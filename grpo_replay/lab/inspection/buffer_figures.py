@@ -29,7 +29,7 @@ _ROW_INCHES, _ONE_PANEL_INCHES, _PAGE_INCHES, _GAP_INCHES = 1.5, 1.8, 1.9, 0.2
 
 
 def panels_of(inspection: Inspection) -> dict[str, Drawing]:
-    """The panels that have data, by their names for `--panel`, in reading order."""
+    """Return the panels that have data, by their names for `--panel`, in reading order."""
     has_old = any(age > 0 for age in inspection.by_age)
     panels: dict[str, tuple[object, Drawing]] = {
         "staleness": (inspection.staleness, _staleness),
@@ -123,6 +123,7 @@ def _shares(axes: Any, counts: Mapping[str, int], colour: str) -> None:
 
 
 def _uses(axes: Any, inspection: Inspection) -> None:
+    """Draw how many kept rollouts were used how often, in % of them."""
     counts = inspection.uses_over_run
     mean = sum(uses * count for uses, count in counts.items()) / sum(counts.values())
     _shares(axes, capped(counts), STORED)
@@ -142,7 +143,7 @@ def _last_use(axes: Any, inspection: Inspection) -> None:
 
 
 def capped(counts: Mapping[int, int], limit: int = 10) -> dict[str, int]:
-    """Counts by label, at most `limit` of them; the last label covers all larger values."""
+    """Return counts by label, at most `limit` of them; the last label covers all larger values."""
     values = sorted(counts)
     if len(values) <= limit:
         return {str(value): counts[value] for value in values}
@@ -155,6 +156,7 @@ def capped(counts: Mapping[int, int], limit: int = 10) -> dict[str, int]:
 def _by_age(
     axes: Any, inspection: Inspection, title: str, label: str, value: Callable[[Any], float]
 ) -> None:
+    """Draw `value` of the outcomes at each age of replayed rollouts, and of fresh ones at age 0."""
     ages = [age for age in sorted(inspection.by_age) if age > 0]
     values = [value(inspection.by_age[age]) for age in ages]
     axes.plot(ages, values, "o-", color=REPLAYED, label="replayed")

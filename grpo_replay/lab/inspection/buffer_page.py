@@ -108,6 +108,7 @@ def _figures(inspection: Inspection) -> list[PageFigure]:
 
 
 def _tables(inspection: Inspection) -> list[TextTable]:
+    """Makes the tables that have data: occupancy, populations, outcomes by age."""
     tables = []
     if inspection.replays:
         tables.append(TextTable((), [*occupancy_facts(inspection)], "occupancy"))
@@ -151,7 +152,8 @@ def script_data(document: Any) -> str:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """The points of a polyline through means of consecutive values; larger values are higher."""
+    """Returns the points of an SVG polyline through at most `_CURVE_POINTS` means of consecutive
+    values, scaled to their range; larger values are higher."""
     cells = min(_CURVE_POINTS, len(values))
     bounds = [len(values) * cell // cells for cell in range(cells + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]

@@ -55,6 +55,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
 
 
 def _heading(inspection: Inspection) -> Text:
+    """Make the heading: title, settings, whether the buffer was rebuilt, and warnings."""
     text = Text(title_of(inspection), style="bold")
     text.append(f"\n{describe_settings(inspection)}", style="dim not bold")
     if inspection.rebuilt:
@@ -72,7 +73,7 @@ def _panel(title: str, body: RenderableType, width: int) -> Panel:
 
 
 def _staleness(inspection: Inspection, width: int) -> Panel:
-    """Bars of stored and of replayed rollouts by age, with each age's share of its column."""
+    """Draw bars of stored and of replayed rollouts by age, with each age's share of its column."""
     bins = age_bins(inspection.staleness)
     series = {
         "stored now": ("stored", [age_bin.stored for age_bin in bins]),
@@ -106,7 +107,7 @@ def _with_legend(title: str, table: Table, legend: Sequence[str], width: int) ->
 
 
 def _occupancy(inspection: Inspection, width: int) -> Panel:
-    """The facts of the occupancy; shares also as bars."""
+    """List the facts of the occupancy; shares also as bars."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -124,7 +125,7 @@ def _table_panel(table: TextTable, width: int) -> Panel:
 
 
 def _trends(inspection: Inspection, width: int) -> Panel:
-    """One line per metric, with a sparkline between its first and last means."""
+    """Draw one line per metric, with a sparkline between its first and last means."""
     trends = trends_of(inspection)
     numbers = max(8, *(len(trend.last) for trend in trends))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")

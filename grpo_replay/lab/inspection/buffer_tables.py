@@ -33,7 +33,7 @@ def title_of(inspection: Inspection) -> str:
 
 
 def describe_settings(inspection: Inspection) -> str:
-    """The replay settings in one line."""
+    """Describe the replay settings in one line."""
     settings = inspection.settings
     if not inspection.replays:
         return f"preset {settings['preset']}: this recipe does not replay"
@@ -58,7 +58,7 @@ class AgeBin:
 
 
 def age_bins(staleness: Sequence[StalenessRow]) -> tuple[AgeBin, ...]:
-    """Counts by age, or by ranges of ages if there are more than `MOST_ROWS` of them."""
+    """Count by age, or by ranges of ages if there are more than `MOST_ROWS` of them."""
     width = max(1, -(-len(staleness) // MOST_ROWS))
     bins = []
     for start in range(0, len(staleness), width):
@@ -70,6 +70,7 @@ def age_bins(staleness: Sequence[StalenessRow]) -> tuple[AgeBin, ...]:
 
 
 def staleness_title(inspection: Inspection) -> str:
+    """Return the title of the staleness panel, with mean ages of stored and replayed rollouts."""
     means = [
         f"mean {sum(row.age * getattr(row, name) for row in inspection.staleness) / total:.1f} "
         f"{name}"
@@ -121,6 +122,7 @@ _POPULATION = (
 
 
 def populations_table(inspection: Inspection) -> TextTable:
+    """Make the table of generated, kept, stored and replayed rollouts, one column each."""
     populations = inspection.populations
     rows = []
     for label, name, spec in _POPULATION:
@@ -132,7 +134,7 @@ def populations_table(inspection: Inspection) -> TextTable:
 
 
 def outcomes_table(inspection: Inspection) -> TextTable:
-    """Outcomes by age at use, of at most `MOST_ROWS` ages spread evenly."""
+    """Make the table of outcomes by age at use, of at most `MOST_ROWS` ages spread evenly."""
     by_age = inspection.by_age
     ages = sorted(by_age)
     shown = np.linspace(0, len(ages) - 1, min(len(ages), MOST_ROWS)).round().astype(int)
@@ -160,6 +162,7 @@ def trends_title(inspection: Inspection) -> str:
 
 
 def trends_of(inspection: Inspection) -> tuple[Trend, ...]:
+    """Summarise every metric over training: means of the first and last eighth of the steps."""
     eighth, trends = _eighth(inspection), []
     for metric, points in inspection.trends.items():
         first = [value for step, value in points if step <= eighth]

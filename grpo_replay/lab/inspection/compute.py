@@ -95,6 +95,7 @@ def summarise(source: Source, records: Records | None = None) -> Inspection:
 
 
 def _occupancy(stored: Rollouts, log: Rollouts, settings: ReplaySection, step: int) -> Occupancy:
+    """Counts what is stored after `step`; what to expect is known with a log only."""
     survivors = expected = None
     if len(log):
         window = min(settings.max_age_steps or step, step)
@@ -111,7 +112,7 @@ def _occupancy(stored: Rollouts, log: Rollouts, settings: ReplaySection, step: i
 
 
 def population(name: str, rows: Rollouts) -> Population:
-    """Statistics of a non-empty set of rollouts."""
+    """Compute the statistics of a non-empty set of rollouts."""
     rollouts_of_prompt = Counter(rows.prompt_id.tolist())
     have_advantages = bool(rows.kept.all())
     return Population(
@@ -132,7 +133,7 @@ def count_values(values: np.ndarray) -> dict[int, int]:
 
 
 def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> dict[int, int]:
-    """The number of survivors in the log by their number of uses.
+    """Count the survivors in the log by their number of uses.
 
     Each draw is a use, also in shadow. Training as fresh in the birth step is a use, too; with the
     pool and FIFO that happens only during warm-up.
@@ -142,8 +143,8 @@ def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> dict[
 
 
 def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -> LastUse:
-    """Updates between consecutive uses of a rollout, over all draws (paper B); training steps if a
-    step makes one draw.
+    """Count, over all draws, the updates between consecutive uses of a rollout (paper B); training
+    steps if a step makes one draw.
 
     If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
     draw starts at the step that took the rollout: the step of its birth, in asynchronous runs a
@@ -165,8 +166,8 @@ def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
 
 
 def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
-    """Outcomes by age. Age 0 has the fresh rollouts: draws at age 0, and rollouts that were trained
-    on without a draw. Ages without a trained token are left out."""
+    """Computes token-weighted outcomes by age. Age 0 has the fresh rollouts: draws at age 0, and
+    rollouts trained on without a draw. Ages without a trained token are left out."""
     fresh = np.isfinite(log.tokens)
     # With pool and FIFO, rollouts drawn in the step that took them are in both logs.
     fresh[draws.row[draws.step == log.logged_step[draws.row]]] = False

@@ -47,9 +47,9 @@ def log_entries(rows: Rollouts) -> list[Entry]:
 def stored_after(
     source: Source, settings: ReplaySection, group_size: int, log: Rollouts | None = None
 ) -> Rollouts:
-    """The rollouts stored after `source.step`, oldest first: those of the snapshot, or, without
-    one, of a buffer that is rebuilt from the log (`log`, or read here). Raises SnapshotError if the
-    run logged no rollouts."""
+    """Return the rollouts stored after `source.step`, oldest first: those of the snapshot, or,
+    without one, of a buffer that is rebuilt from the log (`log`, or read here). Raises
+    SnapshotError if the run logged no rollouts."""
     if source.snapshot is not None:
         return read_stored(source.snapshot)
     if not settings.replays:
@@ -133,7 +133,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
 
 
 def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
-    """The recipe with `key=value` changes in its replay section; `replay.key=value` works too."""
+    """Return the recipe with `key=value` changes (or `replay.key=value`) in its replay section."""
     if wrong := [word for word in changes if "=" not in word]:
         raise UsageError(f"--what-if {wrong[0]}: expected key=value, such as max_age_steps=5")
     words = [f"replay.{word.strip().removeprefix('replay.')}" for word in changes]
@@ -190,9 +190,9 @@ def _steps_of(log: Rollouts, recipe: Recipe) -> list[tuple[int, int]]:
 
 
 def kept_with_settings(log: Rollouts, settings: ReplaySection) -> Rollouts:
-    """The log with the `kept` flags and advantages of a run with these settings. Groups of equal
-    rewards are dropped, or kept with advantage 0. Rollouts that an asynchronous run dropped as too
-    old or partial stay dropped, and those that are too old for these settings are dropped."""
+    """Return the log with the `kept` flags and advantages of a run with these settings. Groups of
+    equal rewards are dropped, or kept with advantage 0. Rollouts that an asynchronous run dropped
+    as too old or partial stay dropped, and those too old for these settings are dropped."""
     equal = (log.group_reward_std == 0) & np.isfinite(log.reward)
     kept_equal = bool((log.kept & equal).any())  # then those it dropped nonetheless are masked
     kept = log.kept | (equal & (not kept_equal))

@@ -87,7 +87,7 @@ def read_stored(path: Path) -> Rollouts:
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
-    """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
+    """Read every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
     parts = []
     for step, path in tracked(files, "reading rollouts"):
         names = (*_READ, "behavior_logprob_mean", *OUTCOMES)
@@ -97,6 +97,7 @@ def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
 
 
 def _rollouts(table: pa.Table) -> Rollouts:
+    """Converts a table of rollouts; the step that took them is set to that of their birth."""
     columns = {name: table[name] for name in table.column_names if name in (ROLLOUT.names or ())}
     columns |= {
         "logged_step": table["birth_step"],
@@ -107,7 +108,8 @@ def _rollouts(table: pa.Table) -> Rollouts:
 
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
-    """Every draw of the draw log. Raises SnapshotError."""
+    """Read every draw of the draw log; their rows in the rollout log are not known yet. Raises
+    SnapshotError."""
     parts = []
     for _, path in tracked(files, "reading draws"):
         table = read_draw_table(path)
@@ -134,7 +136,7 @@ def draws_of_stored(draws: Draws, settings: ReplaySection) -> Draws:
 
 
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Row of each wanted id in `ids_N` (distinct, in any order); NO_ROW for an unknown id."""
+    """Find the row of each wanted id in `ids_N` (distinct, in any order); NO_ROW if unknown."""
     wanted = np.asarray(wanted_M, dtype=np.int64)
     if len(ids_N) == 0:
         return np.full(wanted.shape, NO_ROW, dtype=np.int64)

@@ -31,8 +31,8 @@ class RolloutFacts:
 
 
 def rollout_facts(records: Records, times_used: np.ndarray | None = None) -> RolloutFacts:
-    """The facts of every rollout of a log, or of a lone snapshot, whose numbers of draws are
-    `times_used`."""
+    """Collect the facts of every rollout of a log, or of a lone snapshot, whose numbers of draws
+    are `times_used` and whose outcomes are unknown."""
     log, draws = records.log, records.draws
     if not len(log):
         count = len(records.stored)
@@ -88,7 +88,7 @@ def choose_rollouts(facts: RolloutFacts) -> Sample:
 
 
 def _extremes(facts: RolloutFacts) -> dict[str, np.ndarray]:
-    """The quantities whose largest values are extremes, if above 0."""
+    """Returns the quantities, by name, whose largest values are extremes if above 0."""
     return {
         "most replayed": facts.draws_N,
         "largest |advantage|": np.abs(facts.rows.advantage),
@@ -105,7 +105,8 @@ def _largest(values: np.ndarray, count: int) -> list[int]:
 
 
 def _whole_groups(rows: Rollouts, chosen: np.ndarray, room: int) -> np.ndarray:
-    """The rows of groups at equal distances in the log: at most `room` that are not yet chosen."""
+    """Returns rows of groups at equal distances in the log, at most `room` not yet `chosen`
+    ones."""
     _, first, group_of, sizes = np.unique(
         rows.group_id, return_index=True, return_inverse=True, return_counts=True
     )

@@ -172,6 +172,7 @@ class _Reader:
         self._known_prompts: dict[tuple[int, ...], int] = {}
 
     def read(self, table: pa.Table) -> None:
+        """Adds all rows of a table as group members, and those of the sample as rollouts."""
         members = table.select(["rollout_id", "group_id", "reward", "advantage", "verdict"])
         for row in members.to_pylist():
             member = Member(
@@ -186,6 +187,8 @@ class _Reader:
             self.rollouts.append(self._rollout(row))
 
     def _rollout(self, row: dict[str, Any]) -> ShownRollout:
+        """Converts a row; long texts and lists of tokens are cut. A dropped rollout has no
+        behaviour log-probs, and shows the sampler's."""
         index = self._row_of[row["rollout_id"]]
         facts, record = self.facts, self.facts.rows[index]
         token_ids = row["completion_token_ids"]
@@ -231,7 +234,7 @@ class _Reader:
         return "evicted" if self.records.settings.replays else "not stored"
 
     def _prompt(self, token_ids: Sequence[int]) -> int:
-        """The index of a prompt in `prompts`; a new one is added."""
+        """Returns the index of a prompt in `prompts`; a new one is added."""
         key = tuple(token_ids)
         if key not in self._known_prompts:
             text = self.decoder.text(token_ids)
@@ -248,7 +251,7 @@ class _Reader:
 
 
 def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list[Use]]:
-    """Every use of the sample's rollouts by row, in order of time."""
+    """Collects every use of the sample's rollouts by row, in order of time; none without a log."""
     log, draws = records.log, records.draws
     if not len(log):
         return {}

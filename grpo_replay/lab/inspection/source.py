@@ -83,8 +83,8 @@ def files_by_step(folder: Path) -> tuple[tuple[int, Path], ...]:
 
 
 def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
-    """The buffer.parquet of every complete checkpoint, by the step after which it was written. A
-    run in TRL has them in checkpoint-N/, where N counts updates."""
+    """Find the buffer.parquet of every complete checkpoint, by the step after which it was written.
+    A run in TRL has them in checkpoint-N/, where N counts updates."""
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     complete = [path for path in checkpoints if (path / MANIFEST).exists()]
     snapshots = {step_of(path) or 0: path / "buffer.parquet" for path in complete}

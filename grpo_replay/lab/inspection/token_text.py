@@ -32,7 +32,8 @@ class Decoder:
         return text
 
     def pieces(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """The text of each token inside a sequence; `�` for a part of a character.
+        """Decode each token as inside a sequence; `�` for a part of a character, {} without a
+        tokenizer.
 
         A tokenizer drops the blank before a first token, so each token is decoded after itself.
         """

@@ -57,7 +57,7 @@ def read_life(source: Source, rollout_id: int) -> Life:
 
 
 def _find(source: Source, rollout_id: int) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """The step that logged the rollout, its row, and the rows of its group."""
+    """Finds the step that logged the rollout, its row, and the rows of its group."""
     for step, path in source.rollout_files:
         ids = read_rollout_table(path, ("rollout_id",))["rollout_id"].to_pylist()
         if rollout_id in ids:
@@ -73,6 +73,7 @@ def _find(source: Source, rollout_id: int) -> tuple[int, dict[str, Any], list[di
 
 
 def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
+    """Reads the draws of a rollout from all files of draws, in order of time."""
     names = ["step", "age_steps", "probability", *OUTCOMES]
     uses: list[Mapping[str, Any]] = []
     for _, path in source.draw_files:
@@ -83,6 +84,7 @@ def _draws(source: Source, rollout_id: int) -> list[Mapping[str, Any]]:
 
 
 def _fate(source: Source, row: Mapping[str, Any]) -> str:
+    """Says in a clause whether a rollout is stored after the inspected step, or why not."""
     recipe = source.recipe
     assert recipe is not None, "a run"
     if row["reward"] is None:
@@ -116,6 +118,7 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
 
 
 def print_what_if(result: WhatIf, console: Console) -> None:
+    """Print the changes, and a table of statistics: as logged, same and changed, simulated."""
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
     console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
     header = ("", "as logged", "same settings,\nsimulated", "changed,\nsimulated")
@@ -157,6 +160,7 @@ _USE_COLUMNS = ("step", "age_steps", "probability", "clip_fraction", "log_ratio_
 
 
 def print_life(life: Life, console: Console) -> None:
+    """Print a rollout: numbers, texts, its group, its uses, and whether it is still stored."""
     row = life.rollout
     facts = [
         (name, _short(value))
@@ -180,7 +184,7 @@ def print_life(life: Life, console: Console) -> None:
 
 
 def print_verification(report: Any, console: Console) -> None:
-    """One line per check of a `VerifyReport`."""
+    """Print one line per check of a `VerifyReport`, and the total."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "check", "compared", ""):
         table.add_column(name, justify="right" if name == "compared" else "left")

@@ -95,7 +95,7 @@ def _split_name(word: str) -> tuple[str, Path]:
 
 
 def _named_arms(name: str, paths: Sequence[Path]) -> list[Arm]:
-    """The arms in these paths. With a `name`, a single arm gets it, and several become NAME/ARM."""
+    """Reads the arms in these paths. With a `name`, one arm gets it, several become NAME/ARM."""
     arms = [arm for path in paths for arm in _arms_in(path)]
     unnamed = [run.recipe for arm in arms if not arm.name for run in arm.runs.values()]
     names = iter(_recipe_names(unnamed))
@@ -107,7 +107,8 @@ def _named_arms(name: str, paths: Sequence[Path]) -> list[Arm]:
 
 
 def _arms_in(path: Path) -> list[Arm]:
-    """The arms of a sweep, or one per run. The arm of a run outside a sweep has no name yet."""
+    """Reads the arms of a sweep, or one per run in a folder of runs. The arm of a run outside a
+    sweep has no name yet."""
     if not path.exists():
         raise DataError(no_such_path(path))
     if (path / SWEEP).exists():
@@ -124,6 +125,8 @@ def _arms_in(path: Path) -> list[Arm]:
 
 
 def _arms_of_sweep(folder: Path) -> list[Arm]:
+    """Reads the finished runs of a sweep's comparison; unfinished ones are missing, with a
+    reason."""
     sweep, choices, arms = read_sweep_file(folder / SWEEP), read_choices(folder), []
     for name in sweep.arms:
         tuned = ", ".join(choices[name]["set"]) if name in choices else ""
@@ -203,7 +206,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _recipe_names(recipes: Sequence[Recipe]) -> list[str]:
-    """A name for each recipe: its preset, and the keys in which recipes of that preset differ."""
+    """Names each recipe: its preset, and the keys in which recipes of that preset differ."""
     names = []
     for recipe in recipes:
         preset = recipe.replay.preset
@@ -222,8 +225,8 @@ def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _baseline(arms: Sequence[Arm], name: str | None) -> Arm:
-    """The arm `name`; without a name `grpo`, the only arm that does not replay, or the first.
-    Raises UsageError if there is no such arm with a finished run."""
+    """Returns the arm `name`; without a name `grpo`, the only arm that does not replay, or the
+    first. Raises UsageError if there is no such arm with a finished run."""
     finished = {arm.name: arm for arm in arms if arm.runs}
     if name is not None and name not in finished:
         raise UsageError(f"--baseline {name}: the finished arms are {', '.join(finished)}")

@@ -52,8 +52,8 @@ GENERATED = _metric_axis("generated", "rollouts generated", "cost/generated_roll
 
 
 def usable_axes(runs: Sequence[FinishedRun], given_mu: Sequence[float]) -> list[Axis]:
-    """The axes that every run logged: steps, generated tokens, compute at each μ and at γ(W, T),
-    and time of the training steps."""
+    """List the axes that every run logged: steps, generated tokens, compute at the measured and at
+    each given μ and at γ(W, T), and time of the training steps."""
     axes = [
         Axis("steps", "training steps", lambda run: np.arange(len(run.lines) + 1.0)),
         _metric_axis("generated_tokens", "generated tokens", "cost/generated_tokens"),
@@ -86,9 +86,9 @@ def compute(run: FinishedRun, mu: float) -> np.ndarray:
 
 
 def _charged(run: FinishedRun, mu: float) -> np.ndarray:
-    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T). Without a buffer or
-    (W, T) it is Σ (B + μR)/(1 + μ), which charges 1 for a rollout that is generated and trained on,
-    and μ/(1 + μ) for a dropped one."""
+    """Computes Σ γB up to each step, float64 [T + 1], with γ of the recipe's (W, T). Without a
+    buffer or (W, T) it is Σ (B + μR)/(1 + μ), which charges 1 for a rollout that is generated and
+    trained on, and μ/(1 + μ) for a dropped one."""
     replay = run.recipe.replay
     if replay.machines is None or not replay.trains_on_draws:
         return compute(run, mu) / (1 + mu)
@@ -105,7 +105,7 @@ def cost_to_reach(run: FinishedRun, accuracy: float, axis: Axis, outcome: Outcom
 
 
 def first_crossing(costs: Sequence[float], accuracies: Sequence[float], target: float) -> float:
-    """The cost at which a piecewise linear curve first reaches `target`; infinite if never."""
+    """Return the cost at which a piecewise linear curve first reaches `target`; inf if never."""
     for index, accuracy in enumerate(accuracies):
         if accuracy >= target:
             if index == 0:
@@ -117,8 +117,8 @@ def first_crossing(costs: Sequence[float], accuracies: Sequence[float], target: 
 
 
 def rollouts_to_reach(pairs: Pairs, accuracy: float, outcome: Outcome) -> np.ndarray:
-    """float64 [S, 2, 2]: rollouts trained on and generated up to an accuracy, by the arm's run and
-    the baseline's, for the seeds in which both reached it."""
+    """Return rollouts trained on and generated up to an accuracy, float64 [S, 2, 2]: seed, (arm,
+    baseline), (trained, generated), of the seeds in which both reached it."""
     spent = [
         [
             [cost_to_reach(run, accuracy, axis, outcome) for axis in (TRAINED, GENERATED)]
@@ -131,7 +131,7 @@ def rollouts_to_reach(pairs: Pairs, accuracy: float, outcome: Outcome) -> np.nda
 
 
 def break_even(spent_S22: np.ndarray) -> dict[str, Any] | None:
-    """The μ at which an arm's T + μG equals the baseline's, both means over the seeds of
+    """Compute the μ at which an arm's T + μG equals the baseline's, both means over the seeds of
     `rollouts_to_reach`: μ* = (T_arm - T_base)/(G_base - G_arm). None without a seed, or if the
     costs are equal at every seed.
 
@@ -169,8 +169,8 @@ def cost_ratio(spent_S22: np.ndarray, mu: float) -> tuple[float, tuple[float, fl
 
 
 def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | None:
-    """The x ≥ 0 at which the t interval of the mean of extra - x·saved includes 0 (Fieller 1954);
-    None if there is no such x, or for fewer than `FEWEST_SEEDS`."""
+    """Computes the interval of x ≥ 0 at which the t interval of the mean of extra - x·saved
+    includes 0 (Fieller 1954); None if there is no such x, or for fewer than `FEWEST_SEEDS`."""
     seeds = len(extra_S)
     if seeds < FEWEST_SEEDS:
         return None
@@ -197,8 +197,9 @@ def main_axis(costs: Sequence[Axis]) -> Axis:
 def course(
     runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome
 ) -> dict[str, Sequence[float | None]]:
-    """Paper B's summaries of whole curves, a value per run: the cost to `OWN_BEST` of its best
-    outcome, and the maximum of the median curve over seeds, which all runs share."""
+    """Compute paper B's summaries of whole curves, a value per run: the cost to `OWN_BEST` of its
+    best outcome, and the maximum of the median curve over seeds, which all runs share. Empty if the
+    runs were evaluated at different or too few steps."""
     curves = [run.curve(outcome) for run in runs]
     if not curves or any(steps != curves[0][0] for steps, _ in curves):
         return {}
@@ -217,7 +218,7 @@ def course(
 def frontier(
     arms: Mapping[str, Sequence[FinishedRun]], axis: Axis, outcome: Outcome
 ) -> list[dict[str, Any]]:
-    """The Pareto frontier of paper B over all arms: cost, accuracy, arm and step of the
+    """Compute the Pareto frontier of paper B over all arms: cost, accuracy, arm and step of the
     evaluations, as medians over seeds, that are better than every cheaper one."""
     points = []
     for name, runs in arms.items():

@@ -59,8 +59,8 @@ FEW_EVALUATIONS = (
 
 
 def default_outcome(experiment: Experiment, metric: str = "avg_at_k") -> Outcome:
-    """The mean over benchmarks; the first benchmark if they differ in samples or temperature, as
-    paper B's pass@1 and pass@k do, whose mean would mix two quantities."""
+    """Return the outcome to show: the mean over benchmarks; the first benchmark if they differ in
+    samples or temperature, as paper B's pass@1 and pass@k do: their mean would mix quantities."""
     sampled = experiment.runs[0].final.sampled.benchmarks
     settings = experiment.runs[0].final.settings["benchmarks"]
     kinds = {(bench.k, settings.get(name, {}).get("temperature"))
@@ -127,7 +127,7 @@ def shown_target(document: Document) -> float | None:
 
 
 def default_targets(baseline: Arm, outcome: Outcome) -> list[float]:
-    """Accuracies between those of the base model and the baseline; empty if nothing was learnt."""
+    """Return accuracies between those of base model and baseline; empty if nothing was learnt."""
     runs = list(baseline.runs.values())
     bases = [outcome.of(run.base) for run in runs if run.base is not None]
     if not bases:
@@ -144,6 +144,8 @@ def _is_coarse(arm: Arm) -> bool:
 def _arm(
     arm: Arm, baseline: Arm, costs: Sequence[Axis], targets: Sequence[float], outcome: Outcome
 ) -> Document:
+    """Compute an arm's part of the document; differences and equal costs are against the baseline.
+    Costs to targets are left out if evaluations are too few to interpolate."""
     runs = list(arm.runs.values())
     shared = arm.paired_with(baseline)
     pairs = [] if arm is baseline else shared
@@ -176,8 +178,8 @@ def spread(values: Sequence[float]) -> Document:
 def quantities(
     runs: Sequence[FinishedRun], costs: Sequence[Axis], outcome: Outcome
 ) -> dict[str, Document]:
-    """The spread of each quantity over the runs that have it; without quantities that no run
-    has."""
+    """Compute the spread of each quantity over the runs that have it; without quantities that no
+    run has."""
     columns: dict[str, Sequence[float | None]] = {
         "wall_seconds": [run.wall_seconds for run in runs],
         "mu": [measured_mu(run.lines) for run in runs],
@@ -204,8 +206,8 @@ def reach_target(
     costs: Sequence[Axis],
     outcome: Outcome,
 ) -> Document:
-    """The cost at which the runs' outcome first reaches `accuracy`: the median over seeds, and the
-    ratio to the baseline's cost over the seeds in which both reached it."""
+    """Compute the cost at which the runs' outcome first reaches `accuracy`: the median over seeds,
+    and the ratio to the baseline's cost over the seeds in which both reached it."""
     other_pairs = [(a, b) for a, b in pairs if a is not b]
     cost_by_axis = {}
     for axis in costs:
@@ -250,8 +252,8 @@ class Accuracies:
 
 @cache
 def _on_problems(report: EvaluationReport, key: str) -> dict[str, np.ndarray] | None:
-    """The accuracy on every problem, [N] by benchmark; None without per-sample rows. Cached by the
-    report's identity."""
+    """Computes the accuracy on every problem, [N] by benchmark; None without per-sample rows.
+    Cached by the report's identity."""
     if report.samples is None:
         return None
     tables = {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
@@ -263,8 +265,8 @@ def estimates(
     runs: Sequence[Accuracies],
     interval_of: Callable[[Sequence[np.ndarray]], Interval | None],
 ) -> dict[str, Document]:
-    """The spread over seeds, and the interval of their mean, of `runs`: accuracies or differences,
-    one for each seed. Keys are the benchmarks, and `mean` for the mean over them."""
+    """Compute the spread over seeds, and the interval of the mean, of `runs`: accuracies or
+    differences, one for each seed. Keys are the benchmarks, and `mean` for the mean over them."""
     by_name = {}
     for name in runs[0].means:
         values, values_SN = [run.means[name] for run in runs], _by_benchmark(runs, name)
@@ -276,8 +278,8 @@ def estimates(
 
 
 def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
-    """The values [S, N] of a benchmark, or of every benchmark for `mean`; [S, 1] without per-sample
-    rows."""
+    """Returns the values [S, N] of a benchmark, or of every benchmark for `mean`; [S, 1] if a run
+    has no per-sample rows."""
     known = [run.values for run in runs if run.values is not None]
     if len(known) == len(runs):
         benchmarks = list(known[0]) if name == "mean" else [name]
@@ -286,8 +288,8 @@ def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
 
 
 def differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Document]:
-    """The arm minus the baseline, by benchmark and `mean`; `runs` has the difference of each
-    pair."""
+    """Summarise the arm minus the baseline, by benchmark and `mean`; `runs` has the difference of
+    each pair."""
     by_name = estimates(runs, two_level_difference_interval)
     for name, estimate in by_name.items():
         estimate |= {
@@ -299,8 +301,8 @@ def differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Document]
 
 
 def _equal_costs(pairs: Pairs, costs: Sequence[Axis], outcome: Outcome) -> dict[str, Document]:
-    """The accuracy of the arm minus the baseline's, by axis, when both runs of a pair have spent
-    the total of the cheaper one. Steps are not a cost."""
+    """Compares arm and baseline at equal cost, by axis: when both runs of a pair have spent the
+    total of the cheaper one. Steps are not a cost; runs with few evaluations are left out."""
     usable = [
         pair
         for pair in pairs
@@ -314,6 +316,7 @@ def _equal_costs(pairs: Pairs, costs: Sequence[Axis], outcome: Outcome) -> dict[
 
 
 def _equal_cost(pairs: Pairs, axis: Axis, metric: str) -> Document:
+    """Compares pairs at equal cost on one axis: what was spent, and the difference."""
     spent, gains = [], []
     for pair in pairs:
         cost = min(float(axis.total(run)[max(run.evaluations)]) for run in pair)
@@ -324,8 +327,7 @@ def _equal_cost(pairs: Pairs, axis: Axis, metric: str) -> Document:
 
 
 def accuracies_at(run: FinishedRun, axis: Axis, cost: float, metric: str) -> Accuracies:
-    """The accuracies of a run when it had spent `cost`, interpolated linearly between
-    evaluations."""
+    """Interpolate the accuracies of a run when it had spent `cost` linearly between evaluations."""
     steps = sorted(run.evaluations)
     position = float(np.interp(cost, axis.total(run)[steps], np.arange(len(steps))))
     before = min(int(position), len(steps) - 2)

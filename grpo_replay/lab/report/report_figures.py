@@ -57,8 +57,8 @@ Look = tuple[str, str]
 def report_figures(
     experiment: Experiment, document: Document, axes: Sequence[Axis]
 ) -> list[Figure]:
-    """The figures that have data: accuracy over steps, compute and seconds, and the cost of an
-    accuracy over μ."""
+    """Return the figures that have data: accuracy over steps, compute and seconds, and the cost of
+    an accuracy over μ."""
     looks = _looks(experiment)
     trained = [arm for arm in experiment.arms if arm.runs]
     figures: list[Figure] = []
@@ -94,6 +94,7 @@ def drawn(figure: Figure) -> Iterator[Any]:
 def _accuracy_figure(
     arms: Sequence[Arm], looks: dict[str, Look], axis: Axis, document: Document
 ) -> Figure:
+    """Makes the figure of every arm's accuracy over the median cost on an axis."""
     outcome = Outcome(**document["shown"])
 
     def draw(axes: Any) -> None:
@@ -133,8 +134,8 @@ def _draw_seeds(
 def _cost_ratio_figure(
     experiment: Experiment, looks: dict[str, Look], document: Document
 ) -> list[Figure]:
-    """The figure of an arm's cost to the table's accuracy, relative to the baseline's; empty if no
-    arm reaches that accuracy."""
+    """Makes the figure of each arm's cost to the table's accuracy, relative to the baseline's, over
+    μ; empty if no arm reaches that accuracy."""
     base, target, outcome = (
         experiment.baseline,
         shown_target(document),

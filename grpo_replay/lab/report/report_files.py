@@ -25,9 +25,9 @@ MISSING = "–"
 
 
 def verdict(document: Document) -> str:
-    """A sentence: are the arms ahead of the baseline, at equal rollouts and at equal cost, and how
-    many seeds would decide it? An arm is ahead or behind if the 95 % interval of its difference
-    excludes 0."""
+    """Answer in a sentence: are the arms ahead of the baseline, at equal rollouts and at equal
+    cost, and how many seeds would decide it? An arm is ahead or behind if the 95 % interval of its
+    difference excludes 0."""
     compared = [arm for arm in document["arms"] if arm["difference"] is not None]
     if not compared:
         return f"nothing to compare: no other arm has a seed of {document['baseline']}"
@@ -49,8 +49,8 @@ def verdict(document: Document) -> str:
 
 
 def _verdict_on(arm: Document, document: Document) -> str:
-    """The verdict on one arm, such as `undecided: ours against grpo, 2 seeds, +1.0 points at equal
-    rollouts, -0.5 at equal compute; about 9 seeds would tell`."""
+    """Returns the verdict on one arm, such as `undecided: ours against grpo, 2 seeds, +1.0 points
+    at equal rollouts, -0.5 at equal compute; about 9 seeds would tell`."""
     final, at_cost = _final_difference(arm, document), _cost_difference(arm, document)
     word, numbers = _standing(final), f"{_with_interval(final)} points {_equal_final(document)}"
     if at_cost is not None:
@@ -64,6 +64,7 @@ def _verdict_on(arm: Document, document: Document) -> str:
 
 
 def _more_seeds(final: Document) -> str:
+    """Returns the end of a verdict that is undecided: how many seeds would tell."""
     needed = final["seeds_to_tell"]
     if _standing(final) != "undecided":
         return ""
@@ -117,7 +118,7 @@ class _Column:
 
 
 def report_table(document: Document) -> TextTable:
-    """The table with one row per arm. Columns without a value are left out, with their legend."""
+    """Make the table with one row per arm, without columns, and their legends, that are empty."""
     points = "Differences are in points, paired."
     columns = {
         "seeds": _Column(seeds_of),
@@ -212,7 +213,7 @@ def _seed_mark(seeds: int, arm: Document) -> str:
 
 
 def amount(value: float) -> str:
-    """A cost in at most six characters."""
+    """Format a cost in at most six characters: 12.3k, 1.5M, ∞."""
     if math.isinf(value):
         return "∞"
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -234,7 +235,7 @@ def pays_at(even: Document, mark: str = "") -> str:
 
 
 def facts_of(document: Document) -> list[str]:
-    """Facts of the comparison: baseline, benchmarks, verifier, μ and tuned values."""
+    """List facts of the comparison: baseline, benchmarks, verifier, μ and tuned values."""
     facts = [
         f"baseline {document['baseline']}",
         f"benchmarks {', '.join(document['benchmarks'].values())}",
@@ -250,7 +251,7 @@ def facts_of(document: Document) -> list[str]:
 
 
 def warnings_of(document: Document) -> list[str]:
-    """Missing seeds with their reasons, seeds that are not paired, and other notes."""
+    """List missing seeds with their reasons, seeds that are not paired, and other notes."""
     missing: dict[tuple[str, str], list[str]] = {}
     for arm in document["arms"]:
         for cell in arm["missing"]:
@@ -275,7 +276,7 @@ def as_json(document: Document) -> Document:
 
 
 def markdown(document: Document, figures: Sequence[Figure]) -> str:
-    """The report, a `document` of `measure`, as Markdown with links to the figures beside it."""
+    """Render a `document` of `measure` as Markdown with links to the figures in figures/."""
     table = report_table(document)
     lines = [f"# {document['name']}", "", f"**{verdict(document)}**", ""]
     lines += [f"- {fact}" for fact in (*facts_of(document), *warnings_of(document))]
@@ -324,7 +325,7 @@ def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
 
 
 def page_text(document: Document, figures: Sequence[Figure], svgs: Mapping[str, str]) -> str:
-    """The report as one self-contained HTML page: inline figures, no script, no network.
+    """Render the report as one self-contained HTML page: inline figures, no script, no network.
     `svgs` has the SVG element of each figure by its name. Every text is escaped."""
     return render_page(
         "lab/report/report_page.html",

@@ -47,7 +47,8 @@ def sampled_over(values_SN: Sequence[np.ndarray]) -> str | None:
 
 
 def two_level_accuracy_interval(values_SN: Sequence[np.ndarray]) -> Interval | None:
-    """The 95 % interval of the mean of accuracies; None for fewer than `FEWEST_SEEDS`."""
+    """Compute the 95 % interval, over seeds and problems, of the mean of accuracies, an [S, N] for
+    each benchmark; None for fewer than `FEWEST_SEEDS`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
     widened = values_SN
@@ -58,7 +59,7 @@ def two_level_accuracy_interval(values_SN: Sequence[np.ndarray]) -> Interval | N
 
 
 def two_level_difference_interval(values_SN: Sequence[np.ndarray]) -> Interval | None:
-    """The 95 % interval of the mean of differences between accuracies; None for fewer than
+    """Compute the 95 % interval of the mean of differences between accuracies; None for fewer than
     `FEWEST_SEEDS`. If they do not vary, the variance is that of `with_both_answers`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
@@ -78,8 +79,8 @@ def _variance(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
-    """The smallest number of seeds with which the interval of the mean difference would exclude 0,
-    if mean and variances stayed the same. More seeds shrink V_seeds and V_rest, not V_problems.
+    """Estimate the smallest number of seeds with which the interval of the mean difference excludes
+    0, if mean and variances stay the same. More seeds shrink V_seeds and V_rest, not V_problems.
     Infinite if more than `MOST_SEEDS`; None for a single seed."""
     seeds = len(values_SN[0])
     if seeds < 2:
@@ -97,7 +98,7 @@ def seeds_to_tell(values_SN: Sequence[np.ndarray]) -> float | None:
 
 
 def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
-    """V_seeds + V_problems - V_rest, with Satterthwaite's degrees of freedom.
+    """Compute V_seeds + V_problems - V_rest, with Satterthwaite's degrees of freedom.
 
     Neither V_seeds nor V_problems exceeds V in expectation, so V is at least as large as both, and
     has at least as many degrees of freedom as the one with fewer.
@@ -133,7 +134,7 @@ def _over_problems(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def _rest(values_SN: Sequence[np.ndarray]) -> Component:
-    """The variance of the mean of the residuals, which neither seed nor problem explains."""
+    """Computes the variance of the mean of residuals, which neither seed nor problem explains."""
     parts = []
     for x_SN in values_SN:
         seeds, problems = x_SN.shape

@@ -84,8 +84,8 @@ def visible_gpus() -> list[str]:
 
 
 def shares_of_gpus(jobs: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each of `jobs` cells: equal shares, or one GPU each, in turn, if
-    there are more cells than GPUs. Empty for one job or no GPU."""
+    """Return CUDA_VISIBLE_DEVICES of each of `jobs` cells: equal shares, or one GPU each, in turn,
+    if there are more cells than GPUs. Empty for one job (which has all) or no GPU."""
     gpus = visible_gpus()
     if jobs == 1 or not gpus:
         return []

@@ -118,7 +118,7 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
 
 
 def _recipe_name(word: str, source: Path) -> str:
-    """The recipe argument of `train`: an absolute path, or the name of a shipped recipe."""
+    """Returns the recipe argument of `train`: an absolute path, or the name of a shipped recipe."""
     local_file = source.parent / word
     try:
         path = local_file if local_file.is_file() else find_recipe(word)
@@ -128,8 +128,8 @@ def _recipe_name(word: str, source: Path) -> str:
 
 
 def state_of(cell: Cell) -> CellState:
-    """The state of a cell. Raises OutputDirectoryError for a folder with a run of another
-    recipe."""
+    """Read the state of a cell from its folder. Raises OutputDirectoryError for a folder with a run
+    of another recipe."""
     if not RunDirectory(cell.folder).recipe_path.exists():
         return CellState.NEW
     expected = cell.resolved_recipe()

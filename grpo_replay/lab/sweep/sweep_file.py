@@ -76,6 +76,7 @@ class SweepFile(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "SweepFile":
+        """Refuses overrides of seeds or tuned keys, and seeds that tuning and comparison share."""
         tuned = self.tune.grid if self.tune else {}
         for name, overrides in (("set", self.set), *self.arms.items()):
             keys = _keys(overrides)
@@ -93,7 +94,7 @@ class SweepFile(Section):
         return self
 
     def expanded(self) -> "SweepFile":
-        """The sweep with an arm for every combination of the grid, and no grid."""
+        """Return the sweep with an arm for every combination of the grid, and no grid."""
         arms: dict[str, list[str]] = {}
         for name, overrides in self.arms.items():
             varied = [key for key in self.grid if key not in _keys(overrides)]
@@ -114,8 +115,8 @@ def _text(value: Scalar) -> str:
 
 
 def value_name(overrides: Sequence[str]) -> str:
-    """The folder name of tuned values: `learning_rate=5e-05`, several joined by commas. Keys with
-    the same last part keep their sections."""
+    """Return the folder name of tuned values: `learning_rate=5e-05`, several joined by commas. Keys
+    with the same last part keep their sections."""
     pairs = [word.partition("=") for word in overrides]
     leaves = [key.rpartition(".")[2] for key, _, _ in pairs]
     are_distinct = len(set(leaves)) == len(leaves)

@@ -143,6 +143,8 @@ class SweepRun:
             self._set(entry, Status.RUNNING, f"process {entry.process.pid}")
 
     def _collect(self, entry: Entry) -> None:
+        """Sets the status of a running cell whose process has ended: done, interrupted or failed,
+        with the last error of its log."""
         assert entry.process is not None
         code = entry.process.poll()
         if code is None:
@@ -171,6 +173,8 @@ class SweepRun:
                 self._apply_choice(arm, waiting, [entry.cell for entry in tuning])
 
     def _apply_choice(self, arm: str, waiting: Sequence[Entry], tuning: Sequence[Cell]) -> None:
+        """Chooses an arm's best candidate, and gives it to the waiting cells of the comparison;
+        they fail if their folders have runs of another choice."""
         scores: dict[tuple[str, ...], dict[int, float]] = {}
         for cell in tuning:
             assert cell.accuracy is not None, f"{cell.folder}/summary.json has no final.mean"

@@ -54,7 +54,7 @@ class _Units:
         return np.bincount(unit_D, minlength=len(self.size_U))
 
     def probability_U(self) -> np.ndarray:
-        """P of each unit in its distribution; 0 for units of weight 0."""
+        """Compute P of each unit in its distribution; 0 for units of weight 0."""
         probability_U = np.zeros(len(self.size_U))
         for drawn_before in (False, True):
             members = self.drawable_U & (self.drawn_before_U == drawn_before)
@@ -75,7 +75,7 @@ def _may_be_drawn(
 
 
 def _log_weights(settings: ReplaySection, p_U: np.ndarray, age_U: np.ndarray) -> np.ndarray:
-    """α·log p - age/τ of each unit; -inf for one that is never drawn."""
+    """Computes α·log p - age/τ of each unit; -inf for one that is never drawn."""
     log_weight_U = np.zeros(len(p_U))
     if settings.priority_exponent > 0:
         with np.errstate(divide="ignore"):
@@ -128,6 +128,8 @@ class DrawChecks:
         return rows
 
     def _check_ages(self, step: int, draws: Columns, rows: np.ndarray) -> None:
+        """Checks that ages are step - birth_step, at least 1 if fresh rollouts cannot be drawn, at
+        most the limit, and in updates if the step makes several draws."""
         settings, age_N = self.run.recipe.replay, draws["age_steps"]
         births = self.run.rollouts["birth_step"][rows]
         is_right_N = (draws["step"] == step) & (age_N >= settings.anchors_fresh)
@@ -143,8 +145,8 @@ class DrawChecks:
         )
 
     def _requested_units(self, step: int, survivors: int) -> int:
-        """Number of units that the recipe draws in a step. R is the number of rollouts that the
-        step generated; an asynchronous step draws as many, whatever arrived."""
+        """Computes the number of units that the recipe draws in a step from B' = `survivors`, or
+        for `buffer_only` from R, the rollouts generated (an asynchronous step's nominal ones)."""
         recipe = self.run.recipe
         settings, rows = recipe.replay, self.run.rows_of_step[step]
         if not settings.replays or step <= settings.warmup_steps:
@@ -228,8 +230,8 @@ class DrawChecks:
 
 
 def priorities(run: RunFiles, settings: ReplaySection, rows: np.ndarray) -> np.ndarray:
-    """p of the rollouts `rows`, [len(rows)]: |A| or σ_g plus ε as in the paper, or the function
-    that the recipe names."""
+    """Compute p of the rollouts `rows`, [len(rows)]: |A| or σ_g plus ε as in the paper, 1, or the
+    function that the recipe names."""
     paper_columns = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
     if settings.priority == "uniform":
         return np.ones(len(rows))

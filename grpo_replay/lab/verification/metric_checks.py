@@ -54,7 +54,7 @@ def check_rate(check: Check, line: Mapping[str, Any], start: Start | None) -> No
 
 
 def generated_metrics(run: RunFiles, step: int) -> Values:
-    """The metrics of all rollouts generated in the step."""
+    """Compute the metrics of all rollouts generated in the step, dropped ones included."""
     columns = run.rollouts_of(step)
     if not len(columns["reward"]):
         return {}  # `check_groups` fails
@@ -85,8 +85,8 @@ def mean_of(values: np.ndarray) -> float | None:
 
 
 def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
-    """The metrics of the step's update, for fresh and for replayed rollouts. In a pool, draws of
-    fresh rollouts are not replayed. With `replay.shadow` the draws were not trained on."""
+    """Compute the metrics of the step's updates, for fresh and for replayed rollouts. In a pool,
+    draws of fresh rollouts are not replayed. With `replay.shadow` draws were not trained on."""
     recipe, draws, born = run.recipe, run.draws_of(step), run.rollouts_of(step)
     is_replayed = (draws["age_steps"] > 0) | recipe.replay.stores_first
     draws_fresh = len(is_replayed) and not recipe.replay.trains_on_all_fresh(step)
@@ -124,7 +124,7 @@ def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
 
 
 def _by_age(replayed: Columns, ages: np.ndarray) -> Values:
-    """The outcomes of replayed rollouts of age 1, 2, 3-4, 5-8, 9-16, …"""
+    """Computes the outcomes of replayed rollouts in bins of ages: 1, 2, 3-4, 5-8, 9-16, …"""
     high_N = [1 << max(age - 1, 0).bit_length() for age in ages.tolist()]
     bin_N = np.array(
         [str(age) if age <= 2 else f"{h // 2 + 1}-{h}" for age, h in zip(ages, high_N, strict=True)]
@@ -188,7 +188,7 @@ def check_ledger(run: RunFiles) -> Check:
 
 
 def _ledger_entries(run: RunFiles, step: int) -> dict[str, int]:
-    """The numbers of rollouts and tokens of a step by ledger entry."""
+    """Counts rollouts and tokens of a step by the ledger entry that they must end in."""
     recipe, columns = run.recipe, run.rollouts_of(step)
     std, tokens = columns["group_reward_std"], columns["completion_token_ids"]
     has_no_signal = np.isnan(std) | ((std == 0) & recipe.replay.drop_zero_variance)

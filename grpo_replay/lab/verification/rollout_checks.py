@@ -149,8 +149,9 @@ def _mean_and_std(rewards: np.ndarray, kind: str) -> tuple[float, float]:
 def _keeps(
     step: int, recipe: Recipe, group: Columns, has_reward_G: np.ndarray, std: float
 ) -> np.ndarray:
-    """Which rollouts of a group train, bool [G]. An asynchronous step also drops those that are too
-    old, and partial ones if the recipe drops them."""
+    """Returns which rollouts of a group must be kept, bool [G]: with a reward, in a group with a
+    signal, not masked; in an asynchronous step also young enough, and not partial if the recipe
+    drops such."""
     has_signal = std > 0 or (std == 0 and not recipe.replay.drop_zero_variance)
     keeps_G = has_reward_G & has_signal
     keeps_G &= (group["trainable"] > 0) | (group["completion_token_ids"] == 0)
@@ -174,8 +175,8 @@ def _recomputed_advantages(
     mean: float,
     std: float,
 ) -> np.ndarray:
-    """The advantage of each member of a group, NaN where the reward is missing. An estimator other
-    than the papers' is the function that the recipe names."""
+    """Computes the advantage of each member of a group, NaN where the reward is missing, 0 without
+    a signal. An estimator other than the papers' is the function that the recipe names."""
     if not std > 0:
         return reward_G * 0.0
     if settings.estimator == "group_relative":
@@ -231,6 +232,8 @@ def check_with_models(run: RunFiles, open_policy: Callable[[int], Any]) -> Check
 
 
 def _check_logprobs(run: RunFiles, step: int, policy: Any, check: Check) -> None:
+    """Checks a sample of a step's rows: the largest gap of every row if the trainer computed them
+    in fp32, else its mean gap against the limit of sampler and trainer."""
     recipe = run.recipe
     exact = recipe.model.dtype == "float32" and recipe.loss.behavior_logprobs == "trainer"
     for row in _sampled_rows(run, step):
@@ -248,8 +251,8 @@ def _check_logprobs(run: RunFiles, step: int, policy: Any, check: Check) -> None
 
 
 def _sampled_rows(run: RunFiles, step: int) -> list[dict[str, Any]]:
-    """At most `ROWS_PER_CHECKPOINT` kept rows of a step, spread evenly, that were sampled by the
-    weights before it only."""
+    """Reads at most `ROWS_PER_CHECKPOINT` kept rows of a step, spread evenly, of which the weights
+    before it sampled every token."""
     rows = [
         row
         for row in read_rollout_table(step_path(run.folder / "rollouts", step)).to_pylist()

@@ -39,8 +39,8 @@ def select_rows(columns: Columns, rows: Any) -> dict[str, np.ndarray]:
 
 
 def describe_row(context: str, columns: Columns, *names: str) -> Callable[[int], str]:
-    """A function that describes row i for a failure message: its rollout id, and its values in the
-    columns `names` (of lists, their lengths)."""
+    """Return a function that describes row i for a failure message: its rollout id, and its values
+    in the columns `names` (of lists, their lengths)."""
 
     def describe(i: int) -> str:
         values = ", ".join(f"{name} {columns[name][i]}" for name in names)
@@ -168,6 +168,7 @@ def read_run_files(folder: Path) -> RunFiles:
 
 
 def _rollout_columns(table: pa.Table) -> dict[str, np.ndarray]:
+    """Converts a file of rollouts, with the columns `first_score` and `trainable`."""
     scores, masks = (table[name].to_pylist() for name in _LISTS)
     columns = _arrays(table.drop_columns(list(_LISTS)))
     rewards, lengths = columns["reward"], columns["completion_token_ids"]
@@ -179,6 +180,7 @@ def _rollout_columns(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def _arrays(table: pa.Table) -> dict[str, np.ndarray]:
+    """Converts columns to arrays: lists to their lengths, null to -1 or NaN, floats to float64."""
     arrays = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         if pa.types.is_list(column.type):

@@ -65,6 +65,7 @@ class _BufferReplay:
         )
 
     def checks(self) -> list[Check]:
+        """Repeats all steps, and returns the checks of draws and metrics."""
         for line in self.run.metrics:
             step = int(line["step"])
             if step in self.run.rows_of_step:
@@ -74,6 +75,8 @@ class _BufferReplay:
         return [*draw_checks, self.metrics]
 
     def _step(self, step: int, line: Mapping[str, Any]) -> None:
+        """Repeats a step: candidates, draws, uses, insertion and eviction; checks its metrics. A
+        resume that emptied the buffer before it is repeated too."""
         columns, rows = self.run.rollouts, self.run.rows_of_step[step]
         settings, start = self.run.recipe.replay, self.run.start_of(step)
         fresh = rows.start + np.flatnonzero(columns["kept"][rows])
@@ -92,6 +95,7 @@ class _BufferReplay:
         self._check_metrics(step, line, len(fresh), len(before) + entered - len(self.stored))
 
     def _check_metrics(self, step: int, line: Mapping[str, Any], fresh: int, evicted: int) -> None:
+        """Compares a line of metrics with values recomputed from files and the repeated buffer."""
         run, stored = self.run, self.stored
         # Ages are those at the last draw of the step, of which there is one per update.
         updates = run.recipe.draws_per_step
@@ -115,7 +119,7 @@ class _BufferReplay:
 def _stored_after(
     stored: np.ndarray, fresh: np.ndarray, step: int, columns: Columns, settings: ReplaySection
 ) -> np.ndarray:
-    """The rows that a buffer of the rows `stored` holds after a step with the survivors `fresh`."""
+    """Returns the rows that a buffer of `stored` rows holds after a step with `fresh` survivors."""
     stored = _young_enough(stored, step, columns, settings)
     if not settings.replays:
         return stored
@@ -130,8 +134,8 @@ def _young_enough(
 
 
 def _within_capacity(rows: np.ndarray, columns: Columns, settings: ReplaySection) -> np.ndarray:
-    """The rows that the capacity leaves: the newest, in whole queries if these are the unit; with
-    positive bias also correct older ones."""
+    """Returns the rows that the capacity leaves: the newest, in whole queries if these are the
+    unit; with positive bias also correct older ones."""
     capacity = settings.capacity_rollouts
     if settings.positive_fraction > 0:
         reserved = round(settings.positive_fraction * capacity)
