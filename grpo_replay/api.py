@@ -35,8 +35,7 @@ logging.getLogger("grpo_replay").addHandler(logging.NullHandler())
 
 
 def load_recipe(recipe: AnyRecipe, overrides: Overrides = ()) -> Recipe:
-    """Load a recipe from a file or by its shipped name, or take one; apply overrides. Raises
-    RecipeError."""
+    """Load a recipe from a file or a shipped name, or take one; applies overrides."""
     if isinstance(recipe, Recipe):
         changes = parse_overrides(_words(overrides))
         return _with_changes(recipe, changes) if changes else recipe
@@ -123,8 +122,7 @@ def evaluate(
 
 
 def inspect(path: str | Path, step: int | None = None) -> "Inspection":
-    """Summarise the content and history of the buffer of a run, a checkpoint or a snapshot
-    (docs/buffer.md)."""
+    """Summarise content and history of the buffer of a run, checkpoint or snapshot."""
     from grpo_replay.lab.inspection.compute import summarise
     from grpo_replay.lab.inspection.source import open_source
 
@@ -208,8 +206,8 @@ def _recipe_of_run(
 
 
 def _import_path_of(function: str | Callable[..., Any]) -> str:
-    """Returns the import path of a function, for verifier processes. Raises UsageError if they
-    cannot import it."""
+    """Returns a function's import path, or raises UsageError if verifier processes cannot import
+    it."""
     if isinstance(function, str):
         return function
     module, name = str(function.__module__), getattr(function, "__qualname__", "")

@@ -51,8 +51,7 @@ def source_text(import_path: str) -> str:
 
 
 def load_function(import_path: str) -> Any:
-    """The object that `module:function` or `file.py:function` names. Raises whatever the import
-    raises."""
+    """Import what `module:function` or `file.py:function` names. Raises what the import raises."""
     loaded = load_source(import_path)
     for attribute in import_path.rpartition(":")[2].split("."):
         loaded = getattr(loaded, attribute)

@@ -198,8 +198,7 @@ SHOWN_CHARACTERS = 300
 
 
 def shortened(text: str) -> str:
-    """The text on one line, without control characters; beyond `SHOWN_CHARACTERS` without its
-    middle."""
+    """Returns the text as a line without control characters; beyond `SHOWN_CHARACTERS` cut."""
     line = "".join(c if c.isprintable() else " " for c in text)
     half = SHOWN_CHARACTERS // 2
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} … {line[-half:]}"

@@ -89,8 +89,7 @@ def _read_recipe(options: TrainOptions) -> Recipe:
 
 
 def _announce_or_refuse_code(recipe: Recipe, options: TrainOptions) -> None:
-    """Announce the code that a resumed run's own recipe names; with --no-code refuse that of any
-    recipe."""
+    """Announce the code that a resumed run's recipe names; with --no-code refuse any recipe's."""
     is_own = options.resume and options.recipe is None
     origin = f"the run in {options.output_dir}" if is_own else f"recipe {options.recipe}"
     code = code_of(recipe, overrides=options.overrides)

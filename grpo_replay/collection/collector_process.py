@@ -36,8 +36,7 @@ PARENT_POLL_SECONDS = 0.5
 
 
 def main() -> int:
-    """Run a collector. Returns the exit code: 0 after Stop, 1 after a failure, which was reported
-    to rank 0."""
+    """Run a collector. Returns 0 after Stop, 1 after a failure, reported to rank 0."""
     arguments = json.loads(Path(sys.argv[1]).read_text())
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

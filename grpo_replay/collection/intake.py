@@ -115,8 +115,7 @@ class Intake:
         return self._settle(self.arrivals.select(step), record)
 
     def close_step(self, step: int) -> tuple[Rollout, ...]:
-        """End the arrivals of a live step: journal its end, and return the rollouts of its
-        groups."""
+        """End a live step's arrivals: journal the end, and return the rollouts of its groups."""
         assert self._journal is not None
         report, ledger = self.newest_report, self.arrivals.ledger
         held = Amount(report.held_rollouts, report.held_tokens)

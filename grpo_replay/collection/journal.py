@@ -187,8 +187,7 @@ def _is_zero_from(data: bytes, offset: int) -> bool:
 
 
 def _create(folder: Path, number: int) -> tuple[int, int]:
-    """Creates a segment file, its name flushed to disk. Returns its descriptor and size in
-    bytes."""
+    """Creates a segment file, flushed to disk. Returns its descriptor and size in bytes."""
     path = folder / f"segment_{number:06d}.journal"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
     try:

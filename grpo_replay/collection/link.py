@@ -70,8 +70,7 @@ class Link:
         return f"ipc://{self._folder / name}"
 
     def _spawn(self, settings: CollectorSettings) -> subprocess.Popen:
-        """Starts the collector's process with its settings in a file; its output is appended to the
-        log."""
+        """Starts the collector's process, with settings in a file and its output in the log."""
         file = self._folder / "settings.json"
         values = {name: getattr(settings, name) for name in CollectorSettings.__slots__}
         values |= {"recipe": settings.recipe.model_dump(mode="json"), "log": str(settings.log)}

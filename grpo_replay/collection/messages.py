@@ -165,8 +165,7 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
 
 
 class Version(msgspec.Struct, frozen=True, tag="version"):
-    """Tells the policy version that a server confirmed; None if its update failed, so that it must
-    not be used."""
+    """The policy version that a server confirmed; None if its update failed: do not use it."""
 
     url: str
     version: int | None

@@ -152,8 +152,7 @@ def first_slurm_host(nodes: str) -> str:
 
 
 def _tasks_on_node(tasks: str, node: int) -> int | None:
-    """Returns the tasks of one node from Slurm's run-length form, `8(x2),4` for 8, 8, 4; None if it
-    does not say."""
+    """Reads a node's tasks from Slurm's form `8(x2),4` for 8, 8, 4; None if it does not say."""
     counts: list[int] = []
     for part in filter(None, tasks.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

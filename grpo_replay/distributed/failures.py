@@ -120,8 +120,7 @@ def _has_joined() -> bool:
 
 
 def is_reported_elsewhere(error: BaseException) -> bool:
-    """Whether another process prints this failure: the rank that raised it, or for a lost peer our
-    launcher."""
+    """Whether the failing rank, or for a lost peer our launcher, prints this failure."""
     lost = isinstance(error, LostContact) and LAUNCHER_VARIABLE in os.environ
     return lost or isinstance(error, PeerFailure)
 

@@ -46,9 +46,8 @@ def form_group(environment: RankEnvironment, backend: str, timeout: datetime.tim
 
 
 def _meet(environment: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    """Waits until all ranks have arrived, and returns their store. Prints once which are missing,
-    and can be interrupted by signals, unlike torch's wait in C++. Raises RuntimeError after
-    `timeout`."""
+    """Waits until all ranks have arrived, and returns their store. Prints once which are missing.
+    Unlike torch's wait in C++, signals interrupt it. Raises RuntimeError after `timeout`."""
     started, reported = time.monotonic(), False
     connecting = start_in_thread(lambda: _open_store(environment, timeout))
     missing = list(range(environment.world_size))

@@ -287,8 +287,7 @@ class DeepSpeedEngine:
         return self._adapters.dropout(int(generator.integers(2**63)), self._device)
 
     def _backward(self, microbatch: MicroBatch) -> torch.Tensor:
-        """Accumulate a micro-batch's gradients. Returns float64 [R, K] row statistics, on the
-        device."""
+        """Accumulate gradients; returns float64 [R, K] row statistics on the device."""
         loss, statistics_RK = self._forward(microbatch)
         # DeepSpeed averages gradients over ranks; the weights already hold the global denominator.
         self._engine.backward(loss * self._comm.world_size, scale_wrt_gas=False)
@@ -392,8 +391,7 @@ class DeepSpeedEngine:
             self._engine.optimizer.empty_partition_cache()
 
     def save_model(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format, tokenizer included. LoRA adapters are merged, in
-        float32."""
+        """Write policy and tokenizer in Hugging Face format, with LoRA merged in float32."""
         dtype = torch.float32 if self._adapters is not None else None
         self._prepare_gather()
         state = self._on_main(full_tensors(self._model, 2**29, dtype=dtype))
@@ -436,8 +434,7 @@ class DeepSpeedEngine:
             load_same_layout(self._engine, layout, folder)
 
     def begin_step(self, step: int) -> None:
-        """Set what depends on the training step: the learning rate of its updates, and the seed
-        of dropout."""
+        """Set the learning rate of a training step's updates, and its seed of dropout."""
         self._step, self._updates_of_step = step, 0
         rate = self._recipe.optimizer.rate_of(step, self._recipe.run.steps)
         for group in param_groups(self._engine):

@@ -236,8 +236,7 @@ def _columns(rows: Sequence[TrainRow], trained: Sequence[np.ndarray]) -> dict[st
 
 
 def _empty_micro_batch() -> MicroBatch:
-    """Make a micro-batch of one token with weight 0, for a rank that has no rows but must take part
-    in the collectives."""
+    """Make one token of weight 0, for a rank without rows that must take part in collectives."""
     zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
     return MicroBatch(
         rows_R=np.array([-1]),

@@ -126,11 +126,10 @@ def can_pack(required: bool | None, config: PreTrainedConfig, forward: Forward, 
 
 
 def keeps_rows_apart(forward: Forward, config: PreTrainedConfig) -> bool:
-    """Try whether a packed row has the same log-probs after one row of random tokens and after
-    another.
+    """Try whether a packed row has the same log-probs after one random row and after another.
 
-    They are equal to the last bit if only attention mixes positions, and to rounding with a mixture
-    of experts.
+    They are equal bit for bit if only attention mixes positions, to rounding with a mixture of
+    experts.
     """
     row, *others = _random_tokens(config, _TOKENS, _TOKENS, _TOKENS)
     results = []

@@ -114,8 +114,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 def load_config(model: ModelSection) -> PreTrainedConfig:
     """Load the model's configuration, with the values that `random_init` replaces.
 
-    Raises ModelError if it cannot be read; RecipeError for an override that it does not have or
-    that makes it invalid.
+    Raises ModelError if it cannot be read; RecipeError for an unknown or invalid override.
     """
     setting = f"model.path {short_path(model.path)!r}"
     source = resolve_model_path(model.path)
@@ -153,8 +152,7 @@ def refuse_other_base(model: ModelSection, expected: str, digest: str) -> None:
 
 
 def load_policy(model: ModelSection, seed: int, fp32_head: bool = False) -> PreTrainedModel:
-    """Load the causal language model on the CPU, in the section's dtype and in evaluation mode,
-    without dropout.
+    """Load the causal model on the CPU, in the section's dtype, evaluation mode, without dropout.
 
     With `random_init` the weights are a function of configuration and `seed`, and the global
     random state is left as it was. Raises ModelError if weights are missing, broken or do not fit.
@@ -257,7 +255,8 @@ def _load(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = first_line(error).rstrip(".")
         if local:
-            raise ModelError(f"{setting}: {content} in {source} does not load: {reason}") from error
+            problem = f"{content} in {source} cannot be loaded: {reason}"
+            raise ModelError(f"{setting}: {problem}") from error
         raise _not_fetched(setting, content, source, reason) from error
 
 

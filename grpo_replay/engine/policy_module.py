@@ -141,8 +141,7 @@ BLOCK_WORDS = 16_384
 class PolicyModule(nn.Module):
     """Backbone and output head in one forward pass, from token ids to log-probs.
 
-    ZeRO-3 gathers a weight only in the forward pass of the module that owns it, so the head runs
-    inside this module.
+    ZeRO-3 gathers a weight only in its owner's forward pass, so the head runs in this module.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
@@ -217,9 +216,9 @@ class LogprobHead(nn.Module):
     """The output head, which maps hidden states [C, H] to log-probs and entropies [C].
 
     The head works on chunks of `chunk_tokens` completion tokens. With V words in the vocabulary, it
-    holds logits for one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
-    recomputes the logits chunk by chunk (`_ChunkedLogprobs`); a single chunk keeps them, unless
-    they are `in_fp32`.
+    holds those of one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
+    recomputes them chunk by chunk (`_ChunkedLogprobs`); a single chunk keeps them, unless they are
+    `in_fp32`.
 
     Weight and bias of `lm_head` are parameters of this module, and `lm_head` itself is never called
     in training. Under ZeRO-3 this avoids a hang. ZeRO-3 gathers a weight, with a collective, each

@@ -121,8 +121,7 @@ def adapted_tensors(recipe: Recipe, checkpoint: Path) -> NamedTensors:
 
 
 class PlainPolicy:
-    """The policy of a checkpoint on the CPU; without a checkpoint, the model that the run began
-    with."""
+    """The policy of a checkpoint on the CPU; without a checkpoint, the initial model."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path | None) -> None:
         if checkpoint is not None and (checkpoint / ADAPTER_FOLDER).is_dir():

@@ -38,8 +38,7 @@ class Layout:
 
 
 def pairs_per_token(attention: str, hidden_size: int) -> float | None:
-    """Return `Layout.pairs_per_token` for an attention of transformers; None for one without masks
-    of shared prompts.
+    """Return `Layout.pairs_per_token` for an attention; None for one without such masks.
 
     A layer multiplies a token by about 12·h² weights, and compares a pair with 2·h numbers twice:
     6·h pairs to a token. Attention with a mask was measured to run at half the speed of

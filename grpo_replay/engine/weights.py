@@ -102,16 +102,14 @@ class LoraAdapters:
                 layer.scaling.update(scaling)
 
     def save(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the adapters in peft's format, from all of their full tensors by their names in the
-        model."""
+        """Write adapters in peft's format, from their full tensors by name in the model."""
         state = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         self._wrapped.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 @contextmanager
 def refused_as(section: str) -> Iterator[None]:
-    """A context in which a library's error about its settings becomes a RecipeError that names
-    their section."""
+    """Turns a library's error about its settings into a RecipeError that names the section."""
     try:
         yield
     except ValidationError as error:
@@ -207,8 +205,7 @@ MOST_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """Shapes and precision of a policy's tensors: parameters under all of their names, and
-    persistent buffers."""
+    """Shapes and dtype of a policy's parameters, under all names, and persistent buffers."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
@@ -422,8 +419,7 @@ def _buckets(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[list[_We
 
 
 def _gathered(tensors: Iterable[torch.Tensor]) -> Any:
-    """Returns a context in which the ZeRO-3 parameters among the tensors are whole on every rank.
-    Collective."""
+    """Returns a context in which ZeRO-3 parameters are whole on every rank. Collective."""
     sharded = {id(tensor): tensor for tensor in tensors if hasattr(tensor, "ds_id")}
     if not sharded:
         return contextlib.nullcontext()

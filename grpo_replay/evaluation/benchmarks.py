@@ -99,8 +99,7 @@ _PAPER = (
 
 
 def _paper_b(name: str, title: str, source: str, split: str, **fields: Any) -> Sequence[Benchmark]:
-    """Makes two benchmarks of a problem set, with paper B's settings: pass@1 at T = 0.1 and pass@k
-    at T = 1."""
+    """Makes paper B's two benchmarks of a problem set: pass@1 at T = 0.1, pass@k at T = 1."""
     settings = (("pass1", "T 0.1", 1, 0.1), ("passk", "T 1", 16, 1.0))
     return [
         Benchmark(
@@ -159,9 +158,8 @@ def find_benchmarks(
 
 
 def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem, ...]:
-    """Load the problems of a benchmark, in the order of its source, at most `eval.max_problems`;
-    logs a warning if the published set has another size. Raises DatasetError as `read_source`
-    does."""
+    """Load the problems of a benchmark, in order, at most `eval.max_problems`; warns if the
+    published set has another size. Raises DatasetError as `read_source` does."""
     if benchmark.source == "builtin":
         rows: Sequence[Row] = benchmark_problems(benchmark.name)
         problems = [Problem(r["problem_id"], r["problem"], r["answer"], r) for r in rows]
@@ -248,8 +246,7 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
 
 
 def read_from_hub(settings: EvalSection, prompts: PromptsSection) -> list[str]:
-    """The names of the benchmarks that are read from the hub. Raises what `find_benchmarks` and
-    `local_file` raise."""
+    """Name the benchmarks read from the hub. Raises as `find_benchmarks` and `local_file` do."""
     benchmarks = find_benchmarks(settings, prompts)
     return [b.name for b in benchmarks if not b.is_made_here and local_file(b, settings) is None]
 
@@ -294,8 +291,7 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     """Plan the evaluation of `recipe.eval`; the default completion length is that of training.
 
     Raises RecipeError for unknown benchmarks, or if a prompt with its longest completion exceeds
-    the model's context, and DatasetError for problems that cannot be read or whose prompt is too
-    long.
+    the model's context, DatasetError for problems that cannot be read or have too long a prompt.
     """
     from grpo_replay.sampling.sampler_protocol import check_room
 
@@ -395,8 +391,7 @@ def _sampling_plans(benchmark: Benchmark, settings: EvalSection) -> Iterable[Sam
 def _render(
     prompts: PromptsSection, tokenizer: Any, benchmark: Benchmark, problem: Problem
 ) -> tuple[str, Any]:
-    """Renders a problem to text and token ids. Raises DatasetError for a prompt that is too
-    long."""
+    """Renders a problem to text and token ids. Raises DatasetError for too long a prompt."""
     text, token_ids = render_prompt(prompts, tokenizer, problem.problem)
     if len(token_ids) > prompts.max_prompt_length:
         raise DatasetError(

@@ -60,8 +60,7 @@ def evaluate(
     on_progress: OnProgress | None = None,
     stop: StopToken | None = None,
 ) -> EvaluationReport | None:
-    """Evaluate the sampler's model. Returns the report on rank 0; None on other ranks, and if
-    `stop` is requested.
+    """Evaluate a sampler's model. Returns the report; None off rank 0 or if `stop` is requested.
 
     `scorer` must grade with `plan.settings.reward` and have nothing pending. `model` is copied into
     the report. `generations_folder` caches the completions of this model. `stop` is checked between

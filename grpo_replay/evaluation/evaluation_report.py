@@ -266,8 +266,7 @@ _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "asc
 
 
 def merge(tables: Sequence[pa.Table], benchmarks: Sequence[str]) -> pa.Table:
-    """Merge the rows of all ranks, ordered by benchmark as given, sampled before greedy, problem
-    and sample.
+    """Merge all ranks' rows, ordered by benchmark as given, sampled before greedy, problem, sample.
 
     The order does not depend on how the problems were distributed over ranks.
     """

@@ -125,8 +125,7 @@ def _checkpoint_source(checkpoint: Path, merged: bool = False) -> ModelSource:
 
 
 def _adapter_base(run: Path, recipe: Path, adapter: Path) -> ModelSection:
-    """Returns the model that the run trained its adapters on. Raises CheckpointError if the run's
-    recipe is missing."""
+    """Returns the adapters' base model. Raises CheckpointError if the run's recipe is missing."""
     if not recipe.is_file():
         raise CheckpointError(
             f"{adapter} has adapters, and {run / 'recipe.yaml'}, which names their base, is "
@@ -261,9 +260,8 @@ def evaluate_model(
     world_size: int,
     on_progress: OnProgress | None = None,
 ) -> EvaluationReport | None:
-    """Evaluate `source` with `recipe.eval`. Returns the report on rank 0, None on other ranks.
-    Opens and closes sampler and scorer; caches completions in `generations`. An error on one rank
-    is raised on all."""
+    """Evaluate `source` with `recipe.eval`. Returns the report, None off rank 0. Opens and closes
+    sampler and scorer; caches completions in `generations`. All ranks raise one's error."""
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     with quiet_libraries(), ExitStack() as stack:

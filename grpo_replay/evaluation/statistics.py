@@ -301,8 +301,7 @@ def _benchmark_result(
 
 
 def _mean_score(scores: pa.ChunkedArray) -> float | None:
-    """The mean score, in which a completion whose scorer failed counts as 0; None if nothing was
-    scored."""
+    """Averages scores, 0 where the scorer failed; None if nothing was scored."""
     if scores.null_count == len(scores):
         return None
     return pc.mean(pc.fill_null(scores, 0.0)).as_py()

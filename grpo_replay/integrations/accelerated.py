@@ -163,8 +163,7 @@ class AcceleratedReplay(_Host):
         return step.rollouts, step.filler
 
     def _weight_of(self, size: int, is_padding: bool) -> float:
-        """The factor for the loss of a micro-batch (`RowAssignment.weight`); 0 if all is
-        padding."""
+        """Return the factor of a micro-batch's loss (`RowAssignment.weight`); 0 for padding."""
         return 0.0 if is_padding else self._assignment.weight(size)
 
     # Results
@@ -178,8 +177,7 @@ class AcceleratedReplay(_Host):
         return loss
 
     def _finish_step(self) -> None:
-        """Write the files of a generation batch, and log its metrics, after its last
-        micro-batch."""
+        """Write files and log metrics of a generation batch, after its last micro-batch."""
         self._clock.seconds["training"] = time.perf_counter() - self._composed
         gathered = dict(gather_object(list(self._outcomes.items())))
         self._outcomes = {}

@@ -191,9 +191,8 @@ class HostRun:
         return self._files.recipe
 
     def step(self, groups: Sequence[Sequence[Row]]) -> HostStep:
-        """Take the next step of the buffer, with all completions generated for it, by group. Raises
-        UsageError for malformed groups (`rollouts_of_groups`), and what `ReplayBuffer.step`
-        raises."""
+        """Take the next step of the buffer, with all its completions by group. Raises UsageError
+        for malformed groups (`rollouts_of_groups`), and what `ReplayBuffer.step` raises."""
         buffer = self.buffer
         before, std = copy(buffer), self.recipe.advantage.deviation
         generated = rollouts_of_groups(groups, buffer, std, self.words)

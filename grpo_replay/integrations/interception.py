@@ -10,8 +10,7 @@ import torch
 
 @contextmanager
 def intercepted(trainer: Any, **interceptors: Callable[..., Any]) -> Iterator[None]:
-    """Inside this context, `trainer.NAME(…)` calls `interceptor(method, …)`, where `method` is the
-    trainer's own."""
+    """Makes `trainer.NAME(…)` call `interceptor(method, …)`; `method` is the trainer's."""
     own = {name: vars(trainer)[name] for name in interceptors if name in vars(trainer)}
     for name, interceptor in interceptors.items():
         setattr(trainer, name, _bound(interceptor, getattr(trainer, name)))

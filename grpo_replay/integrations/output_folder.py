@@ -34,8 +34,7 @@ class OutputFolder:
     def __init__(
         self, folder: Path, settings: ReplaySection, sections: Mapping[str, Any], words: HostWords
     ) -> None:
-        """`sections` are those of the recipe other than `replay`. Raises RecipeError with the names
-        of the host."""
+        """`sections` are those besides `replay`. Raises RecipeError in the host's names."""
         replay = settings.model_dump(mode="json")
         try:
             self.recipe = resolve_recipe([{**sections, "replay": replay}], source=words.settings)

@@ -54,8 +54,7 @@ WORDS = replace(
 
 def settings_from(text: str | None) -> ReplayConfig:
     """Read the settings from the value of GRPO_REPLAY, keys of `replay`: the path of a YAML or JSON
-    file, or `{…}` itself; without it, preset `ours`. Raises RecipeError that names the variable or
-    the file."""
+    file, or `{…}` itself; without it, preset `ours`. Raises RecipeError, which names either."""
     source, folder, given = VARIABLE, Path.cwd(), None
     if text and not text.lstrip().startswith("{"):
         source, folder, given = text, Path(text).parent, read_yaml(Path(text))
@@ -280,8 +279,7 @@ def _to_sample(rollout: Rollout) -> GRPOSample:
 
 
 def _refuse(trainer: Any, args: Any, batches: Sequence[Any] = ()) -> None:
-    """Raises UsageError for settings of ms-swift or `batches` with which replay would be wrong, and
-    says what to set."""
+    """Raises UsageError for settings or `batches` with which replay is wrong: says what to set."""
     distils = trainer._has_teacher_explicit() or args.advantage_reweight or args.sdar_loss_coef
     teaches = any(batch.teacher_per_token_logps is not None for batch in batches)
     refused = {

@@ -55,8 +55,7 @@ class ReplayMixin(AcceleratedReplay):
 
     `replay` has the settings of the buffer (default: preset `ours`). rollouts/, draws/ and
     metrics.jsonl are written to `output_dir`, the buffer to every checkpoint, from which
-    `resume_from_checkpoint` reads it. Raises UsageError for settings of TRL under which replay
-    would be wrong.
+    `resume_from_checkpoint` reads it. Raises UsageError for settings under which replay is wrong.
     """
 
     stored_keys: Mapping[str, float] = MappingProxyType({})
@@ -192,8 +191,7 @@ class ReplayMixin(AcceleratedReplay):
 
     def _replayed(self, output: Tensors) -> Tensors:
         """Give this process's rows to the buffer, and return its share of the composed batch in
-        TRL's format. Rows of padding follow if it has fewer rows than micro-batches, or than
-        another process."""
+        TRL's format. Padding follows if it has fewer rows than micro-batches or another process."""
         trained, filler = self._replay_step(self._rows(output))
         rows = self._assignment.rows_for(self.accelerator.process_index)
         rollouts = [trained[row] if row >= 0 else filler for row in rows]

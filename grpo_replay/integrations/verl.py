@@ -119,8 +119,7 @@ def new_run(config: Any, steps: int | None) -> HostRun:
 
 
 def sections_of(config: Any, host_mode: str, steps: int) -> dict[str, Any]:
-    """Convert verl's configuration to the sections of a recipe of `steps` steps, as far as
-    known."""
+    """Convert verl's configuration to a recipe's sections for `steps` steps, as far as known."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     low, high = verl_rows.clip_range(actor)
     loss = {"epsilon": low, "epsilon_high": high, "dual_clip": actor.clip_ratio_c}
@@ -267,8 +266,7 @@ class ReplayMixin(_Host):
             self.run.print_summary()
 
     def _stage_seconds(self) -> dict[str, float]:
-        """Returns the seconds of the stages before the update, since the last step of the
-        buffer."""
+        """Returns the seconds by stage, before the update, since the buffer's last step."""
         timer_seconds, stages = self.timing_raw.get, set(TIMERS)
         if self._host_mode != "sync":
             stages.remove("generation")  # it runs ahead: what a step waits for is `other`

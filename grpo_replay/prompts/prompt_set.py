@@ -304,8 +304,8 @@ def read_source(
 
     If the section has the default fields, problems and answers are also read from the columns that
     other trainers use. `any_columns` does so for all fields, and reads ids only if their column
-    exists. Raises DatasetError for a source that cannot be read, a row without problem or answer,
-    or a repeated id.
+    exists. Raises DatasetError for a source that cannot be read, a row without problem or answer, a
+    repeated id.
     """
     rows, id_field = _open_source(section, seed)
     if len(rows) == 0:

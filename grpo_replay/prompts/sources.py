@@ -189,8 +189,7 @@ def _load_with_datasets(source: str, kind: str, path: Path, options: Mapping[str
 
 
 def _cache_failure(error: Exception, path: Path | None = None) -> str | None:
-    """Describe a failure of `datasets` to write its cache; None for another failure, such as one to
-    read `path` itself."""
+    """Describe why `datasets` cannot write its cache; None for others, as to read `path`."""
     cause = error.__cause__ or error
     failed_path = getattr(cause, "filename", None)
     if not isinstance(cause, OSError) or failed_path is None:
@@ -222,8 +221,8 @@ def _load_saved_dataset(path: Path, source: str) -> Any:
 def _csv_options(path: Path, source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the options with which `datasets` reads every value of a CSV file as text: 1.50 and 007
     stay as they are. Without the option `sep`, the separator is the most frequent in the header.
-    Raises DatasetError if the first row is longer than the header: pandas would use its first
-    values as an index."""
+    Raises DatasetError for a first row longer than the header, of which pandas would make an
+    index."""
     import datasets
 
     csv_options = {"keep_default_na": False, **options}

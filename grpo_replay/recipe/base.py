@@ -71,8 +71,7 @@ class Section(BaseModel):
 
 
 class Passthrough(Section):
-    """A mapping of settings of another library, by its names. The library checks those that are not
-    fields here."""
+    """Settings of another library, by its names, which checks those that are no fields here."""
 
     model_config = ConfigDict(extra="allow")
     RESERVED: ClassVar[frozenset[str]] = frozenset()

@@ -296,8 +296,7 @@ class ReplaySection(Section):
 
     @property
     def stores_first(self) -> bool:
-        """True if fresh rollouts enter the buffer before the draw, and a step trains on the draw
-        alone."""
+        """Whether fresh rollouts are stored before the draw, and only draws are trained on."""
         return self.composition == "buffer_only"
 
 

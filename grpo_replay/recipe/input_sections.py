@@ -398,8 +398,7 @@ class SamplingSection(Section):
 
     @property
     def servers_used(self) -> int:
-        """Number of vLLM servers that a run samples with; 0 if it samples in its ranks or replays a
-        journal."""
+        """Number of vLLM servers that a run samples with; 0 without, or if it replays a journal."""
         if not self.facts.on_servers or self.collection.replay_journal is not None:
             return 0
         return self.servers.launch or len(self.servers.urls)

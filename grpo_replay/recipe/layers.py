@@ -191,8 +191,7 @@ def plain_problems(error: ValidationError, values: Any) -> list[Any]:
 
 
 def _key_in(value: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    """Returns the parts of pydantic's `loc` that are keys or indices in the validated `value`, or
-    name a missing key."""
+    """Returns the parts of pydantic's `loc` that are keys, indices or missing keys of `value`."""
     key: list[int | str] = []
     for index, part in enumerate(loc):
         exists = part in value if isinstance(value, Mapping) else isinstance(part, int)
@@ -206,9 +205,8 @@ def _key_in(value: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
 def _explain(
     problems: Sequence[Any], origins: Sequence[tuple[Mapping[str, Any], str]], *section: str
 ) -> str:
-    """Writes one line per problem: the source of the bad value, its key, what is allowed, the
-    value. `origins` are the layers with their sources, `section` the validated one; empty for a
-    recipe."""
+    """Writes a line per problem: the bad value's source, key, what is allowed, the value. `origins`
+    are the layers with their sources, `section` the validated one; empty for a recipe."""
     lines = []
     for problem in problems:
         message, loc = problem["msg"].removeprefix("Value error, "), (*section, *problem["loc"])

@@ -16,8 +16,7 @@ from grpo_replay.recipe.open_lists import VERIFIERS
 
 
 class ZeroSection(Passthrough):
-    """DeepSpeed's `zero_optimization` settings, sizes in elements. They change memory and speed,
-    never results."""
+    """DeepSpeed's `zero_optimization` settings, in elements. They change memory and speed only."""
 
     RESERVED: ClassVar[frozenset[str]] = frozenset({"stage", "offload_optimizer", "offload_param"})
 

@@ -45,8 +45,7 @@ def group_advantages(
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
 ) -> GroupAdvantage:
-    """Compute mean, standard deviation and advantages of one group of G ≥ 1 rewards; a missing
-    reward is None.
+    """Compute mean, standard deviation and advantages of a group of G ≥ 1 rewards (None: missing).
 
     Without `divide_by_std`, `A_i = r_i - μ_g` (Dr. GRPO): rewards [1, 1, 1, -1] give
     [0.5, 0.5, 0.5, -1.5].

@@ -140,8 +140,7 @@ def _fresh_and_drawn(fresh: Sequence[Entry], draw: Draw) -> ComposedBatch:
 
 
 def relative_compute(y: float, mu: float) -> float:
-    """Compute of one step relative to a step without a buffer at equal batch size (paper B):
-    γ = (1 + W/T)/(1 + μ).
+    """Return a step's compute relative to one without a buffer (paper B): γ = (1 + W/T)/(1 + μ).
 
     With inference workers W and trainers T in balance, W/T = μ/y. The deterministic form
     (B + μR)/(B + μB) is equal. If groups are dropped, pass y and μ of survivors (B/B' and μR/B'):

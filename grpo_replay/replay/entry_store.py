@@ -142,9 +142,8 @@ class EntryStore:
         return self._evict_born_before(step, step + 1)
 
     def drawable(self, step: int) -> np.ndarray:
-        """Indices of the entries that may be drawn in `step` (`replay.max_uses`,
-        `replay.cooldown_steps`), int64 [N]. Rollouts of priority 0 are left out, unless all have
-        priority 0."""
+        """Returns indices, int64, of entries that may be drawn in `step` (`replay.max_uses`,
+        `replay.cooldown_steps`). Priority 0 is left out, unless all have it."""
         columns, settings = self._columns, self.settings
         drawable_N = np.ones(len(self), dtype=np.bool_)
         uses_priority = settings.unit == "rollout" and settings.priority_exponent > 0
@@ -283,8 +282,7 @@ class EntryStore:
     def _new_columns(
         self, entries: Sequence[Entry], step: int, times_used_N: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Computes the columns of entries that are to be stored at `step`, with their
-        priorities."""
+        """Computes the columns, with priorities, of entries to be stored at `step`."""
         count = len(entries)
         times_used = np.zeros(count, dtype=np.int32)
         if times_used_N is not None:

@@ -102,8 +102,7 @@ def masked_tokens(
     settings: LossSection,
     lengths_R: Sequence[int],
 ) -> torch.Tensor:
-    """Mark the tokens that `settings` exclude by their ratio ρ = π_θ / π_b to the behaviour policy,
-    bool [C].
+    """Mark tokens that `settings` exclude by their ratio ρ = π_θ / π_b (behaviour), bool [C].
 
     - `ratio_mask`: tokens whose ρ, or rollouts whose product of ρ, lies outside [low, high] (masked
       importance sampling; per token IcePop, arXiv 2510.18855).

@@ -68,8 +68,7 @@ def uniform(columns: Columns) -> np.ndarray:
 
 
 def load_priority(name: str) -> Any:
-    """Load the function of `replay.priority`. Raises RecipeError, also if it reads columns that are
-    not logged."""
+    """Load a priority function. Raises RecipeError, also if it reads unlogged columns."""
     function = PRIORITIES.load(name)
     columns: Any = getattr(function, "columns", None)
     is_collection = bool(columns) and not isinstance(columns, str)

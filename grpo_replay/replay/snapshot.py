@@ -159,14 +159,12 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
 
 
 def restore_snapshot(path: Path, store: EntryStore) -> None:
-    """Load a snapshot into `store`. Raises SnapshotError if the file cannot be read or its content
-    is inconsistent."""
+    """Load a snapshot into `store`. Raises SnapshotError if it is unreadable or inconsistent."""
     load_state(path, read_snapshot(path), store)
 
 
 def load_state(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
-    """Load a snapshot that was read from `path` into `store`. Raises SnapshotError if it is
-    inconsistent."""
+    """Load a snapshot read from `path` into `store`. Raises SnapshotError if inconsistent."""
     try:
         store.set_state(snapshot.state)
     except ValueError as error:

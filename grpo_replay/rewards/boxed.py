@@ -253,8 +253,7 @@ def _rounds(decimal: str, exact: Any, text: str) -> bool:
 
 
 def _cached_or_none(function: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Decorator: caches results, and returns None where the parser or sympy raise, which may raise
-    anything."""
+    """Decorator: caches results; None where the parser or sympy raises anything."""
 
     @lru_cache(maxsize=REMEMBERED)
     def guarded(text: str) -> Any:

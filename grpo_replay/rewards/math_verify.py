@@ -120,8 +120,7 @@ class _SwallowedErrors(logging.Handler):
 
 
 class SymbolicGrader:
-    """math-verify with caches of parsed LaTeX and of compared pairs. The whole process shares the
-    first one.
+    """math-verify with caches of parsed LaTeX (shared by the process) and of compared pairs.
 
     With `boxed`, `boxed_answer(completion)` is graded, and a completion without a box is
     unparsable; otherwise the whole completion is graded.

@@ -74,8 +74,7 @@ def normalise(answer: str) -> str:
 
 
 def grade(completion: str, answer: str) -> str:
-    """The verdict's status: "correct", "incorrect", or "unparsable" if the tail of `completion` has
-    no box."""
+    """Return "correct", "incorrect", or "unparsable" if the completion's tail has no box."""
     boxed = boxed_answer(completion)
     if boxed is None:
         return "unparsable"

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 class VerifierPool:
     """`workers` processes, each of which grades with all `functions`.
 
-    Its threads call `on_answers(task, answers)` once per task, and `on_failure(error)` if a worker
-    cannot be started.
+    Its threads call `on_answers(task, answers)` per task, `on_failure(error)` if none starts.
     """
 
     def __init__(
@@ -146,8 +145,8 @@ class VerifierPool:
         return process
 
     def _note_sources(self, ready: dict[str, Any]) -> None:
-        """Store what a ready worker reports. Raises RecipeError if it loaded other source code than
-        the first worker."""
+        """Store a ready worker's report. Raises RecipeError if its source differs from the
+        first's."""
         sources, self.needs_whole_group = ready["sources"], ready["needs_whole_group"]
         with self._wake:
             self.sources = self.sources or sources

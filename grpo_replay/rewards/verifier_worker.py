@@ -51,8 +51,7 @@ def open_user_function(function: str) -> tuple["Grader", bool]:
     """Load the grader of `module:function` or `file.py:function` (`named_functions`). Returns it,
     and whether it needs all completions of a prompt together.
 
-    Raises whatever the module raises, and TypeError for parameters that no reward function may have
-    (`Caller`).
+    Raises what the module raises, and TypeError for parameters that `Caller` does not know.
     """
     call = Caller(load_function(function), function.rpartition(":")[2])
 

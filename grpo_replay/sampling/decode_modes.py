@@ -164,8 +164,7 @@ CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 @dataclass(frozen=True, slots=True)
 class DecodeMode:
     """How a model is decoded. `hf_cache`: with transformers' cache classes. `padded`: a batch may
-    have prompts of several lengths. `forward_arguments`: names of the arguments of the model's
-    forward pass."""
+    have prompts of several lengths. `forward_arguments`: names of the model's."""
 
     attention: str
     hf_cache: bool

@@ -113,12 +113,10 @@ def _choose(
 
 
 def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Find the first token whose cumulative probability exceeds the row's uniform number, int64
-    [R, 1].
+    """Find the first token whose cumulative probability exceeds a row's uniform, int64 [R, 1].
 
     Cumulative sums are float64: in float32, rounding over a large vocabulary biases the samples.
-    For speed they run over sums of blocks, then inside the one block of each row that has the
-    token.
+    For speed they run over sums of blocks, then inside each row's block with the token.
     """
     rows, vocabulary = probabilities_RV.shape
     if vocabulary <= BLOCK_TOKENS:
@@ -215,9 +213,8 @@ class DecodingBatch:
         self._prefill(requests, pad_id)
 
     def _prefill(self, requests: Sequence[GenerationRequest], pad_id: int) -> None:
-        """Computes every distinct prompt once, and a prefix common to all only once. Sets, for
-        every row, its cache, the logits of its first token, its position, and the mask of
-        padding."""
+        """Computes every distinct prompt, and a prefix common to all, once. Sets, for every row,
+        its cache, the logits of its first token, its position, and the mask of padding."""
         device = self._model.device
         prompts, prompt_of_row = _distinct_prompts(requests)
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -374,8 +371,7 @@ def decoding_batches(
     ordered: Sequence[GenerationRequest], limit: int, mode: DecodeMode
 ) -> Iterator[Sequence[GenerationRequest]]:
     """Split requests, ordered by prompt length and prompt, into batches of at most `limit`. With
-    transformers' caches a batch must fit one prefill, and without padding have prompts of one
-    length."""
+    transformers' caches a batch must fit one prefill, and unpadded have prompts of one length."""
     batch: list[GenerationRequest] = []
     prompts: set[bytes] = set()
     for request in ordered:
@@ -397,8 +393,8 @@ def decoding_batches(
 def _distinct_prompts(
     requests: Sequence[GenerationRequest],
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns the distinct prompts in order of appearance, and the prompt index of each request,
-    int64 [R]."""
+    """Returns distinct prompts in order of appearance, and each request's prompt index, int64
+    [R]."""
     index_of: dict[bytes, int] = {}
     prompts: list[np.ndarray] = []
     prompt_of_row = np.empty(len(requests), dtype=np.int64)
@@ -475,8 +471,7 @@ def matches_forward_pass(model: PreTrainedModel, mode: DecodeMode, pad_id: int) 
 def _forward_logprobs(
     model: PreTrainedModel, prompt_ids: np.ndarray, completion_ids: np.ndarray
 ) -> np.ndarray:
-    """Computes a completion's log-probs, float32 [T], by one forward pass without cache or
-    padding."""
+    """Computes a completion's log-probs, float32 [T], without cache or padding."""
     ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids])).long().to(model.device)
     with model_code():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1]

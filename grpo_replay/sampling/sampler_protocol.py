@@ -51,8 +51,7 @@ class SamplerOpening:
 
     @property
     def with_adapters(self) -> bool:
-        """Whether updates contain only LoRA's adapters, for the base in `model` (only for samplers
-        of this package)."""
+        """Whether updates contain only LoRA's adapters (only for samplers of this package)."""
         return self.sampling.takes_adapters(self.model)
 
     @classmethod
@@ -64,8 +63,7 @@ class SamplerOpening:
         log_folder: Path | None = None,
     ) -> "SamplerOpening":
         """Make the arguments for a recipe, with weights from `model_path`, a local folder or hub
-        id. Raises RecipeError, also if the sampler reads weight files and the model is
-        `random_init`."""
+        id. Raises RecipeError, also for `random_init` if the sampler reads files."""
         import torch
 
         from grpo_replay.engine.models import load_tokenizer, section_at
@@ -200,15 +198,13 @@ def open_sampler(
     comm: "Comm",
     log_folder: Path | None = None,
 ) -> Sampler:
-    """Open the sampler that `recipe.sampling.backend` names, with the weights in `model_path`.
-    Collective."""
+    """Open the recipe's sampler, with the weights in `model_path`. Collective."""
     backend = sampler_class(recipe.sampling)
     return backend.open(SamplerOpening.from_recipe(recipe, model_path, comm, log_folder))
 
 
 class NoSampler:
-    """The sampler of a run that replays a journal, which samples nothing. It ignores weights, so no
-    rank gathers them."""
+    """The sampler of a run that replays a journal: samples nothing, ignores weights."""
 
     reads_files: ClassVar[bool] = False
     ranks_sample_together = False
@@ -266,8 +262,7 @@ class WeightState:
         self._reason: str | None = None  # why it cannot sample
 
     def begin(self, version: int, held: int) -> None:
-        """Start an update of a sampler at version `held`. Raises SamplerError if `version` does not
-        increase."""
+        """Start an update from version `held`. Raises SamplerError unless `version` is higher."""
         if version <= held:
             raise SamplerError(
                 f"weights of version {version} offered to a sampler at version {held}: "

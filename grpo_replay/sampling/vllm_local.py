@@ -151,9 +151,8 @@ class VllmLocalSampler:
     def _run(
         self, engine: "LLMEngine", requests: Sequence[GenerationRequest], local_indices: range
     ) -> Iterator[Completion]:
-        """Adds all requests of the engine's ranks and steps it until they are finished; yields the
-        completions of this rank's, those at `local_indices`. Aborts what is left if closed
-        early."""
+        """Adds all requests of the engine's ranks and steps it until they are finished; yields this
+        rank's completions (`local_indices`). Aborts what is left if closed early."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # By default the engine would return every request at every step.
@@ -176,8 +175,7 @@ class VllmLocalSampler:
             self._abandon(engine, running)
 
     def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
-        """Makes a checked completion of vLLM's output, with the versions that sampled its
-        tokens."""
+        """Makes a checked completion of vLLM's output, with its policy versions."""
         tokens = list(sampled.token_ids)
         entries = sampled.logprobs or []
         # Labels set by `set_weight_version`. A completion without tokens has none.
@@ -260,8 +258,8 @@ class VllmLocalSampler:
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.
         Kept weights, and always the base of adapters, move to pinned host memory. Without kept
-        weights `generate` is refused until the next `load_weights`. Frees nothing on a CPU, or
-        without sleep mode."""
+        weights `generate` is refused until the next `load_weights`. Frees nothing without sleep
+        mode."""
         if not keep_weights:
             self._weights.discard()
         self._memory.sleep(keep_weights or self._files is not None)

@@ -20,8 +20,7 @@ def sampling_parameters(
     request: GenerationRequest, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
     """Return the keywords of vLLM's SamplingParams for a request. Every field that a model's
-    generation_config.json could change is set. `logprobs=0` returns the log-prob of the sampled
-    token only."""
+    generation_config.json could change is set. `logprobs=0` is the sampled token's."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,

@@ -239,8 +239,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def newest_state(checkpoints: Path) -> RunState:
-    """Read the counters of the newest checkpoint; initial counters if there is none. Raises
-    CheckpointError."""
+    """Read the newest checkpoint's counters; initial ones without. Raises CheckpointError."""
     existing = list_checkpoints(checkpoints)
     return read_state(existing[-1]) if existing else RunState()
 

@@ -40,8 +40,7 @@ def write_parquet(
 
 @contextmanager
 def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile]:
-    """Open a file and check its kind and version. Raises SnapshotError, also if the caller reads
-    damaged data."""
+    """Open a file, checking kind and version. Raises SnapshotError, also for damaged data."""
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
@@ -68,8 +67,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:
-    """Raises SnapshotError for a file not written by this package, or of another version or
-    kind."""
+    """Raises SnapshotError for a file of another program, version or kind."""
     if _KIND_KEY not in marks or not marks.get(_VERSION_KEY, b"").isdigit():
         raise SnapshotError(
             f"{path}: a Parquet file, but not written by grpo-replay, or rewritten by another "

@@ -187,9 +187,8 @@ def write_step(
     probe: Mapping[int, RolloutOutcome] = MappingProxyType({}),
 ) -> None:
     """Write the files of a step into a run's folder: all rollouts taken from the source, and with
-    `draws` the draw. `outcomes[i]` belongs to `batch.entries[i]`; rollouts/ has those of rollouts
-    that were fresh in this step. With `replay.shadow`, `probe` has outcomes of drawn rollouts by
-    index in the draw."""
+    `draws` the draw. `outcomes[i]` belongs to `batch.entries[i]`; rollouts/ has those of this
+    step's fresh ones. With `replay.shadow`, `probe` has them by index in the draw."""
     fresh_ids = {rollout.rollout_id for rollout in generated}
     fresh = {
         rollout.rollout_id: outcome
@@ -206,8 +205,7 @@ def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], outcomes: Mapping[int, RolloutOutcome]
 ) -> None:
     """Write all rollouts of a step, including dropped ones, in the order in which survivors enter
-    the buffer (`verify_run` relies on it). `outcomes` are those of trained rollouts, by rollout
-    id."""
+    the buffer (`verify_run` relies on it). `outcomes` are by id of trained rollouts."""
     table = rollouts_to_table(rollouts)
     statistics = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
     fields = [*ROLLOUT_FILE_SCHEMA, *optional_fields(table.schema)]
@@ -262,8 +260,7 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
 
 
 def read_draw_table(path: Path) -> pa.Table:
-    """Read a draws/ file: DRAW_SCHEMA, and UPDATE_COLUMNS if the file has them. Raises
-    SnapshotError."""
+    """Read a draws/ file: DRAW_SCHEMA, and UPDATE_COLUMNS if present. Raises SnapshotError."""
     with open_parquet(path, "draws", ROLLOUT_LOG_VERSION) as file:
         return file.read(columns=draw_schema(file.schema_arrow).names)
 

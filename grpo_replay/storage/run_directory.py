@@ -165,8 +165,7 @@ class RunDirectory:
         }
 
     def refuse_occupied(self) -> None:
-        """Raises OutputDirectoryError if the directory of a new run contains files, or cannot be a
-        directory."""
+        """Raises OutputDirectoryError if a new run's directory has files, or cannot be one."""
         if self.path.is_symlink() and not self.path.exists():
             raise OutputDirectoryError(
                 f"output directory {self.path} is a link to {self.path.readlink()}, which does "
@@ -303,8 +302,7 @@ class RunDirectory:
     def open_log(self, attempt: int, rank: int = 0) -> Path:
         """Send this process's logging to the rank's log file of the attempt, and return its path.
 
-        Closes log files of earlier runs in this process. The file stays open after the run, for
-        later errors.
+        Closes those of earlier runs in this process. It stays open after the run, for later errors.
         """
         path = self.log_path(attempt, rank)
         with named_if_unwritable(path):

@@ -27,8 +27,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Writes event files to RUN/tensorboard. After a resume, events from `first_step` on are
-    hidden.
+    """Writes events to RUN/tensorboard. After a resume, those from `first_step` on are hidden.
 
     A new run loads TensorBoard with its first record, because loading it takes a second, which
     would delay the first step.

@@ -96,8 +96,7 @@ def svg_text(figure: Any, title: str) -> str:
 def svg_element(svg: str, name: str) -> str:
     """Cut the element out of an SVG file, for an HTML page.
 
-    Its ids begin with the letters and digits of `name`, because figures in one page must not share
-    ids of clip paths.
+    Its ids begin with `name` (letters and digits): figures of a page must not share ids.
     """
     element = svg[svg.index("<svg") :]
     prefix = "".join(filter(str.isalnum, name))

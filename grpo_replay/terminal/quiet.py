@@ -30,8 +30,7 @@ def without_secrets(text: str) -> str:
 
 
 def _secrets_of_environment() -> list[str]:
-    """Values of secret variables, longest first, as one may contain another. A path is no
-    secret."""
+    """Returns values of secret variables, but no paths; longest first: one may contain another."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
     secrets = [v for v in values if len(v) >= SHORTEST_SECRET and not v.startswith("/")]
     return sorted(secrets, key=len, reverse=True)

@@ -60,8 +60,7 @@ class TextTable:
         return table
 
     def print(self, console: Console) -> None:
-        """Print the table and its legend. On a narrow terminal lines may be too long; numbers are
-        never truncated."""
+        """Print table and legend. Numbers are never cut: lines may be too long."""
         drawn = self.drawn()
         width, wide = console.width, console.options.update_width(WIDEST)
         console.width = max(width, Measurement.get(console, wide, drawn).minimum)

@@ -181,8 +181,7 @@ class MainSource(FollowerSource):
     def _probe(self, taken: Sequence[Rollout], step: int) -> list[Rollout]:
         """Samples short completions of a few of the step's prompts with the newest weights, only to
         compare log-probs: servers that run ahead may never finish a group with them. Empty if the
-        sampler lags on purpose (`run.sync_every_steps`), nothing was taken, or no server is
-        left."""
+        sampler lags (`run.sync_every_steps`), nothing was taken, or no server is left."""
         sampler, sampling = self._server_sampler(), self.recipe.sampling
         lags = sampler.policy_version != self.state.policy_version  # run.sync_every_steps
         if lags or not taken:
@@ -258,8 +257,7 @@ class MainSource(FollowerSource):
 
     def _wait(self, step: int) -> bool:
         """Waits on rank 0 until the step can begin: for its groups, or with `buffer_only` until
-        buffer and queue have enough rollouts for a batch. Returns False if a stop was requested or
-        no server is left."""
+        buffer and queue can fill a batch. False if a stop was requested or no server is left."""
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer.drawable(step))
         groups, version = arrivals.groups_per_step, self.state.policy_version
 

@@ -165,8 +165,7 @@ def take_directory(
     recipe: Recipe, run_dir: RunDirectory, comm: Comm, start: StartingPoint, stack: ExitStack
 ) -> list[str]:
     """Create the directory of a new run, or lock that of a resumed one, and open the logs of all
-    ranks. Returns notices about the file system, on rank 0. `stack` unlocks the directory.
-    Collective."""
+    ranks. Returns notices about the file system (rank 0). `stack` unlocks it. Collective."""
     stack.callback(run_dir.unlock)
 
     def take() -> list[str]:
@@ -257,8 +256,7 @@ def refuse_fewer_steps(steps: int, done: int) -> None:
 
 
 def _visible_on_all_ranks(verified: Path | None, checkpoints: Path, comm: Comm) -> Path | None:
-    """Broadcast the checkpoint that rank 0 has verified. Raises OutputDirectoryError on a rank that
-    does not see it."""
+    """Broadcast rank 0's checkpoint. Raises OutputDirectoryError on a rank that does not see it."""
     name = comm.broadcast(verified.name if verified else None)
     if name is None:
         return None

@@ -57,8 +57,7 @@ class Stopwatch:
             self.seconds[name] += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds of the step so far: by stage, in no stage (`other`), in all
-        (`step`)."""
+        """Returns the step's seconds so far: by stage, in none (`other`), in all (`step`)."""
         total = time.perf_counter() - self._start
         return {
             **self.seconds,

@@ -277,8 +277,7 @@ def samples_are_due(step: int, last_step: int) -> bool:
 
 
 def sample_rows(rollouts: Sequence[Rollout], count: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Describe up to `count` rollouts, evenly spaced over the step so that their prompts differ if
-    possible."""
+    """Describe up to `count` rollouts, evenly spaced so that their prompts differ if possible."""
     indices = np.linspace(0, len(rollouts) - 1, min(count, len(rollouts))).round().astype(int)
     return [
         {

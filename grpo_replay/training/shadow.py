@@ -108,8 +108,7 @@ def summarise_replay(metrics: Lines, settings: ReplaySection) -> dict[str, Any]:
 
 
 def advice(mu: float | None) -> str | None:
-    """Returns the sentence of advice that docs/results.md supports at a cost ratio μ; None if μ is
-    unknown."""
+    """Returns the advice of docs/results.md at a cost ratio μ; None if μ is unknown."""
     if mu is None:
         return None
     if mu < 1:

@@ -90,8 +90,7 @@ class Trainer:
         return self._report(record) if self.comm.is_main else {}
 
     def trainer_logprobs(self, rollouts: Sequence[Rollout]) -> dict[int, np.ndarray]:
-        """Compute log-probs under the trainer's weights, float32 [T], by rollout id; on rank 0
-        only. Collective."""
+        """Compute the trainer's log-probs, float32 [T], by rollout id, on rank 0. Collective."""
         if not self.comm.broadcast(len(rollouts)):
             return {}
         with self.parts.clock.stage("logprob"):
@@ -176,8 +175,7 @@ class Trainer:
         return engine.update(rows if is_main else None)
 
     def advance(self) -> None:
-        """Increase the policy version, even if nothing was trained on, and let the source push it
-        if a push is due."""
+        """Increase the policy version, also without updates; the source pushes it if due."""
         version = self.state.policy_version + 1
         self.source.advance(version)
         self.state.policy_version = version

@@ -180,8 +180,7 @@ def _try_plan(
     findings: Findings,
 ) -> MemoryPlan | None:
     """Plans the memory of engine and sampler, and adds to `findings` if it does not fit; None if
-    the model's configuration cannot be read, the model cannot be traced or the recipe is
-    refused."""
+    the model cannot be read or traced, or the recipe is refused."""
     try:
         plan = plan_memory(recipe, machines, evaluation)
     except ModelError as error:

@@ -94,8 +94,8 @@ class EngineSetting:
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """Bytes on the device of one rank. `gradients`, `bucket` and `gathered` exist in the backward
-    pass, `flat_copy` after it, `step_work` while the optimizer steps. `host` is the host memory
-    used by offloading."""
+    pass, `flat_copy` after it, `step_work` while the optimizer steps. `host` is used by
+    offloading."""
 
     parameters: int
     gradients: int

@@ -310,12 +310,10 @@ def plan_sampler(
     sampling: SamplingSection, prompt: int, dtype_bytes: int, shape: ModelShape, machines: Machines,
     evaluation: "EvaluationPlan | None" = None,
 ) -> SamplerMemory:  # fmt: skip
-    """Plans the sampler's memory on the device of one rank. `prompt` is the longest prompt of a
-    step, in tokens.
+    """Plans the sampler's memory on one rank. `prompt` is a step's longest prompt, in tokens.
 
     Servers take none (they have GPUs of their own); vLLM takes its share, on a CPU the weights and
-    VLLM_CPU_KVCACHE_SPACE; our own sampler takes what a step or an evaluation needs, whichever is
-    more.
+    VLLM_CPU_KVCACHE_SPACE; our own takes what a step or an evaluation needs, whichever is more.
     """
     vllm = sampling.vllm
     if sampling.facts.on_servers:

@@ -25,8 +25,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rows under `name` in JSON and under `title` on the terminal. Without rows (nothing is known)
-    JSON has null."""
+    """Rows under `name` in JSON (null without any) and under `title` on the terminal."""
 
     name: str
     title: str

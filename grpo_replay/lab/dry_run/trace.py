@@ -119,8 +119,7 @@ def _eager_probe(
 
 
 def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> ModelShape:
-    """Returns the sizes of a model from its configuration alone; tied parameters count once.
-    Cached.
+    """Returns a model's sizes from its configuration alone; tied parameters count once. Cached.
 
     Raises ModelError if the model cannot be built or lacks a size."""
     key = (config.to_json_string(use_diff=False), None if lora is None else lora.model_dump_json())
@@ -199,13 +198,11 @@ class Microbatch:
 def forward_memory(
     section: ModelSection, config: PreTrainedConfig, batch: Microbatch, on_cuda: bool = False
 ) -> ForwardMemory:
-    """Measures the activations of one micro-batch of the model `section` with configuration
-    `config`.
+    """Measures the activations of a micro-batch of the model `section` (configuration `config`).
 
     Two copies of the model with 2 and 4 layers are traced, and the result extrapolated linearly to
     its number of layers. Parameters and their gradients are not included: the engine holds them.
-    Cached, because most alternatives of a plan do not change it.
-    Raises ModelError for a model that cannot be traced.
+    Cached, because most alternatives of a plan do not change it. Raises ModelError if it fails.
     """
     key = (section.model_dump_json(), config.to_json_string(use_diff=False), batch, on_cuda)
     if key not in _traced:
@@ -232,8 +229,7 @@ def _untraceable(config: PreTrainedConfig) -> Iterator[None]:
 def _forward_memory(
     section: ModelSection, config: PreTrainedConfig, batch: Microbatch, on_cuda: bool
 ) -> ForwardMemory:
-    """Traces two depths and extrapolates; a model with at most two layers is traced once,
-    exactly."""
+    """Traces two depths and extrapolates; a model of at most two layers is traced as it is."""
     few, more = (min(layers, config.num_hidden_layers) for layers in _TRACED_LAYERS)
     stores_scores = stores_attention_scores(section, config, on_cuda)
     first = trace(section, config, few, batch, stores_scores)

@@ -81,8 +81,7 @@ class Page:
 
 
 def make_page(source: Source, records: Records, inspection: Inspection) -> Page:
-    """Make the page of a source from its records and inspection. Raises SnapshotError for an
-    unreadable file."""
+    """Make a source's page. Raises SnapshotError for an unreadable file."""
     return Page(
         title=printable(title_of(inspection)),
         settings=describe_settings(inspection),

@@ -78,8 +78,7 @@ Statistics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Statistics of the run as logged, of its own settings simulated, and of changed settings
-    simulated.
+    """Statistics of the run as logged, and simulated with its own and with changed settings.
 
     Simulated statistics are means over `REPEATS` simulations. `*_error` are the standard
     deviations, 0 for deterministic statistics."""
@@ -157,8 +156,7 @@ def refuse_longer_age_limit(log: Rollouts, limit: int | None, other: int | None)
 
 
 def simulate(log: Rollouts, recipe: Recipe, seed: int) -> Statistics:
-    """Run the log through buffer and composer with the settings of `recipe`, but never in shadow;
-    returns statistics."""
+    """Run the log through buffer and composer by `recipe`, never in shadow; returns statistics."""
     settings = recipe.replay.model_copy(update={"shadow": False})
     buffer = ReplayBuffer(settings, recipe.sampling.group_size)
     rng = np.random.default_rng(seed)

@@ -108,8 +108,7 @@ def _rollouts(table: pa.Table) -> Rollouts:
 
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
-    """Read every draw of the draw log; their rows in the rollout log are not known yet. Raises
-    SnapshotError."""
+    """Read every draw; its row in the rollout log is not set yet. Raises SnapshotError."""
     parts = []
     for _, path in tracked(files, "reading draws"):
         table = read_draw_table(path)

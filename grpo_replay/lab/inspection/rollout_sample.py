@@ -56,8 +56,7 @@ def rollout_facts(records: Records, times_used: np.ndarray | None = None) -> Rol
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The rows of `RolloutFacts.rows` to show, ascending, with the reasons and a note for the
-    page."""
+    """The rows of `RolloutFacts.rows` to show, ascending, with reasons and a note."""
 
     rows: np.ndarray
     reasons: dict[int, str]  # by row, for extremes
@@ -105,8 +104,7 @@ def _largest(values: np.ndarray, count: int) -> list[int]:
 
 
 def _whole_groups(rows: Rollouts, chosen: np.ndarray, room: int) -> np.ndarray:
-    """Returns rows of groups at equal distances in the log, at most `room` not yet `chosen`
-    ones."""
+    """Returns rows of groups evenly spaced in the log, at most `room` not yet `chosen`."""
     _, first, group_of, sizes = np.unique(
         rows.group_id, return_index=True, return_inverse=True, return_counts=True
     )

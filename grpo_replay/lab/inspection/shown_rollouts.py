@@ -88,8 +88,7 @@ class ShownRollout:
 
 @dataclass(frozen=True, slots=True)
 class ShownRollouts:
-    """The rollouts of a page in the order of their ids, and the groups, prompts and tokens that
-    they share."""
+    """The rollouts of a page by id, and the groups, prompts and tokens that they share."""
 
     rollouts: list[ShownRollout]
     groups: dict[int, list[Member]]  # by group id, all members
@@ -102,8 +101,7 @@ class ShownRollouts:
 
 
 def shown_rollouts(source: Source, records: Records) -> ShownRollouts:
-    """Read the rollouts of a source, or a sample of them, for a page. Raises SnapshotError for an
-    unreadable file."""
+    """Read all or a sample of a source's rollouts. Raises SnapshotError for an unreadable file."""
     facts = rollout_facts(records, _times_used(source) if not source.rollout_files else None)
     sample = choose_rollouts(facts)
     decoder = open_decoder(source.path)
@@ -131,8 +129,7 @@ def _times_used(source: Source) -> np.ndarray:
 
 
 def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.Table]:
-    """Yield all logged or stored members of the groups that have a rollout in the sample, one file
-    or batch at a time."""
+    """Yield all members of groups that are in the sample, one file or batch at a time."""
     groups = pa.array(np.unique(facts.rows.group_id[sample.rows]))
     if source.rollout_files:
         needed = set(facts.rows.logged_step[sample.rows].tolist())

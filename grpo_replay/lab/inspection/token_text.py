@@ -32,8 +32,7 @@ class Decoder:
         return text
 
     def pieces(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """Decode each token as inside a sequence; `�` for a part of a character, {} without a
-        tokenizer.
+        """Decode tokens as inside a sequence; `�` for part of a character, {} without a tokenizer.
 
         A tokenizer drops the blank before a first token, so each token is decoded after itself.
         """
@@ -56,8 +55,7 @@ class Decoder:
 
 
 def open_decoder(path: Path) -> Decoder:
-    """Open the tokenizer of a run, a checkpoint or a snapshot, from the newest checkpoint that has
-    a `tokenizer.json`."""
+    """Open the newest `tokenizer.json` of a run, of a checkpoint or next to a snapshot."""
     folder = path if path.is_dir() else path.parent
     files = [f for pattern in TOKENIZER_FOLDERS for f in folder.glob(f"{pattern}/tokenizer.json")]
     if not files:

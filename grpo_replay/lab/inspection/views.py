@@ -36,8 +36,7 @@ class Life:
 
 
 def read_life(source: Source, rollout_id: int) -> Life:
-    """Read the life of one rollout up to the inspected step. Raises SnapshotError if it is not in
-    the rollout log."""
+    """Read a rollout's life up to the inspected step. Raises SnapshotError if it is not logged."""
     step, row, group = _find(source, rollout_id)
     uses = _draws(source, rollout_id)
     decoder = open_decoder(source.path)

@@ -125,8 +125,7 @@ def _arms_in(path: Path) -> list[Arm]:
 
 
 def _arms_of_sweep(folder: Path) -> list[Arm]:
-    """Reads the finished runs of a sweep's comparison; unfinished ones are missing, with a
-    reason."""
+    """Reads a sweep's finished comparison runs; others are `missing`, with a reason."""
     sweep, choices, arms = read_sweep_file(folder / SWEEP), read_choices(folder), []
     for name in sweep.arms:
         tuned = ", ".join(choices[name]["set"]) if name in choices else ""
@@ -185,8 +184,7 @@ def _refuse_other_experiments(runs: Sequence[FinishedRun]) -> None:
 
 
 def _notes(arms: Sequence[Arm]) -> Iterable[str]:
-    """Yield notes on arms whose runs differ in more than their seed, and on steps without a
-    time."""
+    """Yield notes on arms whose runs differ in more than the seed, and steps without a time."""
     for arm in arms:
         if keys := _differing_keys([_settings(run.recipe) for run in arm.runs.values()]):
             yield f"the runs of {arm.name} differ in {', '.join(keys)}"

@@ -115,8 +115,7 @@ def read_finished_run(path: Path) -> FinishedRun:
 
 
 def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metrics of a step, with an unknown time if it was repeated from a journal, which waits
-    for no sampler."""
+    """Returns a step's metrics, without time if it was repeated from a journal."""
     repeated = "async/sampler_idle" in line and line.get("cost/generation_seconds") is None
     return {**line, "step_time": None} if repeated else line
 
@@ -136,8 +135,7 @@ def _summary(path: Path, progress: str) -> dict[str, Any]:
 
 
 def _without_texts(file: Path) -> EvaluationReport:
-    """Read an evaluation without completions: no number needs them, and they would fill the
-    memory."""
+    """Read an evaluation without completions, which no number needs."""
     return read_report(file, with_texts=False)
 
 

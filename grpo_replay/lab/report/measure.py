@@ -74,9 +74,8 @@ def measure(
     given_mu: Sequence[float] = (),
     outcome: Outcome | None = None,
 ) -> Document:
-    """Compute the document. `targets` are accuracies as fractions; default: `GAIN_SHARES`. The
-    default outcome is `default_outcome`. Raises UsageError for a benchmark that was not
-    evaluated."""
+    """Compute the document. `targets` are accuracies as fractions; default: `GAIN_SHARES`.
+    `outcome` is by default `default_outcome`. Raises UsageError for an unknown benchmark."""
     first, outcome = experiment.runs[0].final, outcome or default_outcome(experiment)
     known = ["mean", *first.sampled.benchmarks]
     if outcome.benchmark not in known:
@@ -178,8 +177,7 @@ def spread(values: Sequence[float]) -> Document:
 def quantities(
     runs: Sequence[FinishedRun], costs: Sequence[Axis], outcome: Outcome
 ) -> dict[str, Document]:
-    """Compute the spread of each quantity over the runs that have it; without quantities that no
-    run has."""
+    """Compute the spread of each quantity over the runs that have it, if any has."""
     columns: dict[str, Sequence[float | None]] = {
         "wall_seconds": [run.wall_seconds for run in runs],
         "mu": [measured_mu(run.lines) for run in runs],
@@ -288,8 +286,7 @@ def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
 
 
 def differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Document]:
-    """Summarise the arm minus the baseline, by benchmark and `mean`; `runs` has the difference of
-    each pair."""
+    """Summarise arm minus baseline, by benchmark and `mean`; `runs` are the pairs' differences."""
     by_name = estimates(runs, two_level_difference_interval)
     for name, estimate in by_name.items():
         estimate |= {

@@ -57,8 +57,7 @@ Look = tuple[str, str]
 def report_figures(
     experiment: Experiment, document: Document, axes: Sequence[Axis]
 ) -> list[Figure]:
-    """Return the figures that have data: accuracy over steps, compute and seconds, and the cost of
-    an accuracy over μ."""
+    """Return figures with data: accuracy over steps, compute, seconds; cost over μ."""
     looks = _looks(experiment)
     trained = [arm for arm in experiment.arms if arm.runs]
     figures: list[Figure] = []
@@ -172,8 +171,7 @@ def draw_cost_ratios(
     looks: Mapping[str, Look],
     marked_mu: Sequence[float],
 ) -> None:
-    """Draw `cost_ratio` over μ of each arm's [S, 2, 2] of `rollouts_to_reach`, and mark
-    `marked_mu`."""
+    """Draw `cost_ratio` over μ of each arm's [S, 2, 2] of `rollouts_to_reach`; mark `marked_mu`."""
     mu_M = np.geomspace(min([0.1, *marked_mu]), max([100.0, *marked_mu]), 121)
     highest = 1.0
     for name, spent_S22 in spent.items():

@@ -310,8 +310,7 @@ def write_report(experiment: Experiment, document: Document, folder: Path) -> No
 
 
 def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
-    """Write every figure as PDF and SVG, and remove those of an earlier report; returns the SVG
-    elements by name."""
+    """Write figures as PDF and SVG, and remove earlier ones; returns SVG elements by name."""
     for earlier in (*folder.glob("*.pdf"), *folder.glob("*.svg")):
         earlier.unlink()
     svgs = {}

@@ -128,8 +128,7 @@ def _recipe_name(word: str, source: Path) -> str:
 
 
 def state_of(cell: Cell) -> CellState:
-    """Read the state of a cell from its folder. Raises OutputDirectoryError for a folder with a run
-    of another recipe."""
+    """Read a cell's state. Raises OutputDirectoryError if its folder has another recipe's run."""
     if not RunDirectory(cell.folder).recipe_path.exists():
         return CellState.NEW
     expected = cell.resolved_recipe()

@@ -86,8 +86,7 @@ class Entry:
 
 @dataclass(slots=True)
 class SweepRun:
-    """One attempt at a sweep. `stops` is the number of requests to stop, which signal handlers
-    increase."""
+    """One attempt at a sweep. Signal handlers count requests to stop in `stops`."""
 
     cells: Sequence[Cell]
     jobs: int = 1

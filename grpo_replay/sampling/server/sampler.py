@@ -144,8 +144,7 @@ class VllmServerSampler:
         check_server(server, self._config, self._arguments)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        """Yield completions as they finish, exactly one for each request, all sampled by
-        `policy_version`.
+        """Yield completions as they finish, one for each request, all sampled by `policy_version`.
 
         A failed request is retried, on another server if there is one. Raises RecipeError for a
         request longer than the servers' longest sequence; ServersLost if no server is left;

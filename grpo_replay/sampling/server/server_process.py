@@ -124,8 +124,7 @@ def devices_of_servers(
     sampling: SamplingSection, ranks_here: int, on_gpu: bool
 ) -> Sequence[str | None]:
     """Return CUDA_VISIBLE_DEVICES of each server on this machine (`server_devices`); None on a CPU.
-    Raises SamplerError if a port is taken, RecipeError without enough GPUs in addition to those of
-    the ranks here."""
+    Raises SamplerError if a port is taken, RecipeError without enough GPUs besides the ranks'."""
     launch, size = sampling.servers.launch, sampling.vllm.tensor_parallel_size
     for port in _ports(sampling.servers):
         _refuse_taken_port(sampling.servers.host, port)
