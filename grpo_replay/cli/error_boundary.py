@@ -46,7 +46,9 @@ def _end_quietly(error: BrokenPipeError) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Print an error once over all ranks; returns the exit code."""
+    """Print an error once over all ranks, and log it; returns the exit code. An error of this
+    package is one line without a traceback; others get one, with the user's code or a bug as
+    origin. A lost peer's and a full disk's errors are reworded first."""
     from grpo_replay.distributed.failures import (
         PeerFailure,
         is_lost_peer,

@@ -80,7 +80,9 @@ def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
 
 
 def _evaluate(options: EvalOptions, source: ModelSource) -> int:
-    """Evaluate, write the report and its per-sample rows, and print the tables."""
+    """Evaluate, write the report and its per-sample rows, and print the tables; returns the exit
+    code. With several `--num-processes` it launches ranks that do so. An existing report is
+    replaced only if `--output` names it."""
     recipe = resolved(options, source)
     _announce_or_refuse_code(recipe, options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
@@ -179,7 +181,8 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
 
 
 def _compare(path_a: str, path_b: str, as_json: bool) -> int:
-    """Print how evaluation B differs from A, with a paired test."""
+    """Print how evaluation B differs from A, with a paired test, as tables or JSON; on stderr if
+    their prompts differ."""
     a, b = (read_report(Path(path)) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
     for notice in notices_of_prompts(a, b):

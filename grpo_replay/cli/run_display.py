@@ -41,6 +41,8 @@ class RunDisplay(Observer):
     """Prints progress to stderr and the result to stdout."""
 
     def __init__(self, console: Console) -> None:
+        """Makes the progress line; entering the display as a context shows it if stderr is a
+        terminal."""
         self._console = console
         self._live: Live | None = None
         self._progress = Progress(

@@ -24,7 +24,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: SweepOptions) -> int:
-    """Run the sweep, or print the commands of its cells; returns the exit code."""
+    """Run the unfinished cells of a sweep, or print their commands; returns the exit code. Raises
+    OutputDirectoryError if the folder has another sweep."""
     path = find_sweep(options.sweep)
     sweep = read_sweep_file(path)
     folder = Path(options.output_dir) if options.output_dir else Path("runs") / sweep.name

@@ -140,6 +140,7 @@ class Arrivals:
     def __init__(
         self, groups_per_step: int | None, newest_first: bool, max_age_steps: int | None
     ) -> None:
+        """Creates an empty queue and ledger; `Arrivals.of` takes the settings from a recipe."""
         self.groups_per_step = groups_per_step
         self.newest_first = newest_first
         self.max_age_steps = max_age_steps

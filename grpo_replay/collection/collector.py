@@ -132,6 +132,8 @@ class Collector:
         scorer: RewardScorer,
         send: Callable[[Delivery], None],
     ) -> None:
+        """Connects to the servers; nothing is sampled before Hello and Credit have come from rank
+        0."""
         self._recipe, self._prompts = settings.recipe, prompts
         self._decode, self._scorer, self._send = decode, scorer, send
         adapters = settings.recipe.pushes_adapters

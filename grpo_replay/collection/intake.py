@@ -71,7 +71,8 @@ class Intake:
     def __init__(
         self, recipe: Recipe, journal: Journal | None, records: JournalRecords, step: int
     ) -> None:
-        """`journal` is None for a run that only replays."""
+        """Repeats the first `step` recorded steps, which a resumed run has made. `journal` is None
+        for a run that only replays. Raises JournalError if the journal is shorter."""
         self.recipe = recipe
         self.arrivals = Arrivals.of(recipe)
         self.newest_report = Report()

@@ -46,6 +46,7 @@ class Link:
     """
 
     def __init__(self, settings: CollectorSettings) -> None:
+        """Opens the sockets, and starts the collector's process."""
         self.report = Report(sent=time.monotonic())
         self._has_report = False
         # Mode 700. The path of a Unix socket has at most 107 bytes, and TMPDIR may be long.

@@ -95,7 +95,8 @@ def refuse_other_count(environment: RankEnvironment, requested: int | None, opti
 
 
 def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
-    """Reads the variables of torchrun, DeepSpeed's launcher or ours; LaunchError if one lacks."""
+    """Reads the variables of torchrun, DeepSpeed's launcher or ours. Raises LaunchError if one of
+    several ranks lacks its rank or address."""
     world_size = _integer(environ, "WORLD_SIZE")
     if world_size > 1:
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -122,7 +123,8 @@ def _is_step_of_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
-    """Reads the variables of a Slurm job step; rank 0 listens on its first node."""
+    """Reads the variables of a Slurm job step: rank 0 of 1 for a single task; rank 0's node is the
+    first, its port a function of job and step. Raises LaunchError if one is missing."""
     # The step's own count: SLURM_NTASKS may still be the job's.
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _integer(environ, count)

@@ -23,7 +23,8 @@ QUIET_SECONDS = 10.0
 
 
 def form_group(environment: RankEnvironment, backend: str, timeout: datetime.timedelta) -> None:
-    """Create torch's default process group, which DeepSpeed adopts."""
+    """Wait for all ranks, and create torch's default process group, which DeepSpeed adopts; a
+    single process needs no port. Raises LaunchError if they do not meet within `timeout`."""
     try:
         # A process alone needs no port: many runs may share a machine.
         is_single = environment.world_size == 1

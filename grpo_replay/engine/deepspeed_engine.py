@@ -76,6 +76,8 @@ class DeepSpeedEngine:
         comm: Comm,
         device: torch.device,
     ) -> None:
+        """Attaches LoRA, copies the reference, opens DeepSpeed, runs the model's trials and
+        compiles it, as the recipe says. Collective. Raises ModelError or RecipeError."""
         self._recipe = recipe
         self._comm = comm
         self._stage = recipe.zero_stage(comm.world_size)

@@ -260,7 +260,8 @@ def _step(states: dict[Any, dict[str, Any]]) -> float:
 
 
 def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
-    """Write the saved state into a new DeepSpeed engine. Collective. Raises CheckpointError."""
+    """Write the saved state into a new DeepSpeed engine of any ZeRO stage, with AdamW's moments
+    unless it is from before the first update. Collective. Raises CheckpointError."""
     parameters = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
     saved.refuse_other_names(parameters)
     optimizer = engine.optimizer

@@ -246,6 +246,7 @@ class LogprobHead(nn.Module):
         chunk_tokens: int,
         settings: LogitSettings | None = None,
     ) -> None:
+        """Takes over the parameters of `lm_head`, shared with the model."""
         super().__init__()
         self.weight, self.bias = lm_head.weight, lm_head.bias
         self.temperature = temperature

@@ -52,6 +52,7 @@ class Lengths:
     sums them thousands of times."""
 
     def __init__(self, rows: Sequence[TrainRow]) -> None:
+        """Counts; equal prompts get one index, and similar ones neighbouring indices."""
         prompts = {row.prompt_token_ids.tobytes(): row.prompt_token_ids for row in rows}
         index_of = {prompt: index for index, prompt in enumerate(sorted(prompts))}
         self.completions = [len(row.completion_token_ids) for row in rows]

@@ -88,7 +88,8 @@ def pairs_of(a: EvaluationReport, b: EvaluationReport) -> list[Pair]:
 
 
 def _result(pairs: Sequence[Pair]) -> PairedResult:
-    """Compares B with A on one benchmark, or on the unweighted mean over several."""
+    """Compares B with A by problem, on one benchmark or the unweighted mean over several:
+    differences, t intervals, and a sign-flip test seeded by the names."""
     differences = [pair.b.accuracy_N - pair.a.accuracy_N for pair in pairs]
     tokens = [pair.b.tokens_N - pair.a.tokens_N for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])

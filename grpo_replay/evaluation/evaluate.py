@@ -105,6 +105,7 @@ class _Grading:
         total: int,
         on_progress: OnProgress | None,
     ) -> None:
+        """`total` is the number of completions of this rank, for progress reports."""
         self.plan = plan
         self._total = total
         self._scorer = scorer

@@ -213,7 +213,8 @@ def _compared(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, 
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
-    """Raises EvaluationFileError unless problems and `SAME_SETTINGS` agree."""
+    """Raises EvaluationFileError, which names the difference, unless both have the same benchmarks,
+    problems, answers and `SAME_SETTINGS`."""
     names_a, names_b = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
     if names_a != names_b:
         raise EvaluationFileError(

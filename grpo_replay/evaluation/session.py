@@ -76,7 +76,9 @@ class ModelSource:
 
 
 def find_model(ckpt: str) -> ModelSource:
-    """Find the model that `--ckpt` names. Raises CheckpointError if there is none."""
+    """Find the model that `--ckpt` names: a builtin, a run (its latest checkpoint, with a notice),
+    a checkpoint or its model/, a Hugging Face folder, or a hub id unless such a folder exists.
+    Raises CheckpointError for others."""
     path = Path(ckpt).expanduser()
     if ckpt.startswith("builtin:"):
         return ModelSource(ckpt, ckpt.replace(":", "-"))

@@ -308,7 +308,8 @@ def _mean_score(scores: pa.ChunkedArray) -> float | None:
 
 
 def _mean_result(results: dict[str, BenchmarkResult], tables: Sequence[ProblemTable]) -> MeanResult:
-    """Averages the benchmarks, unweighted; a value is None if it is of one of them."""
+    """Averages the benchmarks, unweighted; pass@j up to the smallest k. The standard error is that
+    of independent benchmarks; None if one has none."""
     by_benchmark = list(results.values())
     errors = [result.avg_at_k_stderr for result in by_benchmark]
     known = [error for error in errors if error is not None]

@@ -156,6 +156,7 @@ class HostRun:
     def __init__(
         self, settings: ReplaySection, group_size: int, seed: int, folder: Path, words: HostWords
     ) -> None:
+        """Makes an empty buffer; files are written from `open` on."""
         self.buffer = ReplayBuffer(settings, group_size, seed)
         self.folder, self.words = folder, words
         self._output: OutputFolder | None = None

@@ -48,6 +48,7 @@ class ForwardPasses:
     `trace` with the loss."""
 
     def __init__(self, old_BT: torch.Tensor) -> None:
+        """`old_BT` are the log-probs of birth; here they become a leaf that collects a gradient."""
         self.old_BT = old_BT.detach().float().requires_grad_()
         self.outputs: tuple[torch.Tensor, torch.Tensor | None] | None = None
         """The log-probs and entropies [B, T] of that pass; None if there was no or more than

@@ -64,6 +64,7 @@ class PromptSet:
         sha256: str,
         notices: Sequence[str] = (),
     ) -> None:
+        """Use `load_prompts`. `seed` decides the order of every epoch."""
         self._prompts = prompts
         self._seed = seed
         self._cached_order: tuple[int, np.ndarray] | None = None
@@ -172,6 +173,7 @@ class _TokenisedPrompts:
     of the prompts that were skipped."""
 
     def __init__(self) -> None:
+        """Starts empty; `add` appends the prompts of a source."""
         self.sources: list[_Source] = []
         self.rows: list[tuple[ProblemRows | None, int]] = []
         self.ids: list[str] = []

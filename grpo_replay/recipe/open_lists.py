@@ -45,7 +45,8 @@ class OpenList:
         return value
 
     def load(self, value: str) -> Callable[..., Any]:
-        """Import the function that `value` names, once. Raises RecipeError."""
+        """Import the function that `value` names, once. Raises RecipeError if it cannot be
+        imported, is not callable, or does not take the list's arguments."""
         if value not in self._loaded:
             try:
                 function = load_function(self.import_path(value))

@@ -68,6 +68,7 @@ class EntryStore:
         group_size: int,
         on_evict: Callable[[tuple[Entry, ...]], None] | None = None,
     ) -> None:
+        """Creates an empty store. `on_evict` gets evicted entries, at the next `evict`."""
         self.settings = checked_settings(settings)
         self.group_size = group_size
         self.on_evict = on_evict
@@ -205,7 +206,8 @@ class EntryStore:
         )
 
     def stats(self, step: int) -> BufferStats:
-        """Computes the statistics at `step`, with the evictions of `step` so far."""
+        """Computes the statistics at `step`, with the evictions of `step` so far; 0 of an earlier
+        step."""
         evicted, undrawn = 0, 0
         if self._evicted_at[0] == step:
             evicted, undrawn = self._evicted_at[1], self._evicted_undrawn

@@ -74,6 +74,7 @@ class ReplayBuffer(EntryStore):
         seed: int = 0,
         on_evict: Callable[[tuple[Entry, ...]], None] | None = None,
     ) -> None:
+        """Creates an empty buffer before its first step. `seed` decides the draws of `step`."""
         super().__init__(settings, group_size, on_evict)
         self.seed = seed
         self.last_step = 0  # the last step made, 0 before the first

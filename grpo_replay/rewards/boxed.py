@@ -269,7 +269,8 @@ def _cached_or_none(function: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @_cached_or_none
 def read(text: str) -> Any:
-    """Parse a formula, a set or a relation with sympy; decimals stay exact."""
+    """Parse a formula, a set or a relation with sympy; decimals stay exact, `i` is the imaginary
+    unit. None if it cannot be parsed."""
     number = re.sub(r"^([+-]?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3", text)
     if re.fullmatch(r"[+-]?\d+(?:\.\d*|/\d+)?", number):
         return sympy.Rational(number)

@@ -127,6 +127,7 @@ class SymbolicGrader:
     """
 
     def __init__(self, boxed: bool = False) -> None:
+        """Redirects math-verify's log, for it only logs timeouts, and enlarges its cache."""
         self._boxed = boxed
         self._swallowed = _SwallowedErrors()
         logger = logging.getLogger("math_verify")

@@ -60,6 +60,8 @@ class VerifierPool:
         on_answers: OnAnswers,
         on_failure: Callable[[Exception], None],
     ) -> None:
+        """Starts a thread for each worker, which starts its process; limits are per completion
+        (seconds) and per process (MiB)."""
         self._functions = functions
         self._time_limit = time_limit_seconds
         self._memory_limit_mib = memory_limit_mib
@@ -116,7 +118,8 @@ class VerifierPool:
             self._ready.set()
 
     def _start(self, index: int) -> "VerifierProcess | None":
-        """Start a worker and wait until it is ready; None if the pool closes."""
+        """Start a worker and wait until it is ready; None if the pool closes. Raises RecipeError if
+        a function does not load in time, GrpoReplayError if the process ends before."""
         with self._wake:
             if self._closing:
                 return None
@@ -190,6 +193,7 @@ class VerifierProcess:
     """
 
     def __init__(self, functions: Sequence[str], memory_limit_mib: int) -> None:
+        """Starts the process in a session of its own, and a thread that logs its output."""
         self.answered = 0
         self._functions = functions
         self._received = b""

@@ -80,6 +80,7 @@ class RewardScorer:
     """Scores completions with the recipe's reward functions. Use it from one thread only."""
 
     def __init__(self, section: RewardSection, as_verdicts: bool = False) -> None:
+        """Use `open`. Starts the pool of workers."""
         names = [weighted.function for weighted in section.functions]
         functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.import_path(n) for n in names]
         self.unparsable_answers: set[str] = set()

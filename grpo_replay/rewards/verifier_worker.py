@@ -121,6 +121,7 @@ class Caller:
     """
 
     def __init__(self, score: Any, name: str) -> None:
+        """Reads the names of the parameters of `score`, which decide how it is called."""
         parameters = inspect.signature(score).parameters
         self._takes_lists = "completions" in parameters
         required = [p.name for p in parameters.values() if _is_required(p)]

@@ -45,6 +45,7 @@ class RowLayer(DynamicLayer):
     """Keys and values [R, heads, length, head_dim] of one layer, in buffers with room to grow."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
+        """Copies prefilled keys and values into buffers of `capacity` tokens."""
         super().__init__()
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True

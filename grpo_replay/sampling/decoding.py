@@ -342,7 +342,8 @@ class DecodingBatch:
         ]
 
     def _remove(self, complete: np.ndarray) -> None:
-        """Remove finished slots: live ones at the end move into them."""
+        """Remove finished slots from all tensors and the cache: live slots at the end move into
+        them, so that live ones stay contiguous and little is copied."""
         alive = int(len(complete) - complete.sum())
         free = np.flatnonzero(complete[:alive])
         moved = np.flatnonzero(~complete[alive:]) + alive

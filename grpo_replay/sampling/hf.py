@@ -53,6 +53,8 @@ class HfSampler:
         max_batch_rollouts: int,
         device: torch.device | str = "cpu",
     ) -> None:
+        """Use `open`. Moves the model to the device, and chooses the first decode mode that
+        works."""
         model = model.to(device).eval().requires_grad_(False)
         _align(pushed_weights(model).values())
         self._mode = first_working_mode(

@@ -265,7 +265,8 @@ class VllmLocalSampler:
         self._memory.sleep(keep_weights or self._files is not None)
 
     def close(self) -> None:
-        """Free the engine and keep the process group. May be called twice."""
+        """Free the engine and its GPU memory, and keep the process group, which is the trainer's
+        too. May be called twice."""
         engine, self._engine = self._engine, None
         if engine is None:
             return

@@ -86,6 +86,7 @@ class RunDirectory:
     """Paths and small files of one run. Only rank 0 writes, except for each rank's own log."""
 
     def __init__(self, path: Path) -> None:
+        """Names the files; creates nothing."""
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
         self.recipe_path = path / RECIPE_FILE
@@ -324,7 +325,8 @@ def default_run_dir(name: str) -> Path:
 
 
 def refuse_missing(run_dir: Path) -> None:
-    """Raises CheckpointError if the folder holds no run to resume."""
+    """Raises CheckpointError if the folder holds no run to resume: none, a checkpoint instead of
+    its run, or the run of another trainer."""
     if not RunDirectory(run_dir).exists:
         in_run = run_dir.absolute().parent.name == "checkpoints"
         remedy = (

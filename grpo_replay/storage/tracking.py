@@ -77,6 +77,7 @@ class HostedTracker:
     """
 
     def __init__(self, name: str, recipe: Recipe, run_dir: Path) -> None:
+        """Starts or continues the record of the run, with its recipe as configuration."""
         self._module = importlib.import_module(name)
         known = {"id": _run_id(run_dir / f"{name}_id")} if name == "wandb" else {}
         self._module.init(

@@ -146,6 +146,7 @@ class MainSource(FollowerSource):
     then the groups that the collector delivers while the trainer works."""
 
     def __init__(self, parts: Parts, state: RunState, intake: Intake) -> None:
+        """Starts with the steps that `intake` has from the journal; no collector runs yet."""
         super().__init__(parts, state)
         self.intake = intake
         self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
@@ -220,7 +221,8 @@ class MainSource(FollowerSource):
         return cast(VllmServerSampler, self.parts.sampler)
 
     def _to_step_rollouts(self, taken: Sequence[Rollout], use: "ServerUse") -> StepRollouts:
-        """Returns `taken` as the trainer needs it, and sets the metrics of the step."""
+        """Returns `taken` as the trainer needs it, with those of the newest weights alone to
+        compare, and sets the metrics that are known when the step begins."""
         arrivals, state = self.intake.arrivals, self.state
         self._metrics = {
             "async/sampler_idle": use.idle,

@@ -94,6 +94,7 @@ class Run:
     """One attempt at a run: steps, evaluations, records and checkpoints."""
 
     def __init__(self, opened: OpenedRun, observer: Observer, stack: ExitStack) -> None:
+        """Builds trainer and evaluation of an opened run; rank 0 announces it."""
         parts, state = opened.parts, opened.state
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
         self.stop, self.observer, self.state = parts.stop, observer, state

@@ -49,6 +49,7 @@ class Trainer:
     """Runs training steps. Only `state`, the buffer and the source persist between them."""
 
     def __init__(self, parts: Parts, state: RunState, source: RolloutSource) -> None:
+        """`state` has the counters, those of the checkpoint after a resume."""
         self.parts, self.state, self.source = parts, state, source
         self.recipe = parts.recipe
         self.comm = parts.comm

@@ -293,6 +293,8 @@ def plan_memory(
 def _engine_setting(
     engine: EngineSection, stage: int, model: ModelSection, has_reference: bool, machines: Machines
 ) -> EngineSetting:
+    """Collects the settings that decide the engine's memory; with LoRA the reference is the
+    base."""
     return EngineSetting(
         zero_stage=stage,
         ranks=machines.total_ranks,

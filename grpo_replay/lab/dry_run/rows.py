@@ -43,6 +43,7 @@ class Section:
 
 
 def _text(value: Any) -> str:
+    """Formats a value: a range as "a to b", numbers with separators, None as ""."""
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
     if value is None or isinstance(value, str):

@@ -57,6 +57,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage once, until it is garbage collected."""
         if storage in self._seen:
             return
         self._seen.add(storage)
@@ -133,7 +134,7 @@ _shapes: dict[tuple[str, str | None], ModelShape] = {}
 
 
 def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelShape:
-    """Builds the model on the meta device and counts."""
+    """Builds the model on the meta device, and counts its parameters before LoRA is attached."""
     model = _meta_model(config, torch.float32, "eager")
     head = find_head(model)
     total = sum(parameter.numel() for parameter in model.parameters())

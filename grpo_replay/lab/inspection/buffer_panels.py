@@ -36,7 +36,8 @@ _COLOURS = {"stored": "blue", "replayed": "dark_orange"}
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
-    """Print an inspection as wide as the console, within `NARROWEST` and `WIDEST`."""
+    """Print an inspection as wide as the console, within `NARROWEST` and `WIDEST`: heading, panels
+    that have data (two side by side if it is wide), and trends."""
     whole = min(WIDEST, max(NARROWEST, console.width))
     width = (whole - 1) // 2 if whole >= TWO_PANELS else whole
     console.print(_heading(inspection))

@@ -136,7 +136,8 @@ FEW_SURVIVORS_SHARE = 0.1
 
 
 def find_warnings(inspection: Inspection) -> Iterator[str]:
-    """Yield one warning per problem; none for a healthy buffer."""
+    """Yield one warning per problem, none for a healthy buffer: few survivors, a full buffer, fewer
+    replayed than asked for, unknown or much clipping."""
     settings, warmup = inspection.settings, inspection.settings["warmup_steps"]
     counts = {rows.name: rows.rollouts for rows in inspection.populations}
     share = counts.get("kept", 0) / max(counts.get("generated", 0), 1)

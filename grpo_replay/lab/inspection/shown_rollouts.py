@@ -160,6 +160,7 @@ class _Reader:
     prompts: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Sets the share of each rollout in a page's limits, and looks up the sample's uses."""
         count = max(1, len(self.sample.rows))
         self._characters = max(FEWEST_CHARACTERS, PAGE_CHARACTERS // count)
         self._tokens = min(MOST_TOKENS_SHOWN, PAGE_TOKENS // count)

@@ -44,7 +44,8 @@ class Launcher:
         return None
 
     def start(self, cell: Cell, state: CellState, slot: int) -> Process:
-        """Start a new cell, or resume a started one, in a free job slot."""
+        """Start a new cell, or resume a started one, in a free job slot: with the slot's GPUs and
+        cores, output to the cell's log, and its own name for trackers."""
         # Trackers list all runs together, where a name like `seed-42` is ambiguous.
         name = f"{cell.root.name}/{cell.name}"
         names = {"WANDB_NAME": name, "TRACKIO_NAME": name}

@@ -106,7 +106,9 @@ class SweepRun:
         self._choose()
 
     def run(self) -> int:
-        """Run until no cell can be started; returns the exit code of the sweep."""
+        """Run at most `jobs` cells at a time until none can be started; returns 0, the code of the
+        first that failed, or 130. Each request to stop sends the running cells the next of
+        `STOP_SIGNALS`."""
         launcher, stops_sent = Launcher(self.jobs), 0
         while True:
             for entry in self._with(Status.RUNNING):

@@ -34,6 +34,8 @@ class _Units:
         uses_N: np.ndarray,
         last_use_N: np.ndarray,
     ) -> None:
+        """`candidate_C` are rows of the run; `uses_N` and `last_use_N` are of all its rows, before
+        the draw."""
         settings = run.recipe.replay
         is_drawable_C = _may_be_drawn(settings, uses_N[candidate_C], step - last_use_N[candidate_C])
         self.candidate_C = candidate_C = candidate_C[is_drawable_C]
@@ -89,6 +91,7 @@ class DrawChecks:
     """The checks of a run's draws. Call `check` for every step, in order."""
 
     def __init__(self, run: RunFiles) -> None:
+        """Opens the checks of a run, without comparisons yet."""
         self.run = run
         self.effective_sample_size: float | None = None  # of the last checked step
         self.entropy: float | None = None  # of the last checked step, nats
@@ -175,7 +178,8 @@ class DrawChecks:
     def _check_draw(
         self, step: int, draws: Columns, rows_D: np.ndarray, units: _Units, requested: int
     ) -> None:
-        """Check one draw of `requested` units."""
+        """Check one draw of `requested` units: candidates only, `_check_units`, and P; the first
+        draw of a step sets effective sample size and entropy."""
         position_D = find_rows(units.candidate_C, rows_D)
         is_candidate_D = position_D >= 0
         self.units.expect_all(

@@ -188,7 +188,8 @@ def check_ledger(run: RunFiles) -> Check:
 
 
 def _ledger_entries(run: RunFiles, step: int) -> dict[str, int]:
-    """Counts rollouts and tokens of a step by the ledger entry that they must end in."""
+    """Counts rollouts and tokens of a step by the ledger entry that they must end in; what is
+    dropped for no other reason is partial, and counts as stale."""
     recipe, columns = run.recipe, run.rollouts_of(step)
     std, tokens = columns["group_reward_std"], columns["completion_token_ids"]
     has_no_signal = np.isnan(std) | ((std == 0) & recipe.replay.drop_zero_variance)

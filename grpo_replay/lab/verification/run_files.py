@@ -144,7 +144,8 @@ class VerifyReport:
 
 
 def read_run_files(folder: Path) -> RunFiles:
-    """Read the files of a run. Raises SnapshotError if they are missing or damaged."""
+    """Read the files of a run up to its last line of metrics. Raises SnapshotError if they are
+    missing or damaged."""
     source = open_source(folder)
     steps = {int(line["step"]) for line in source.metrics}
     files = [(step, path) for step, path in source.rollout_files if step in steps]

@@ -55,6 +55,7 @@ class _BufferReplay:
     """Repeats the run step by step with a second implementation of the buffer."""
 
     def __init__(self, run: RunFiles) -> None:
+        """Starts with an empty buffer and no uses, before the first step."""
         self.run = run
         self.stored = np.zeros(0, np.int64)  # rows of `run.rollouts`, oldest first
         self.uses = np.zeros(len(run.rollouts["rollout_id"]), np.int64)

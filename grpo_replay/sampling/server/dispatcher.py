@@ -121,6 +121,8 @@ class Dispatcher(Generic[J]):
         on_lost: Callable[[J, str], None],
         version: int | None = None,
     ) -> None:
+        """Called in the event loop; starts a watch on every server, and checks them without
+        `version`."""
         self._servers = servers
         self._stop_token_ids = stop_token_ids
         self._admit, self._on_sampled, self._on_lost = admit, on_sampled, on_lost
@@ -137,7 +139,8 @@ class Dispatcher(Generic[J]):
                 self._start_check(state, "its version is not known yet")
 
     def fill(self) -> None:
-        """Send waiting jobs, and further ones, to servers with room."""
+        """Send waiting jobs, then further ones of `admit`, to used servers with room, always the
+        one with the fewest running; each job notes the version that its server has."""
         free = [server for server in self.servers.values() if self._has_room(server)]
         while free:
             server = min(free, key=lambda server: len(server.running))
@@ -274,7 +277,8 @@ class Dispatcher(Generic[J]):
         return completion, spans
 
     def _retry(self, job: J, server: ServerState[J], error: Exception) -> None:
-        """Queue the job for another try, or give it up; and check the server."""
+        """Queue a failed job for another try, or give it up after `MAX_RETRIES`; and check the
+        server. Raises SamplerError for a 4xx answer, which every server would give."""
         url = server.client.url
         if isinstance(error, Refused) and 400 <= error.status < 500:
             raise SamplerError(f"{url} refused request {tuple(job.request.key)}: {error}")

@@ -19,7 +19,8 @@ GRACE_SECONDS = 5.0
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Run `command`. Does not return: the guard is in the process group that it ends."""
+    """Run `command`, and end its process group when it ends, on SIGTERM, or when the parent has
+    ended; SIGKILL after `GRACE_SECONDS`. Does not return: the guard is in that group."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

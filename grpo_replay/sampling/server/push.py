@@ -62,6 +62,7 @@ class WeightPush:
         files: FolderTransfer | None,
         check: Callable[[VllmServer], None],
     ) -> None:
+        """Sends nothing yet; `push_first` does."""
         self._opening, self._comm, self.servers = opening, opening.comm, servers
         self._expected, self._files, self._check = expected, files, check
         self._base: FolderTransfer | None = None  # on rank 0, during a push
@@ -152,7 +153,8 @@ class WeightPush:
         self.on_switch(server.url, None if reason else version)
 
     def _push_base(self, server: VllmServer) -> None:
-        """Push the base of the adapters to a server. It is staged once per push."""
+        """Push the base of the adapters to a server that has none of this run. It is staged once
+        per push, whichever server needs it first."""
         with self._staging_base:
             if self._base is None:
                 parent = self._opening.sampling.servers.sync_folder

@@ -45,7 +45,7 @@ class VllmServerSampler:
     pusher: WeightPush
 
     def __init__(self, opening: SamplerOpening) -> None:
-        """Not for direct use: call `open`."""
+        """Use `open`. Reads configuration and expected weights; contacts no server."""
         self._opening, self._comm = opening, opening.comm
         self._config = load_config(opening.model)
         self._kept = ADAPTERS_KEPT if opening.pushed_while_sampling else 2
