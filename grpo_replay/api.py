@@ -206,8 +206,7 @@ def _recipe_of_run(
 
 
 def _import_path_of(function: str | Callable[..., Any]) -> str:
-    """Returns a function's import path, or raises UsageError if verifier processes cannot import
-    it."""
+    """Returns a function's import path. Raises UsageError if workers cannot import it."""
     if isinstance(function, str):
         return function
     module, name = str(function.__module__), getattr(function, "__qualname__", "")

@@ -127,8 +127,7 @@ def _removed_directory_error(error: Exception) -> GrpoReplayError | None:
 
 
 def _missing_extra_error(error: Exception) -> GrpoReplayError | None:
-    """Returns the error to show if the command needs an extra of this package that is not
-    installed; else None."""
+    """Returns the error to show if an extra of this package is not installed; else None."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     from importlib.metadata import PackageNotFoundError, requires

@@ -181,8 +181,7 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
 
 
 def _compare(path_a: str, path_b: str, as_json: bool) -> int:
-    """Print how evaluation B differs from A, with a paired test, as tables or JSON; on stderr if
-    their prompts differ."""
+    """Print how evaluation B differs from A, with a paired test, as a table or JSON."""
     a, b = (read_report(Path(path)) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
     for notice in notices_of_prompts(a, b):

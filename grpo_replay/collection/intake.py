@@ -215,8 +215,8 @@ class Intake:
             self._link.send(Version(url, version))
 
     def poll(self, version: int, timeout_seconds: float = 0.0) -> None:
-        """Journal and queue the groups that have arrived, and give credit for more. Replaces a
-        collector that has ended."""
+        """Journal and queue arrived groups, and give credit for more. Replaces an ended
+        collector."""
         with self._using_link:
             assert self._link is not None, "the intake is closed"
             try:

@@ -157,8 +157,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """Limits the number of groups that the collector starts after `Hello`; with `finished_only`,
-    running groups do not count."""
+    """Limits the groups that the collector starts after `Hello`; `finished_only` counts no running
+    ones."""
 
     groups: int
     finished_only: bool = False

@@ -34,8 +34,8 @@ def run_on_main(
     collective takes longer than that, so `engine.timeout_seconds` does not limit the work, and the
     others still notice if rank 0 dies.
 
-    A GrpoReplayError of `action` is raised on rank 0, and on the others as a PeerFailure.
-    `action` must not call collectives.
+    A GrpoReplayError is raised on rank 0, and on others a PeerFailure. `action` must call no
+    collectives.
     """
     future = start_in_thread(action) if comm.is_main else None
     while not comm.broadcast(future is not None and bool(wait([future], poll_seconds).done)):

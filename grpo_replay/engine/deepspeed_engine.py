@@ -259,8 +259,8 @@ class DeepSpeedEngine:
         return update_result(*joined, grad_norm, len(microbatches), rate)
 
     def measure(self, rows: Sequence[TrainRow] | None) -> tuple[RolloutOutcome, ...]:
-        """Compute the outcome that every row would have in an update now, without making it; empty
-        off rank 0. Collective."""
+        """Compute every row's outcome in an update now, without making it; () off rank 0.
+        Collective."""
         rows = rows or ()
         microbatches = self._exchange(rows)
         with torch.no_grad():

@@ -70,8 +70,8 @@ def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, 
 
 
 def refuse_crossing(model: ModelSection, config: PreTrainedConfig, longest: int) -> None:
-    """Raises RecipeError if sequences of up to `longest` tokens cross the length at which the model
-    changes its rotary factors."""
+    """Raises RecipeError if sequences of `longest` tokens reach the length at which its rotary
+    factors change."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope_of_layers = [rope] if "rope_type" in rope else filter(None, rope.values())
     limits = [
@@ -128,8 +128,7 @@ def can_pack(required: bool | None, config: PreTrainedConfig, forward: Forward, 
 def keeps_rows_apart(forward: Forward, config: PreTrainedConfig) -> bool:
     """Try whether a packed row has the same log-probs after one random row and after another.
 
-    They are equal bit for bit if only attention mixes positions, to rounding with a mixture of
-    experts.
+    Equal bit for bit if only attention mixes positions, to rounding with a mixture of experts.
     """
     row, *others = _random_tokens(config, _TOKENS, _TOKENS, _TOKENS)
     results = []

@@ -80,8 +80,7 @@ def section_at(model: ModelSection, model_path: str) -> ModelSection:
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model.tokenizer`, or the model's own. Without a pad token of its own,
-    EOS becomes the pad token.
+    """Load `model.tokenizer`, or the model's own tokenizer. Without a pad token, EOS becomes it.
 
     Raises ModelError if there is none, it cannot be read, or it has no EOS token.
     """
@@ -180,8 +179,8 @@ def _own_settings(model: ModelSection) -> dict[str, Any]:
 def _random(
     model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Builds a model with random weights, a function of configuration and `seed`, and with the
-    tokenizer's special tokens."""
+    """Builds a model with weights by configuration and `seed`, and the tokenizer's special
+    tokens."""
     _adopt_special_tokens(config, tokenizer)
     with torch.random.fork_rng(devices=[]), _named_refusals(model):
         torch.manual_seed(seed)

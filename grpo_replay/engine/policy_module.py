@@ -118,8 +118,7 @@ def refuse_wrong_head(model: PreTrainedModel, difference: float) -> None:
 
 
 def suspects(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the numeric settings whose names concern logits (but not those of a router), for the
-    message about a wrong head."""
+    """Return numeric settings that concern logits (not a router's), for a wrong head's message."""
     return {
         name: value
         for name, value in config.get_text_config().to_dict().items()

@@ -48,8 +48,7 @@ def pairs_per_token(attention: str, hidden_size: int) -> float | None:
 
 
 class Lengths:
-    """Token counts of a mini-batch's rows, prompts and common prefixes, computed once: planning
-    sums them thousands of times."""
+    """Token counts of a mini-batch's rows, prompts and common prefixes, counted once."""
 
     def __init__(self, rows: Sequence[TrainRow]) -> None:
         """Counts; equal prompts get one index, and similar ones neighbouring indices."""
@@ -177,8 +176,7 @@ def _rows_by_prompt(lengths: Lengths) -> Grouping:
 
 
 def _fewest_tokens(lengths: Lengths) -> int:
-    """Positions if every common prefix were computed once (the nodes of the prompts' prefix tree),
-    and every completion."""
+    """Count the nodes of the prompts' prefix tree, and completions: the fewest positions."""
     return sum(lengths.prompts) - sum(lengths.common) + sum(lengths.completions)
 
 

@@ -120,8 +120,7 @@ def refused_as(section: str) -> Iterator[None]:
 
 
 def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
-    """Make peft's configuration of adapters on the layers `targets`. Raises RecipeError for
-    settings that peft refuses."""
+    """Make peft's configuration for the layers `targets`. Raises RecipeError if peft refuses it."""
     from peft import LoraConfig
 
     with refused_as("model.lora"):

@@ -40,8 +40,8 @@ _RESULTS = TypeAdapter(Results)
 class EvaluationReport:
     """The results of an evaluation.
 
-    `greedy` is None without a greedy evaluation; `samples` are the per-sample rows, None if the
-    report was read without them.
+    `greedy` is None without a greedy evaluation; `samples` are the per-sample rows, None if not
+    read.
     """
 
     model: dict[str, Any]

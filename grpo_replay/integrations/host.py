@@ -164,8 +164,7 @@ class HostRun:
         self._unfinished: list[HostStep] = []
 
     def refuse_another_run(self) -> None:
-        """Raises OutputDirectoryError if the folder holds a run without a checkpoint. Call it
-        before anything is generated."""
+        """Called at the start; OutputDirectoryError if the folder has a run without checkpoint."""
         refuse_another_run(self.folder, self.words, may_resume=True)
 
     def describe(self, sections: Mapping[str, Any]) -> None:
@@ -176,8 +175,7 @@ class HostRun:
         self._output = OutputFolder(self.folder, self.buffer.settings, sections, self.words)
 
     def open(self) -> None:
-        """Begin the files of the run, or continue them after `load`. Raises
-        OutputDirectoryError."""
+        """Begin the run's files, or continue them after `load`. Raises OutputDirectoryError."""
         self._files.open(self.buffer.last_step, self._resumes)
 
     @property
@@ -316,8 +314,8 @@ class HostRun:
 def _row_outcomes(
     step: HostStep, outcomes: Mapping[int, RolloutOutcome] | None
 ) -> list[RolloutOutcome]:
-    """Returns the outcomes of the composed batch in order, unknown ones without `outcomes`. Raises
-    ValueError if one is missing."""
+    """Returns the composed batch's outcomes (None: all unknown). Raises ValueError if one is
+    missing."""
     if outcomes is None:
         return [unknown_outcome(rollout) for rollout in step.rollouts]
     if missing := sorted(set(range(len(step.rollouts))) - outcomes.keys()):

@@ -146,8 +146,7 @@ def _rollouts_of(
 def _refuse_shape(
     number: int, group: Sequence[Row], buffer: ReplayBuffer, words: HostWords
 ) -> None:
-    """Raises UsageError for a group of another size than `group_size`, of several prompts, or with
-    a birth step in the future."""
+    """Raises UsageError for a group of another size, several prompts, or a future birth step."""
     if len(group) != buffer.group_size:
         raise UsageError(
             f"group {number} has {len(group)} completions, and {words.group_size} is "

@@ -66,8 +66,8 @@ class ForwardPasses:
 
     def trace(self, loss: torch.Tensor, advantages: torch.Tensor) -> None:
         """Set `outputs` and `clipped_BT`, given the advantages [B] or [B, T] of the loss. Costs the
-        backward pass of the loss, not the model's. A loss whose ratio has no gradient at all, such
-        as cispo's, clips nothing."""
+        backward pass of the loss, not the model's. A loss whose ratio has no gradient (cispo) clips
+        nothing."""
         inputs = [self.old_BT, *(logprobs for logprobs, _ in self._recorded)]
         gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
         old_gradient_BT, *pass_gradients = gradients

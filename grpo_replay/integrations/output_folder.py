@@ -82,8 +82,7 @@ class OutputFolder:
 
 
 def refuse_another_run(folder: Path, words: HostWords, may_resume: bool = False) -> None:
-    """Raises OutputDirectoryError if the folder holds a run. With `may_resume`, a run that has a
-    checkpoint is allowed."""
+    """Raises OutputDirectoryError if the folder holds a run(`may_resume`: without checkpoint)."""
     resumable = may_resume and any(folder.glob(words.checkpoints))
     if (folder / METRICS).exists() and not resumable:
         raise OutputDirectoryError(

@@ -109,8 +109,8 @@ class EntryStore:
     def insert(
         self, items: Sequence[Entry | Rollout], step: int, times_used_N: np.ndarray | None = None
     ) -> int:
-        """Store entries, or rollouts as entries, born at or before `step`. Returns the number of
-        entries that the capacity evicted.
+        """Store entries or rollouts, born at or before `step`. Returns how many the capacity
+        evicted.
 
         `times_used_N` (int32 [N]) says how often an item was already drawn in `step`: only the pool
         composition draws fresh items before it stores them. The text of a rollout is not stored
@@ -206,8 +206,7 @@ class EntryStore:
         )
 
     def stats(self, step: int) -> BufferStats:
-        """Computes the statistics at `step`, with the evictions of `step` so far; 0 of an earlier
-        step."""
+        """Computes the statistics at `step`, with its evictions so far (of no earlier step)."""
         evicted, undrawn = 0, 0
         if self._evicted_at[0] == step:
             evicted, undrawn = self._evicted_at[1], self._evicted_undrawn

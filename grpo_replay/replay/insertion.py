@@ -94,8 +94,8 @@ def check_insertable(
 
 
 def frozen(rollout: Rollout) -> Rollout:
-    """Make the rollout's arrays read-only; return it without its text and its scores before
-    weighting, which rollouts/ has."""
+    """Make a rollout's arrays read-only; return it without text and single scores (in
+    rollouts/)."""
     for array in (
         rollout.prompt_token_ids,
         rollout.completion_token_ids,

@@ -158,9 +158,8 @@ class ReplayBuffer(EntryStore):
         return update_indices(batch, BatchSection(updates_per_step=updates), rng)
 
     def save(self, path: str | Path) -> None:
-        """Write everything that `load` needs to continue after the last `step`: a snapshot
-        (`replay.snapshot`) with the seed and the next ids. Payloads are saved if they are whole
-        rollouts."""
+        """Write what `load` needs to continue after the last `step`: a snapshot (`replay.snapshot`)
+        with the seed and the next ids. Payloads are saved if they are whole rollouts."""
         from grpo_replay.replay.snapshot import write_snapshot  # loads pyarrow
 
         standalone = {name: getattr(self, name) for name in _STANDALONE_STATE}

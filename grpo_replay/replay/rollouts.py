@@ -87,8 +87,7 @@ def _with_length_penalty(graded: Graded, recipe: Recipe) -> Graded:
 
 
 def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) -> float:
-    """Compute the length penalty of a completion, in [-1, 0]: DAPO's soft overlong punishment (Yu
-    et al. 2025, equation 13).
+    """Compute a completion's length penalty, in [-1, 0]: DAPO's soft overlong punishment (eq. 13).
 
     0 up to `longest_tokens - buffer_tokens`, then falling linearly to -1 at `longest_tokens`.
     Example: with at most 20 tokens and a buffer of 8, lengths 12, 14, 20 score 0, -0.25 and -1.
@@ -98,8 +97,8 @@ def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) 
 
 
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> tuple[GroupAdvantage, int]:
-    """Compute the statistics of one group, with advantages unless it is dropped, and the number of
-    its correct completions."""
+    """Compute a group's statistics, with advantages unless dropped, and count correct
+    completions."""
     group = estimate_advantages([verdict.reward for verdict in verdicts], recipe.advantage)
     if group.std == 0 and not recipe.replay.drop_zero_variance:
         # The group is trained on with advantage 0 (asymre: see `loss_coefficient`).

@@ -13,8 +13,8 @@ _JOINT = re.compile(r"[\s$]*(?:,|\band\b|\bor\b)[\s$]*")
 
 def last_boxes(completion: str) -> list[str]:
     """Return the content of the last complete box that is not empty, then, if only commas, "and" or
-    "or" separate earlier boxes from it, the contents of all of these joined by commas. Empty if
-    there is no box."""
+    "or" separate earlier boxes from it, the contents of all of these joined by commas. [] without
+    one."""
     boxes: list[tuple[int, int, int, int]] = []  # start and end of a box, then of its content
     opened: list[re.Match[str] | None] = []
     for token in _BOX.finditer(completion):
@@ -153,8 +153,7 @@ _PLUS, _MINUS = re.compile(r"\\pm(?![a-z]) ?"), re.compile(r"\\mp(?![a-z]) ?")
 
 
 def members(text: str) -> list[str]:
-    """Split a list at commas and semicolons; an element with ± or ∓ counts as its two values,
-    unless it is in brackets."""
+    """Split a list at commas and semicolons; an unbracketed element with ± or ∓ becomes two."""
     elements = []
     for part in split(text, ",;")[::2]:
         has_both = part[:1] not in set("([⦃") and (_PLUS.search(part) or _MINUS.search(part))

@@ -82,8 +82,7 @@ def _factorial(number: str) -> str | None:
 
 
 def _power(base: str, exponent: str) -> str | None:
-    """Computes a power of two numbers, all as text: `_BEYOND` if it is larger than about 30 bits,
-    None if it is too expensive."""
+    """Computes a power, as text: `_BEYOND` above about 30 bits, None if it is too expensive."""
     base, exponent = base.lstrip("0"), exponent.lstrip("0")
     if base in ("", "1") or not exponent:
         return base or "0"

@@ -148,8 +148,7 @@ class VerifierPool:
         return process
 
     def _note_sources(self, ready: dict[str, Any]) -> None:
-        """Store a ready worker's report. Raises RecipeError if its source differs from the
-        first's."""
+        """Store a ready worker's report. Raises RecipeError if it has other sources."""
         sources, self.needs_whole_group = ready["sources"], ready["needs_whole_group"]
         with self._wake:
             self.sources = self.sources or sources

@@ -265,8 +265,7 @@ class RewardScorer:
         return Verdict(sum(weighted), status, scores)
 
     def _user_failure(self, answers: Sequence[dict[str, Any]]) -> str | None:
-        """The status of the first function of the user that failed, or "none" if the first function
-        returned None; else None."""
+        """Return the status of the first user's function that failed; None if none did."""
         pairs = zip(answers, self._is_user_function)  # after a failure answers are missing
         statuses = (answer["status"] for answer, is_user_function in pairs if is_user_function)
         failed = (status for status in statuses if status in FAILED)

@@ -32,8 +32,7 @@ THOUSANDS = r"\d{1,3}(,\d{3})+"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some problems of a set of `total`, the recipe key that names the set, and the function that
-    encodes a text as token ids."""
+    """Some problems of `total`, the recipe key that names them, and the encoder of texts."""
 
     problems: Sequence[Prompt]
     total: int

@@ -394,8 +394,7 @@ def decoding_batches(
 def _distinct_prompts(
     requests: Sequence[GenerationRequest],
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns distinct prompts in order of appearance, and each request's prompt index, int64
-    [R]."""
+    """Returns distinct prompts in order of appearance, and each request's index, int64 [R]."""
     index_of: dict[bytes, int] = {}
     prompts: list[np.ndarray] = []
     prompt_of_row = np.empty(len(requests), dtype=np.int64)

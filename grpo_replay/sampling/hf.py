@@ -53,8 +53,7 @@ class HfSampler:
         max_batch_rollouts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Use `open`. Moves the model to the device, and chooses the first decode mode that
-        works."""
+        """Use `open`. Moves the model to the device; finds a decode mode that works."""
         model = model.to(device).eval().requires_grad_(False)
         _align(pushed_weights(model).values())
         self._mode = first_working_mode(
@@ -114,8 +113,8 @@ class HfSampler:
     def _decode(
         self, model: PreTrainedModel, requests: Sequence[GenerationRequest]
     ) -> Iterator[FinishedRow]:
-        """Decodes one batch, yielding completions as they finish. Raises SamplerError with advice
-        if the GPU runs out of memory."""
+        """Decodes a batch, yielding completions as they finish. Raises SamplerError out of
+        memory."""
         try:
             batch = DecodingBatch(model, requests, self.stop_token_ids, self._pad_id, self._mode)
             while batch.alive:

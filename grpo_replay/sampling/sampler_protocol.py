@@ -255,8 +255,7 @@ def refuse_impossible(
 
 
 class WeightState:
-    """Tracks whether a sampler can sample: its last weight update is complete, and its weights were
-    not discarded afterwards."""
+    """Tracks whether a sampler's last weight update is complete and not discarded since."""
 
     def __init__(self) -> None:
         self._reason: str | None = None  # why it cannot sample

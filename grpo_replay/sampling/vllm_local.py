@@ -257,16 +257,14 @@ class VllmLocalSampler:
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.
-        Kept weights, and always the base of adapters, move to pinned host memory. Without kept
-        weights `generate` is refused until the next `load_weights`. Frees nothing without sleep
-        mode."""
+        Kept weights and adapters' base move to pinned host memory. Without kept weights `generate`
+        is refused until the next `load_weights`. Frees nothing without sleep mode."""
         if not keep_weights:
             self._weights.discard()
         self._memory.sleep(keep_weights or self._files is not None)
 
     def close(self) -> None:
-        """Free the engine and its GPU memory, and keep the process group, which is the trainer's
-        too. May be called twice."""
+        """Free engine and GPU memory, but not the trainer's process group. May be called twice."""
         engine, self._engine = self._engine, None
         if engine is None:
             return

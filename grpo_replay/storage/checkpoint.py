@@ -273,8 +273,7 @@ def checkpoint_bytes_on_disk(checkpoint: Path) -> int:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """The files that a manifest lists: all but the manifest and the model cards, which a late
-    evaluation rewrites."""
+    """List a manifest's files: all but itself and model cards, which an evaluation rewrites."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     names = (str(path.relative_to(folder)) for path in paths)
     return [name for name in names if not name.startswith(MODEL_CARDS)]

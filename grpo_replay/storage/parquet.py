@@ -57,8 +57,8 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of a file that `write_parquet` wrote; None for other files, which
-    `open_parquet` refuses."""
+    """Return the kind of a file of `write_parquet`; None for others, which `open_parquet`
+    refuses."""
     try:
         marks = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError):

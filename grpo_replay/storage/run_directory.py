@@ -185,8 +185,7 @@ class RunDirectory:
             )
 
     def refuse_unwritable(self) -> None:
-        """Raises OutputDirectoryError if this user may not write to the folder, or to the folder
-        that it would be created in."""
+        """Raises OutputDirectoryError if this user may not write to or create the folder."""
         existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OutputDirectoryError(
@@ -350,8 +349,7 @@ def is_of_another_trainer(run_dir: Path) -> bool:
 
 
 def environment_facts(world_size: int) -> dict[str, Any]:
-    """Return package versions, hardware, git commit and command (without secrets) of this attempt,
-    for environment.json."""
+    """Return packages, hardware, git commit and command (without secrets), for environment.json."""
     import torch
 
     packages = ("torch", "transformers", "deepspeed", *VLLM_PACKAGES, "datasets",
@@ -388,8 +386,7 @@ def _git_commit() -> str | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file; False for a missing file, or on a file
-    system without locks."""
+    """Return whether a process holds a file's lock; False without file, or locks on its disk."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

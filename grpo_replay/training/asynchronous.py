@@ -78,8 +78,8 @@ def _push(parts: Parts, version: int) -> None:
 
 
 class FollowerSource:
-    """Implements `rollout_source.RolloutSource` on ranks other than 0, which have no rollouts and
-    take part in collectives only."""
+    """Implements `rollout_source.RolloutSource` on ranks other than 0: takes part in
+    collectives."""
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state

@@ -152,8 +152,8 @@ class RolloutSource(Protocol):
         ...
 
     def metrics(self, record: StepRecord) -> Metrics:
-        """Return metrics of the finished step, on rank 0: `sampler/policy_version`, and those that
-        only this source has."""
+        """Return the finished step's metrics, on rank 0: `sampler/policy_version` and the source's
+        own."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -196,8 +196,7 @@ def _metadata(base: str, prompts: Sequence[str]) -> str:
 
 
 def _results(base: EvaluationReport | None, current: EvaluationReport | None) -> str:
-    """Returns the card's table of accuracies. The base model's are shown only if both evaluations
-    had the same settings."""
+    """Returns the card's table of accuracies; the base model's only if settings were the same."""
     if current is None:
         return f"{NOT_EVALUATED}\n"
     before = base.accuracies() if base and are_comparable(base, current) else {}

@@ -39,8 +39,7 @@ def probe_indices(draw: Draw, limit: int) -> list[int]:
 def shadow_metrics(
     draw: Draw, fresh: Sequence[Rollout], group_size: int, seconds: float
 ) -> dict[str, Any]:
-    """Compute metrics of what the draw would add to the fresh survivors of the step; `seconds` are
-    those spent on buffer and probe.
+    """Compute what the draw would add to the fresh survivors; `seconds` are buffer's and probe's.
 
     `shadow/rare_success_fraction`: share of the draw that is a rare success (A > 0, at most a
     quarter of the group correct) of a prompt without a success in the fresh batch.

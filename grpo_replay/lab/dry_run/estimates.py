@@ -28,8 +28,7 @@ class Speed:
 
 
 def step_section(recipe: Recipe, expected: Expected, speed: Speed | None = None) -> Section:
-    """Estimates rollouts and tokens of one training step, once replay has begun, and with a
-    measured `speed` its seconds.
+    """Estimates rollouts and tokens of a step, once replay has begun, with `speed` its seconds.
 
     A step trains on survivors and replayed rollouts, under `buffer_only` (which stores first) on
     replayed ones alone; each pass over the batch counts. The upper bound of generation is every

@@ -112,8 +112,7 @@ def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
 
 
 def _smaller_recipe(recipe: Recipe, groups: int) -> Recipe:
-    """Returns the recipe as a synchronous run with `groups` prompts per step, without evaluation,
-    trackers, refills and journal."""
+    """Returns the recipe, synchronous, with `groups` prompts, no evaluation, tracker or refills."""
     collection = recipe.sampling.collection.model_copy(update={"replay_journal": None})
     changes: dict[str, dict[str, Any]] = {
         "sampling": {"prompts_per_step": groups, "max_refills": 0, "collection": collection},

@@ -94,8 +94,7 @@ class EngineSetting:
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """Bytes on the device of one rank. `gradients`, `bucket` and `gathered` exist in the backward
-    pass, `flat_copy` after it, `step_work` while the optimizer steps. `host` is used by
-    offloading."""
+    pass, `flat_copy` after it, `step_work` in the optimizer step. `host` is for offloading."""
 
     parameters: int
     gradients: int
@@ -185,8 +184,7 @@ def _base(setting: EngineSetting) -> int:
 
 
 def _bucket(count: int, setting: EngineSetting) -> int:
-    """The buffer in which gradients are reduced. A GPU allocates all of it; on a CPU only pages
-    that are written count."""
+    """Returns the buffer that reduces gradients: on a GPU all of it, on a CPU its written pages."""
     if setting.zero_stage == 0:
         return 0
     elements = setting.bucket_elements

@@ -208,8 +208,7 @@ class MemoryPlan:
 
 
 def memory_sections(recipe: Recipe, plan: MemoryPlan | None) -> list[Section]:
-    """Returns the sections of a plan: model, memory of a process, sampler; all three without rows
-    if there is no plan."""
+    """Returns a plan's sections: model, memory, sampler; without rows if there is no plan."""
     if plan is None:
         return [Section("model", ""), Section("memory", ""), Section("sampler", "")]
     shape, model, sampler = plan.shape, recipe.model, plan.sampler
@@ -293,8 +292,7 @@ def plan_memory(
 def _engine_setting(
     engine: EngineSection, stage: int, model: ModelSection, has_reference: bool, machines: Machines
 ) -> EngineSetting:
-    """Collects the settings that decide the engine's memory; with LoRA the reference is the
-    base."""
+    """Collects what decides the engine's memory; with LoRA the reference is the base."""
     return EngineSetting(
         zero_stage=stage,
         ranks=machines.total_ranks,

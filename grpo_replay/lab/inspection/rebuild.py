@@ -142,8 +142,7 @@ def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
 
 
 def refuse_longer_age_limit(log: Rollouts, limit: int | None, other: int | None) -> None:
-    """Raises UsageError if the age limit `other` would have kept rollouts that the run, with
-    `limit`, dropped as too old."""
+    """Raises UsageError if age limit `other` would keep what the run, with `limit`, dropped."""
     if limit is None or (other is not None and other <= limit):
         return
     stale = ~log.kept & (log.group_reward_std > 0) & (log.logged_step - log.birth_step > limit)

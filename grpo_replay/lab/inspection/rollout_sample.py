@@ -64,8 +64,7 @@ class Sample:
 
 
 def choose_rollouts(facts: RolloutFacts) -> Sample:
-    """Choose all rollouts if they fit into a page; else the extremes, and whole groups at equal
-    distances over the run."""
+    """Choose all rollouts if a page holds them; else extremes, and whole groups evenly spaced."""
     rows = facts.rows
     mean_tokens = float(rows.length.mean()) if len(rows) else 0.0
     fitting = int(MOST_TOKENS / max(mean_tokens, 1.0))

@@ -107,8 +107,7 @@ def _named_arms(name: str, paths: Sequence[Path]) -> list[Arm]:
 
 
 def _arms_in(path: Path) -> list[Arm]:
-    """Reads the arms of a sweep, or one per run in a folder of runs. The arm of a run outside a
-    sweep has no name yet."""
+    """Reads the arms of a sweep, or one per run of a folder, which has no name yet."""
     if not path.exists():
         raise DataError(no_such_path(path))
     if (path / SWEEP).exists():

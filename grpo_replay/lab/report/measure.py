@@ -276,8 +276,7 @@ def estimates(
 
 
 def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
-    """Returns the values [S, N] of a benchmark, or of every benchmark for `mean`; [S, 1] if a run
-    has no per-sample rows."""
+    """Returns values [S, N] of a benchmark, of each for `mean`; [S, 1] without per-sample rows."""
     known = [run.values for run in runs if run.values is not None]
     if len(known) == len(runs):
         benchmarks = list(known[0]) if name == "mean" else [name]

@@ -25,9 +25,9 @@ MISSING = "–"
 
 
 def verdict(document: Document) -> str:
-    """Answer in a sentence: are the arms ahead of the baseline, at equal rollouts and at equal
-    cost, and how many seeds would decide it? An arm is ahead or behind if the 95 % interval of its
-    difference excludes 0."""
+    """Say in a sentence: are arms ahead of the baseline, at equal rollouts and at equal cost, and
+    how many seeds would decide it? An arm is ahead or behind if its difference's 95 % interval
+    excludes 0."""
     compared = [arm for arm in document["arms"] if arm["difference"] is not None]
     if not compared:
         return f"nothing to compare: no other arm has a seed of {document['baseline']}"

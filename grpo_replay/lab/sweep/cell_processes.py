@@ -76,8 +76,7 @@ def share_of_cores(jobs: int) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """The visible GPUs as in CUDA_VISIBLE_DEVICES, determined without torch. Raises LaunchError for
-    one that is named twice."""
+    """List visible GPUs as in CUDA_VISIBLE_DEVICES, without torch. LaunchError if one is twice."""
     gpus = named_gpus()
     if gpus is not None:
         return gpus

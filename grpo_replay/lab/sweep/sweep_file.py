@@ -135,8 +135,7 @@ def find_sweep(name_or_path: str) -> Path:
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Read and check a sweep, with its grid expanded to arms. Raises RecipeError that names file
-    and key."""
+    """Read a sweep, with its grid expanded to arms. Raises RecipeError, with file and key."""
     document = read_yaml(path)
     if not isinstance(document, Mapping):
         raise SweepFileError(f"{path}: a sweep is a mapping with name, recipe, arms and seeds")

@@ -107,8 +107,7 @@ class SweepRun:
 
     def run(self) -> int:
         """Run at most `jobs` cells at a time until none can be started; returns 0, the code of the
-        first that failed, or 130. Each request to stop sends the running cells the next of
-        `STOP_SIGNALS`."""
+        first that failed, or 130. A request to stop sends cells the next of `STOP_SIGNALS`."""
         launcher, stops_sent = Launcher(self.jobs), 0
         while True:
             for entry in self._with(Status.RUNNING):
@@ -144,8 +143,8 @@ class SweepRun:
             self._set(entry, Status.RUNNING, f"process {entry.process.pid}")
 
     def _collect(self, entry: Entry) -> None:
-        """Sets the status of a running cell whose process has ended: done, interrupted or failed,
-        with the last error of its log."""
+        """Sets the status of a cell whose process ended: done, interrupted or failed (its log's
+        error)."""
         assert entry.process is not None
         code = entry.process.poll()
         if code is None:

@@ -34,8 +34,8 @@ class _Units:
         uses_N: np.ndarray,
         last_use_N: np.ndarray,
     ) -> None:
-        """`candidate_C` are rows of the run; `uses_N` and `last_use_N` are of all its rows, before
-        the draw."""
+        """`candidate_C` are rows of the run; `uses_N`, `last_use_N` are of all its rows, before
+        it."""
         settings = run.recipe.replay
         is_drawable_C = _may_be_drawn(settings, uses_N[candidate_C], step - last_use_N[candidate_C])
         self.candidate_C = candidate_C = candidate_C[is_drawable_C]
@@ -233,8 +233,7 @@ class DrawChecks:
 
 
 def priorities(run: RunFiles, settings: ReplaySection, rows: np.ndarray) -> np.ndarray:
-    """Compute p of the rollouts `rows`, [len(rows)]: |A| or σ_g plus ε as in the paper, 1, or the
-    function that the recipe names."""
+    """Compute p of `rows`: |A| or σ_g plus ε as in the paper, 1, or by the recipe's function."""
     paper_columns = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
     if settings.priority == "uniform":
         return np.ones(len(rows))

@@ -87,8 +87,7 @@ def _model_problems(server: VllmServer, config: PretrainedConfig, longest: int) 
 
 
 def read_outline(outline: str) -> dict[str, int]:
-    """Read vocabulary, hidden size and number of layers from vLLM's outline of a model. What it
-    does not contain is left out.
+    """Read vocabulary, hidden size and number of layers, as far as present, from vLLM's outline.
 
     A tree of 28 layers contains `(embed_tokens): VocabParallelEmbedding(… embedding_dim=1024,
     org_vocab_size=151936 …)` and, one level below `(layers): ModuleList()(`, `(0-27): 28 x …`.

@@ -121,7 +121,7 @@ class Dispatcher(Generic[J]):
         on_lost: Callable[[J, str], None],
         version: int | None = None,
     ) -> None:
-        """Called in the event loop; starts a watch on every server, and checks them without
+        """Called in the event loop; watches every server, and checks it if there is no
         `version`."""
         self._servers = servers
         self._stop_token_ids = stop_token_ids
