@@ -262,7 +262,8 @@ KNOWN = (
     ),
     Known(
         "partial rollouts kept against the recipe", ARRIVALS,
-        'return "stale" if dropped else "inserted"', 'return "inserted"',
+        'return "stale" if drops_partial and is_partial(rollout) else "inserted"',
+        'return "inserted"',
         "tests/collection/test_assembly.py::"
         "test_partial_rollouts_are_kept_or_dropped_as_the_recipe_says_and_counted",
     ),

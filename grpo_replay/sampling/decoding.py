@@ -240,8 +240,8 @@ class DecodingBatch:
                 part_mask = None if real[part].all() else mask[part]
                 count = len(ids[part])
                 cache = self._repeated(prefix_cache, count) if prefix else self._empty_cache()
-                inputs = ids[part, prefix:], cache, positions[part, prefix:], part_mask
-                logits.append(self._model(**self._mode.inputs(*inputs), **last_only).logits[:, -1])
+                suffix = ids[part, prefix:], cache, positions[part, prefix:], part_mask
+                logits.append(self._model(**self._mode.inputs(*suffix), **last_only).logits[:, -1])
                 caches.append(cache)
             self._cache = self._expanded(caches, rows)
         self._logits = torch.cat(logits)[rows]

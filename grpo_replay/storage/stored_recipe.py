@@ -52,7 +52,7 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
 def refuse_other_recipe_file(
     given: Recipe, stored: Recipe, name: str, run_dir: Path, unlike: Collection[str] = ()
 ) -> None:
-    """Raises UsageError if recipe `given` (`name`) differs from `stored` in keys but `unlike`."""
+    """Raises UsageError if recipe `given` differs from `stored` in other keys than `unlike`."""
     differing = [
         difference for difference in differences(stored, given) if difference[0] not in unlike
     ]
