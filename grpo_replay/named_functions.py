@@ -15,14 +15,14 @@ from typing import Any
 
 
 def has_module(name: str) -> bool:
-    """Whether a module or package can be imported. A folder without a module in it, such as the
-    `wandb/` that wandb leaves in the working directory, is none."""
+    """Returns whether a module or package can be imported. A folder without a module in it, such as
+    the `wandb/` that wandb leaves in the working directory, is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 
 
 def is_import_path(text: str) -> bool:
-    """True for the forms `module:function` and `file.py:function`."""
+    """Returns True for the forms `module:function` and `file.py:function`."""
     source, separator, name = text.rpartition(":")
     if not separator:
         return False
@@ -41,8 +41,8 @@ def refuse_missing_file(import_path: str) -> None:
 
 
 def source_text(import_path: str) -> str:
-    """The source code of `module:function` or `file.py:function`, read without importing it; empty
-    if there is no such file."""
+    """Returns the source code of `module:function` or `file.py:function`, read without importing
+    it; empty if there is no such file."""
     source = import_path.rpartition(":")[0]
     name = source if source.endswith(".py") else f"{source.replace('.', '/')}.py"
     candidates = (Path(folder, name) for folder in (*sys.path, _working_directory()))
@@ -74,7 +74,7 @@ def _load_module(name: str) -> Any:
 
 
 def _working_directory() -> str:
-    """The working directory; an empty path if it was removed."""
+    """Returns the working directory; an empty path if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def _working_directory() -> str:
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether another module, loaded or not, has the name of this file."""
+    """Returns whether another module, loaded or not, has the name of this file."""
     name = path.stem
     if name in sys.modules or name in sys.stdlib_module_names:
         return True

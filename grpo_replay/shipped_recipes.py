@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def shipped_recipes_folder() -> Path:
-    """The folder of the recipes that ship with the package (wheel or checkout)."""
+    """Returns the folder of the recipes that ship with the package (wheel or checkout)."""
     here = Path(__file__).resolve().parent
     inside = here / "recipes"
     return inside if inside.is_dir() else here.parent / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The file of every shipped recipe, by name, in alphabetical order."""
+    """Returns the file of every shipped recipe, by name, in alphabetical order."""
     return _by_name(shipped_recipes_folder())
 
 
 def shipped_sweeps() -> dict[str, Path]:
-    """The file of every shipped sweep, by name, in alphabetical order."""
+    """Returns the file of every shipped sweep, by name, in alphabetical order."""
     return _by_name(shipped_recipes_folder() / "sweeps")
 
 

@@ -234,7 +234,7 @@ class Draw:
 
     @classmethod
     def empty(cls) -> "Draw":
-        """A draw without entries."""
+        """Returns a draw without entries."""
         return cls((), np.zeros(0), np.zeros(0, dtype=np.int64), 0.0, 0.0)
 
 

@@ -104,7 +104,7 @@ def _user_code_location(error: Exception) -> str | None:
 
 
 def _bad_path_error(error: Exception) -> GrpoReplayError | None:
-    """The error to show for a path that the operating system refuses; else None."""
+    """Returns the error to show for a path that the operating system refuses; else None."""
     if not isinstance(error, OSError) or error.errno not in _BAD_PATH or error.filename is None:
         return None
     name = str(error.filename)

@@ -56,7 +56,7 @@ def _code_values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
         ("eval.reward", VERIFIERS, verifier),
     ]
     yield from ((key, value) for key, shipped, value in entries if value not in shipped.names)
-    for key, value in texts_in(recipe.sampling.vllm.others):
+    for key, value in texts_in(recipe.sampling.vllm.extra_settings):
         if "." in value or ":" in value:  # the form of a module's class or of a file
             yield f"sampling.vllm.{key}", value
 

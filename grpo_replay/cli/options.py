@@ -16,7 +16,7 @@ _RECIPES, _SWEEPS = ", ".join(shipped_recipes()), ", ".join(shipped_sweeps())
 
 
 def argument(help: str, default: Any = None, **kind: Any) -> Any:
-    """A field that is an argument of the command line."""
+    """Returns a field that is an argument of the command line."""
     return field(default=default, metadata={"typer": typer.Argument(help=help, **kind)})
 
 
@@ -26,12 +26,12 @@ def option(help: str, *names: str, default: Any = None, **kind: Any) -> Any:
 
 
 def flag(help: str, name: str) -> Any:
-    """A field that is true if its option is given."""
+    """Returns a field that is true if its option is given."""
     return option(help, name, default=False)
 
 
 def many(help: str, *names: str, **kind: Any) -> Any:
-    """A field for an option that may be repeated."""
+    """Returns a field for an option that may be repeated."""
     return option(help, *names, default=(), **kind)
 
 
@@ -82,7 +82,7 @@ def _typer_default(default: Any) -> Any:
 
 
 def _typer_type(kind: Any) -> Any:
-    """The type of an option for Typer, which calls one that may be repeated a list."""
+    """Returns the type of an option for Typer, which calls one that may be repeated a list."""
     if get_origin(kind) is tuple and get_args(kind)[-1] is ...:
         return list[get_args(kind)[0]] | None  # type: ignore[misc]
     return kind

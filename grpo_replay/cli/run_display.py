@@ -173,7 +173,7 @@ def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> Non
 
 
 def describe_stop(result: "RunResult") -> str:
-    """The state that an interrupted run saved, and the command that continues it."""
+    """Returns the state that an interrupted run saved, and the command that continues it."""
     saved = f"after step {result.step}, with a checkpoint"
     if result.step == 0:
         saved = "before the end of step 1: there is nothing to save yet"
@@ -255,8 +255,8 @@ def result_table(summary: Mapping[str, Any]) -> TextTable:
 
 
 def _with_error(value: float | None, error: float | None) -> str:
-    """An accuracy in %, with its standard error. An error of 0 is left out: an accuracy is not
-    exact because, for example, all problems were solved."""
+    """Returns an accuracy in %, with its standard error. An error of 0 is left out: an accuracy is
+    not exact because, for example, all problems were solved."""
     if value is None:
         return ""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")

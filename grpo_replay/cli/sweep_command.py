@@ -90,7 +90,7 @@ def _conclude(entries: Sequence[Entry], folder: Path, code: int) -> None:
 
 
 def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
-    """The shell command of each unfinished cell, and a comment if some wait for tuning."""
+    """Yields the shell command of each unfinished cell, and a comment if some wait for tuning."""
     for entry in entries:
         if entry.status is Status.WAITING and not entry.cell.awaits_tuning:
             yield shell_command(entry.cell, entry.state)

@@ -99,7 +99,7 @@ def _announce_or_refuse_code(recipe: Recipe, options: TrainOptions) -> None:
 
 
 def _launches_ranks(recipe: Recipe, options: TrainOptions) -> bool:
-    """Whether this process starts the ranks instead of being one of them."""
+    """Returns whether this process starts the ranks instead of being one of them."""
     return recipe.engine.num_processes > 1 and not rank_environment().is_launched
 
 

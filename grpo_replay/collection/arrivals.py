@@ -166,7 +166,7 @@ class Arrivals:
         return len(self._queue)
 
     def young(self, step: int) -> list[Arrived]:
-        """The queued groups that are not too old for `step`, in the order of arrival."""
+        """Returns the queued groups that are not too old for `step`, in the order of arrival."""
         return [arrived for arrived in self._queue if not self._is_stale(arrived, step)]
 
     def outstanding(self, epoch_length: int) -> tuple[list[PromptPosition], int]:

@@ -75,12 +75,12 @@ class OpenGroup:
         return sum(m.completion is not None and m.verdict is None for m in self.members)
 
     def finished(self) -> tuple[int, int]:
-        """Numbers of rollouts and tokens of the members that have finished."""
+        """Returns numbers of rollouts and tokens of the members that have finished."""
         lengths = [len(m.completion.token_ids) for m in self.members if m.completion]
         return len(lengths), sum(lengths)
 
     def oldest_version(self) -> int | None:
-        """The oldest policy version known to have sampled for the group."""
+        """Returns the oldest policy version known to have sampled for the group."""
         versions = [m.spans[0][0] if m.spans else m.version for m in self.members]
         return min((version for version in versions if version is not None), default=None)
 
@@ -292,5 +292,5 @@ class Collector:
 
 
 def _group_name(position: PromptPosition) -> str:
-    """The group's name for reward functions."""
+    """Returns the group's name for reward functions."""
     return f"{position[0]}.{position[1]}"

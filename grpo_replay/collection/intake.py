@@ -279,7 +279,7 @@ class Intake:
         return True
 
     def outstanding_groups(self) -> int:
-        """Number of groups that the collector works on or that are queued."""
+        """Counts the groups that the collector works on or that are queued."""
         return self.newest_report.started_groups - self._delivered_groups + len(self.arrivals)
 
     def sync(self) -> None:

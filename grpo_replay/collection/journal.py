@@ -131,7 +131,7 @@ def read_journal(folder: Path) -> Iterator[Record]:
 
 
 def segments(folder: Path) -> list[Path]:
-    """The files of a journal, oldest first."""
+    """Returns the files of a journal, oldest first."""
     return sorted(folder.glob("segment_*.journal"))
 
 

@@ -192,10 +192,10 @@ decode_command = msgspec.msgpack.Decoder(Command).decode  # a message of rank 0
 
 
 def pack(values: np.ndarray, dtype: np.dtype) -> bytes:
-    """An array as little-endian bytes."""
+    """Returns an array as little-endian bytes."""
     return values.astype(dtype, copy=False).tobytes()
 
 
 def unpack(payload: bytes, dtype: np.dtype) -> np.ndarray:
-    """The array of `pack`, read-only."""
+    """Returns the array of `pack`, read-only."""
     return np.frombuffer(payload, dtype)

@@ -24,7 +24,7 @@ class Comm:
         return self.rank == 0
 
     def all_gather(self, value: _Value) -> list[_Value]:
-        """Every rank's value, in rank order, on every rank."""
+        """Returns every rank's value, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist
@@ -34,7 +34,7 @@ class Comm:
         return gathered
 
     def gather(self, value: _Value) -> list[_Value] | None:
-        """Every rank's value, in rank order, on rank 0; None on the other ranks."""
+        """Returns every rank's value, in rank order, on rank 0; None on the other ranks."""
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist

@@ -148,7 +148,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def first_slurm_host(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[003-008,12],x1` gives `gpu003`."""
+    """Returns the first name of a Slurm node list: `gpu[003-008,12],x1` gives `gpu003`."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 

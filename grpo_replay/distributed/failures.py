@@ -114,13 +114,13 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _has_joined() -> bool:
-    """Whether this process has joined other ranks. A command without ranks does not read a
+    """Returns whether this process has joined other ranks. A command without ranks does not read a
     launcher's variables, which may be incomplete."""
     return _RENDEZVOUS in sys.modules and rank_environment().world_size > 1
 
 
 def is_reported_elsewhere(error: BaseException) -> bool:
-    """Whether the failing rank, or for a lost peer our launcher, prints this failure."""
+    """Returns whether the failing rank, or for a lost peer our launcher, prints this failure."""
     lost = isinstance(error, LostContact) and LAUNCHER_VARIABLE in os.environ
     return lost or isinstance(error, PeerFailure)
 

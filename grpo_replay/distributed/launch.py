@@ -84,7 +84,7 @@ def _variables(ranks: int, threads: int | None) -> dict[str, str]:
 
 
 def _signals() -> list[str]:
-    """The signals that torch's agent passes on. Under nohup a hang-up stays ignored."""
+    """Returns the signals that torch's agent passes on. Under nohup a hang-up stays ignored."""
     names = ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"]
     return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
 

@@ -38,7 +38,7 @@ def refuse_stage_3(setting: bool | str, stage: int) -> None:
 
 
 def decoder_layers(module: PolicyModule) -> list[nn.Module]:
-    """The layers that transformers can checkpoint; empty for a model that marks none."""
+    """Returns the layers that transformers can checkpoint; empty for a model that marks none."""
     return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 

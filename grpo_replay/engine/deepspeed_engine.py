@@ -379,7 +379,7 @@ class DeepSpeedEngine:
         yield from full_adapters(self._model, bucket_bytes)
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter in full under its Hugging Face name, a tied one under each of its
+        """Yields every parameter in full under its Hugging Face name, a tied one under each of its
         names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the
         iterator."""
         self._prepare_gather()
@@ -466,7 +466,7 @@ def deepspeed_config(
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     adamw = {
         # One pass over every tensor; torch's own choice makes ten, on a GPU with temporaries.
-        "fused": "foreach" not in optimizer.adamw.others,
+        "fused": "foreach" not in optimizer.adamw.extra_settings,
         "lr": optimizer.learning_rate,  # a placeholder: `begin_step` sets the rate of each step
         **optimizer.adamw.model_dump(),
         "torch_adam": True,

@@ -58,7 +58,7 @@ def save_state(engine: Any, layout: FileLayout, comm: Comm, folder: Path) -> Non
 
 
 def saved_layout(folder: Path) -> FileLayout:
-    """The layout of a saved state. Raises CheckpointError."""
+    """Returns the layout of a saved state. Raises CheckpointError."""
     saved: FileLayout = read_json(folder / LAYOUT, "no layout of an engine state")
     return saved
 
@@ -93,7 +93,7 @@ def undo_first_step(optimizer: Any) -> None:
 
 
 def param_groups(engine: Any) -> list[dict[str, Any]]:
-    """The parameter groups of AdamW, under DeepSpeed's wrapper if there is one."""
+    """Returns the parameter groups of AdamW, under DeepSpeed's wrapper if there is one."""
     groups: list[dict[str, Any]] = getattr(
         engine.optimizer, "optimizer", engine.optimizer
     ).param_groups
@@ -284,7 +284,7 @@ def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
 
 
 def _flat_parameters(optimizer: Any, base: Any, stage: int) -> list[torch.Tensor]:
-    """The tensors that are the keys of the optimizer's state."""
+    """Returns the tensors that are the keys of the optimizer's state."""
     if stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return [parameter for group in base.param_groups for parameter in group["params"]]

@@ -257,7 +257,7 @@ def _empty_micro_batch() -> MicroBatch:
 
 
 def micro_batch_rows(sequences: Grouping, rows: Sequence[TrainRow]) -> MicroBatchRows:
-    """The rows of a micro-batch, the first arguments of `micro_batch`."""
+    """Returns the rows of a micro-batch, the first arguments of `micro_batch`."""
     indices = [index for sequence in sequences for index in sequence]
     return indices, [rows[index] for index in indices], [len(sequence) for sequence in sequences]
 

@@ -189,7 +189,7 @@ def _windows(config: PreTrainedConfig) -> list[int]:
 
 
 def _random_tokens(config: PreTrainedConfig, *lengths: int) -> list[np.ndarray]:
-    """An array int32 [T] for each length, the same in every call."""
+    """Returns an array int32 [T] for each length, the same in every call."""
     random = np.random.default_rng(0)
     return [random.integers(config.vocab_size, size=size).astype(np.int32) for size in lengths]
 
@@ -201,6 +201,6 @@ def _batch(
 
 
 def _close(logprobs_C: np.ndarray, expected_C: np.ndarray, tolerance: float) -> bool:
-    """Whether log-probs are the expected ones; `tolerance` is relative to their spread."""
+    """Returns whether log-probs are the expected ones; `tolerance` is relative to their spread."""
     spread = np.linalg.norm(expected_C - expected_C.mean())
     return bool(np.linalg.norm(logprobs_C - expected_C) <= tolerance * spread)

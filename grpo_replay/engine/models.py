@@ -73,7 +73,7 @@ def resolve_model_path(path: str) -> str:
 
 
 def section_at(model: ModelSection, model_path: str) -> ModelSection:
-    """The section with its weights at `model_path`; unchanged if that is its own path."""
+    """Returns the section with its weights at `model_path`; unchanged if that is its own path."""
     if model_path in (model.path, resolve_model_path(model.path)):
         return model
     return model.model_copy(update={"path": model_path, "revision": None, "random_init": False})

@@ -113,7 +113,7 @@ def adapted_policy(recipe: Recipe, checkpoint: Path) -> PreTrainedModel:
 
 
 def adapted_tensors(recipe: Recipe, checkpoint: Path) -> NamedTensors:
-    """The tensors of a push that gives the sampler the adapters of a checkpoint."""
+    """Returns the tensors of a push that gives the sampler the adapters of a checkpoint."""
     policy = adapted_policy(recipe, checkpoint)
     if recipe.pushes_adapters:
         return pushed_weights(policy).items()

@@ -68,7 +68,7 @@ class Lengths:
         ]
 
     def completion_tokens(self, sequence: Sequence[int]) -> int:
-        """Number of completion tokens of these rows."""
+        """Counts the completion tokens of these rows."""
         return sum([self.completions[row] for row in sequence])
 
     def prefix_tokens(self, sequence: Sequence[int]) -> int:
@@ -168,7 +168,7 @@ def _halves(sequence: list[int], lengths: Lengths) -> tuple[list[int], list[int]
 
 
 def _rows_by_prompt(lengths: Lengths) -> Grouping:
-    """The rows of each prompt, the longest first."""
+    """Returns the rows of each prompt, the longest first."""
     groups: Grouping = [[] for _ in lengths.prompts]
     for row in sorted(range(len(lengths.rows)), key=lambda row: -lengths.rows[row]):
         groups[lengths.prompt_of[row]].append(row)

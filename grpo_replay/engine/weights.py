@@ -147,7 +147,7 @@ def _refuse_other_adapters(model: nn.Module) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Returns whether a parameter of this name belongs to an adapter."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
@@ -217,7 +217,7 @@ class ExpectedWeights:
 
 
 def expected_weights(model: ModelSection) -> ExpectedWeights:
-    """The tensors of a complete set of weights, from the model's configuration alone."""
+    """Returns the tensors of a complete set of weights, from the model's configuration alone."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             load_config(model), trust_remote_code=model.trust_remote_code
@@ -247,13 +247,13 @@ def write_adapters(folder: Path, named_tensors: NamedTensors, config: Any) -> No
 
 
 def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
-    """The tensors of a complete push (`pushed_weights`) of a model that is not sharded."""
+    """Returns the tensors of a complete push (`pushed_weights`) of a model that is not sharded."""
     shapes = {name: tuple(tensor.shape) for name, tensor in pushed_weights(model).items()}
     return ExpectedWeights(shapes, dtype)
 
 
 def pushed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model that a push replaces: its adapters if it has any, else all."""
+    """Returns the tensors of a model that a push replaces: its adapters if it has any, else all."""
     named = dict(named_weights(model))
     return {name: tensor for name, tensor in named.items() if is_adapter(name)} or named
 
@@ -361,9 +361,9 @@ class _Weight:
 def full_tensors(
     model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
-    """The full tensors of `named_weights`, in their own precision or `dtype`, with adapters merged
-    into their weights. Under ZeRO-3 all ranks gather one bucket at a time together, so every rank
-    must exhaust the iterator."""
+    """Returns the full tensors of `named_weights`, in their own precision or `dtype`, with adapters
+    merged into their weights. Under ZeRO-3 all ranks gather one bucket at a time together, so every
+    rank must exhaust the iterator."""
     return _gathered_weights(_merged_weights(model), bucket_bytes, dtype)
 
 

@@ -39,7 +39,7 @@ GENERATION_SCHEMA = pa.schema(
 
 
 def request_digest(request: GenerationRequest) -> str:
-    """The digest of everything that determines a completion, except the model."""
+    """Returns the digest of everything that determines a completion, except the model."""
     settings = [request.seed, request.temperature, request.top_p, request.max_tokens]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(request.prompt_token_ids, dtype="<i4").tobytes())

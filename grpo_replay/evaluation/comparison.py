@@ -105,5 +105,5 @@ def _result(pairs: Sequence[Pair]) -> PairedResult:
 
 
 def _mean(columns: Iterable[np.ndarray]) -> float:
-    """The mean over benchmarks of the means over problems."""
+    """Returns the mean over benchmarks of the means over problems."""
     return float(np.mean([values_N.mean() for values_N in columns]))

@@ -178,8 +178,8 @@ class _Grading:
 
 
 def _group_of(planned: PlannedSample) -> str:
-    """The group of a completion, for the reward function. The greedy completion is a group of its
-    own, so that `eval.greedy` does not change the rewards of sampled ones."""
+    """Returns the group of a completion, for the reward function. The greedy completion is a group
+    of its own, so that `eval.greedy` does not change the rewards of sampled ones."""
     number = str(planned.request.key.prompt_index)
     return f"{number} greedy" if planned.greedy else number
 

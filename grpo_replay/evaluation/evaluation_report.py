@@ -115,7 +115,7 @@ class EvaluationReport:
 
 
 def samples_path(report_path: Path) -> Path:
-    """The path of a report's per-sample rows."""
+    """Returns the path of a report's per-sample rows."""
     return report_path.with_suffix(".parquet")
 
 
@@ -155,7 +155,7 @@ def _read_samples(path: Path, with_texts: bool) -> pa.Table | None:
 
 
 def generations_parent(report_path: Path) -> Path:
-    """The folder that contains the cached generations of an evaluation."""
+    """Returns the folder that contains the cached generations of an evaluation."""
     return report_path.with_suffix(".generations")
 
 
@@ -183,12 +183,12 @@ def check_output(output: Path) -> None:
 
 
 def temperatures_used(settings: Mapping[str, Any], names: Collection[str]) -> list[float]:
-    """The temperatures of these benchmarks, ascending."""
+    """Returns the temperatures of these benchmarks, ascending."""
     return sorted(set(_temperatures(settings, names).values()))
 
 
 def _temperatures(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The temperature of each benchmark: its own, or the shared one."""
+    """Returns the temperature of each benchmark: its own, or the shared one."""
     described, shared = settings["benchmarks"], settings["temperature"]
     return {name: described[name].get("temperature", shared) for name in sorted(names)}
 
@@ -237,7 +237,7 @@ def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: Evalua
 
 
 def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
-    """True if both evaluate the same problems under the same settings."""
+    """Returns whether both evaluate the same problems under the same settings."""
     try:
         refuse_incomparable("A", a, "B", b)
     except EvaluationFileError:

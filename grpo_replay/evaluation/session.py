@@ -248,7 +248,7 @@ def _with_source_model(recipe: Recipe, source: ModelSource) -> Recipe:
 
 
 def recipe_path(source: ModelSource, recipe: str | None) -> Path | None:
-    """The file of the recipe to evaluate with; None for the default recipe."""
+    """Returns the file of the recipe to evaluate with; None for the default recipe."""
     if recipe is not None:
         return find_recipe(recipe)
     name = source.path.removeprefix("builtin:")

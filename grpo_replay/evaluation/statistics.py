@@ -103,7 +103,7 @@ def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
 
 
 def standard_error(values_N: np.ndarray) -> float | None:
-    """The standard error of the mean over problems; None for fewer than two."""
+    """Returns the standard error of the mean over problems; None for fewer than two."""
     if len(values_N) < 2:
         return None
     return float(np.std(values_N, ddof=1) / np.sqrt(len(values_N)))
@@ -134,7 +134,7 @@ class Component:
 
     @classmethod
     def over_problems(cls, values_N: np.ndarray) -> "Component":
-        """The variance of the mean over problems."""
+        """Returns the variance of the mean over problems."""
         problems = len(values_N)
         return cls(float(np.var(values_N, ddof=1)) / problems, problems - 1)
 
@@ -155,9 +155,9 @@ def t_interval(mean: float, estimate: Component, bound: float = 1.0) -> Interval
 
 
 def share_interval(share: float, center: float, variance: float, freedom: float) -> Interval:
-    """The interval of an accuracy `share`, within 0 and 1. It is centred at `center`, the mean of
-    `with_both_answers`, and extended to include `share`. Adding successes and failures follows
-    Agresti and Coull (1998)."""
+    """Returns the interval of an accuracy `share`, within 0 and 1. It is centred at `center`, the
+    mean of `with_both_answers`, and extended to include `share`. Adding successes and failures
+    follows Agresti and Coull (1998)."""
     low, high = t_interval(center, Component(variance, freedom))
     return min(share, max(0.0, low)), max(share, high)
 

@@ -84,7 +84,7 @@ class AcceleratedReplay(_Host):
         self._probe: dict[int, RolloutOutcome] = {}  # of drawn rollouts, by index in the draw
 
     def _sections(self, max_steps: int) -> Mapping[str, Any]:
-        """The recipe of a run of `max_steps` optimizer steps, for `HostRun.describe`."""
+        """Returns the recipe of a run of `max_steps` optimizer steps, for `HostRun.describe`."""
         raise NotImplementedError
 
     def _needed_extras(self) -> Mapping[str, str]:

@@ -343,7 +343,7 @@ class RowAssignment:
         return max(-(-self.rows // self.processes), self.micro_batches)
 
     def rows_for(self, process: int) -> list[int]:
-        """The row indices of a process, and last -1 for each row of padding."""
+        """Returns the row indices of a process, and last -1 for each row of padding."""
         padding = [-1] * (self.rows_per_process * self.processes - self.rows)
         return [*range(self.rows), *padding][process :: self.processes]
 
@@ -357,8 +357,8 @@ class RowAssignment:
         return turn * self.processes >= self.rows
 
     def weight(self, size: int) -> float:
-        """The factor for the loss of a micro-batch of `size` rows, a mean over these, auxiliary
-        losses included: it gives every row the weight it has in micro-batches of equal size without
-        padding. (Use 0 if all rows are padding.) A term that divides by the tokens of the whole
-        batch already weighs its rows: multiply those tokens by the factor, too."""
+        """Returns the factor for the loss of a micro-batch of `size` rows, a mean over these,
+        auxiliary losses included: it gives every row the weight it has in micro-batches of equal
+        size without padding. (Use 0 if all rows are padding.) A term that divides by the tokens of
+        the whole batch already weighs its rows: multiply those tokens by the factor, too."""
         return size * self.processes * self.micro_batches / self.rows

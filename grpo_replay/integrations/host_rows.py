@@ -68,8 +68,8 @@ class Row:
 
 
 def hash_of(token_ids: np.ndarray) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of int32 tokens: an id of the prompt that is
-    the same in every step and every run."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of int32 tokens: an id of the prompt
+    that is the same in every step and every run."""
     return sha256(np.ascontiguousarray(token_ids, np.int32).tobytes()).hexdigest()[:16]
 
 
@@ -181,12 +181,12 @@ def _refuse_advantages(
 
 
 def _is_correct(row: Row) -> bool:
-    """Whether the first score that a reward function gave is at least 1."""
+    """Returns whether the first score that a reward function gave is at least 1."""
     score = first_score(row.reward_scores if row.reward is not None else (), row.reward)
     return score is not None and score >= 1.0
 
 
 def unknown_outcome(rollout: Rollout) -> RolloutOutcome:
-    """The outcome of a rollout whose update the host does not describe: only its tokens are known;
-    the rest is NaN, null in the files."""
+    """Returns the outcome of a rollout whose update the host does not describe: only its tokens are
+    known; the rest is NaN, null in the files."""
     return RolloutOutcome(rollout.trained_tokens, *[float("nan")] * 8)

@@ -264,7 +264,7 @@ class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
 
 
 def _token_position(batch: Any, i: int, length: int) -> tuple[int, slice]:
-    """The index of the tokens of row `i` in tensors [B, T], from the first that trains."""
+    """Returns the index of the tokens of row `i` in tensors [B, T], from the first that trains."""
     start = int(batch.completion_mask[i].int().argmax())
     return i, slice(start, start + length)
 

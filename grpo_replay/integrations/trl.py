@@ -262,7 +262,7 @@ class ReplayMixin(AcceleratedReplay):
         return loss if weight == 1 else weight * loss
 
     def _weight(self, rows: int) -> float:
-        """The factor for the loss of the current micro-batch, which has so many rows."""
+        """Returns the factor for the loss of the current micro-batch, which has so many rows."""
         micro_batches = self._assignment.micro_batches
         turn = self._order.index(micro_batches - self._micro_batches_left)
         return self._weight_of(rows, self._assignment.is_padding(turn))

@@ -172,7 +172,7 @@ def _clipped(config: Any, log_ratio_BT: torch.Tensor, advantages_BT: torch.Tenso
 
 
 def clip_range(actor: Any) -> list[float]:
-    """The clip range, ε and ε_high, of verl's actor."""
+    """Returns the clip range, ε and ε_high, of verl's actor."""
     bounds = (actor.clip_ratio_low, actor.clip_ratio_high)
     return [actor.clip_ratio if bound is None else bound for bound in bounds]
 

@@ -70,7 +70,7 @@ def lenient_scorer_notice(source: str, rows: ProblemRows) -> list[str]:
 def _settings(options: DatasetOptions) -> tuple[str, int]:
     """Returns the family's own settings as JSON, and the number of training problems. Raises
     DatasetError for a bad `size`, and for a `seed`, which is the run's."""
-    family_settings = dict(options.others)
+    family_settings = dict(options.extra_settings)
     size = family_settings.pop("size", SIZE)
     if not isinstance(size, int) or not 0 < size <= BLOCK // HELD_OUT_EVERY:
         raise DatasetError(

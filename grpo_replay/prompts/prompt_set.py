@@ -74,7 +74,7 @@ class PromptSet:
         """Messages for the user: how the rows were read, and how many were left out."""
 
     def __len__(self) -> int:
-        """Number of prompts of an epoch."""
+        """Counts the prompts of an epoch."""
         return sum(source.per_epoch for source in self._prompts.sources)
 
     @property
@@ -152,8 +152,8 @@ class PromptSet:
         return self._cached_order[1]
 
     def _prompts_of_epoch(self, source: "_Source", epoch: int) -> np.ndarray:
-        """Indices of the prompts of a source that an epoch visits, int64: they follow those of the
-        epoch before, in one fixed order that is repeated."""
+        """Returns the indices of the prompts of a source that an epoch visits, int64: the ones that
+        follow those of the epoch before, in one fixed order that is repeated."""
         order = np.arange(source.first, source.end)
         if source.per_epoch != len(order):
             order = stream(self._seed, ORDER_STREAM, source.first, 1).permutation(order)
@@ -185,7 +185,7 @@ class _TokenisedPrompts:
         self.skipped, self.shortest_skipped = 0, np.inf
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """All fields of the row of a prompt; empty if rows are not kept."""
+        """Returns all fields of the row of a prompt; empty if rows are not kept."""
         rows, number = self.rows[index]
         return {} if rows is None else rows.row(number)
 
@@ -406,7 +406,7 @@ def _plain_text(section: PromptsSection, problem: ProblemStatement) -> str:
 
 
 def prompt_messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
-    """The messages of a prompt; without a chat template, one user message."""
+    """Returns the messages of a prompt; without a chat template, one user message."""
     if section.in_chat:
         return _chat_messages(section, problem)
     return [{"role": "user", "content": _plain_text(section, problem)}]

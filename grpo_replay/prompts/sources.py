@@ -44,7 +44,7 @@ class ProblemRows:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """All fields of one row, with decoded values."""
+        """Returns all fields of one row, with decoded values."""
         return decoded_value(self._rows[index], self._features)
 
     def column(self, field: str) -> list[Any]:
@@ -74,7 +74,7 @@ class ProblemRows:
         return value
 
     def location(self, index: int) -> str:
-        """The location of a row for error messages, for example `problems.jsonl:12`."""
+        """Returns the location of a row for error messages, for example `problems.jsonl:12`."""
         lines = self._lines
         return f"{self._source} row {index}" if lines is None else f"{self._source}:{lines[index]}"
 
@@ -397,15 +397,15 @@ def text(value: Any) -> str:
 
 
 def statement_text(problem: ProblemStatement) -> str:
-    """The text of a problem; of a chat, the content of all messages but the system's."""
+    """Returns the text of a problem; of a chat, the content of all messages but the system's."""
     if isinstance(problem, str):
         return problem
     return "\n".join(message["content"] for message in problem if message["role"] != "system")
 
 
 def fingerprint(problem: ProblemStatement) -> int:
-    """A hash that is equal for problems, or chats, that differ only in spaces and capitals; valid
-    within this process."""
+    """Returns a hash that is equal for problems, or chats, that differ only in spaces and capitals;
+    valid within this process."""
     chat = () if isinstance(problem, str) else problem
     system_text = "".join(message["content"] for message in chat if message["role"] == "system")
     texts = (system_text, statement_text(problem))

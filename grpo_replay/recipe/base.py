@@ -86,6 +86,6 @@ class Passthrough(Section):
         return values
 
     @property
-    def others(self) -> dict[str, Any]:
+    def extra_settings(self) -> dict[str, Any]:
         """The settings that are not fields."""
         return self.model_extra or {}

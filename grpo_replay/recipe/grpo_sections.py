@@ -280,8 +280,8 @@ class ReplaySection(Section):
         return self.replays and not self.shadow
 
     def trains_on_all_fresh(self, steps: Any) -> Any:
-        """True if a step trains on all its fresh survivors, with or without a draw. Returns an
-        array for an array of `steps`."""
+        """Returns whether a step trains on all its fresh survivors, with or without a draw. Returns
+        an array for an array of `steps`."""
         return (not self.trains_on_draws or self.anchors_fresh) | (steps <= self.warmup_steps)
 
     @property
@@ -317,7 +317,7 @@ class BatchSection(Section):
     pass."""
 
     def updates_of(self, rollouts: float) -> int:
-        """Number of optimizer updates of one pass over `rollouts`."""
+        """Counts the optimizer updates of one pass over `rollouts`."""
         if self.mini_batch_rollouts is None:
             return self.updates_per_step
         return math.ceil(rollouts / self.mini_batch_rollouts)
@@ -334,7 +334,7 @@ class AdamwOptions(Passthrough):
 
     @model_validator(mode="after")
     def _has_two_moments(self) -> "AdamwOptions":
-        if self.others.get("amsgrad"):
+        if self.extra_settings.get("amsgrad"):
             raise ValueError(
                 "amsgrad keeps a third moment, which a run that resumes with other ranks, another "
                 "ZeRO stage or dtype cannot read: remove it"

@@ -239,7 +239,7 @@ class VllmSection(Passthrough):
 
     @model_validator(mode="after")
     def _has_a_known_head(self) -> "VllmSection":
-        overrides = self.others.get("hf_overrides", {})
+        overrides = self.extra_settings.get("hf_overrides", {})
         if not isinstance(overrides, dict) or self.head_dtype not in (None, "model", "float32"):
             raise ValueError("hf_overrides is a mapping, its head_dtype float32 or model")
         return self
@@ -247,7 +247,7 @@ class VllmSection(Passthrough):
     @property
     def head_dtype(self) -> str | None:
         """Precision of the output head, by vLLM's name; None if not set."""
-        return self.others.get("hf_overrides", {}).get("head_dtype")
+        return self.extra_settings.get("hf_overrides", {}).get("head_dtype")
 
 
 class ServersSection(Section):
@@ -393,7 +393,7 @@ class SamplingSection(Section):
         return SamplerFacts.of(self.backend)
 
     def takes_adapters(self, model: ModelSection) -> bool:
-        """Whether weight updates contain only the LoRA adapters of `model`."""
+        """Returns whether weight updates contain only the LoRA adapters of `model`."""
         return model.lora.r is not None and self.lora == "adapter" and self.facts.takes_adapters
 
     @property

@@ -30,7 +30,7 @@ from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """The file of a recipe, given its path or the name of a shipped recipe.
+    """Returns the file of a recipe, given its path or the name of a shipped recipe.
 
     Raises RecipeError, with the shipped names, if there is none.
     """
@@ -55,7 +55,7 @@ def find_shipped(name_or_path: str, shipped: Mapping[str, Path], kind: str) -> P
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe from a file and `key=value` overrides. Raises RecipeError."""
+    """Returns the validated recipe from a file and `key=value` overrides. Raises RecipeError."""
     path = find_recipe(name_or_path)
     layer = read_recipe_layer(path)
     layer.setdefault("name", path.stem)
@@ -118,7 +118,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _annotation_of(key: Sequence[int | str]) -> Any:
-    """The type of a recipe key, given its parts; None if there is no such key."""
+    """Returns the type of a recipe key, given its parts; None if there is no such key."""
     section: Any = Recipe
     for part in key:
         fields = getattr(section, "model_fields", {})
@@ -163,7 +163,7 @@ def _apply_preset(replay: dict[str, Any], preset: str, preset_keys: set[str]) ->
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML. Loading it gives the same recipe."""
+    """Returns the resolved recipe as YAML. Loading it gives the same recipe."""
     return to_yaml(recipe.model_dump(mode="json"))
 
 
@@ -322,8 +322,8 @@ def short_path(path: str) -> str:
 
 
 def is_on_hub(source: str) -> bool:
-    """True if a model or data source is a hub id: neither built in nor a local path, which is known
-    by its prefix, its suffix or because it exists."""
+    """Returns whether a model or data source is a hub id: neither built in nor a local path, which
+    is known by its prefix, its suffix or because it exists."""
     is_named = source.startswith(("builtin:", GYM, "/", ".", "~")) or source.endswith(DATA_SUFFIXES)
     return not is_named and not Path(source).exists()
 
@@ -345,8 +345,8 @@ def parse_text(text: str) -> str | None:
 
 
 def is_text(annotation: Any, value: str = "") -> bool:
-    """Whether a setting of this type is text (or null). A setting that may also be a list is text
-    unless `value` begins like a list."""
+    """Returns whether a setting of this type is text (or null). A setting that may also be a list
+    is text unless `value` begins like a list."""
     if annotation in (str, str | None):
         return True
     return str in get_args(annotation) and not value.lstrip().startswith(("[", "{"))
@@ -372,7 +372,7 @@ class ReplayConfig(ReplaySection):
 
     @classmethod
     def of(cls, name: str, **changes: Any) -> "ReplayConfig":
-        """The settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
+        """Returns the settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
         return cls.model_validate({**changes, "preset": name})
 
     @model_validator(mode="after")

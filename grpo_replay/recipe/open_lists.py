@@ -32,7 +32,7 @@ class OpenList:
         return tuple(self._import_paths)
 
     def import_path(self, value: str) -> str:
-        """The import path of a name; an import path is returned unchanged."""
+        """Returns the import path of a name; an import path is returned unchanged."""
         return self._import_paths.get(value, value)
 
     def check(self, value: str) -> str:
@@ -93,7 +93,7 @@ class LossFacts:
 
     @classmethod
     def of(cls, kind: str) -> "LossFacts":
-        """The facts of a loss that ships with the package, or of the user's function."""
+        """Returns the facts of a loss that ships with the package, or of the user's function."""
         return SHIPPED_LOSSES.get(kind, cls(kind))
 
 
@@ -143,7 +143,7 @@ class SamplerFacts:
 
     @classmethod
     def of(cls, backend: str) -> "SamplerFacts":
-        """The facts of a sampler that ships with the package, or of the user's class."""
+        """Returns the facts of a sampler that ships with the package, or of the user's class."""
         own = cls(backend, takes_adapters=False, masks_tokens=True)
         return SHIPPED_SAMPLERS.get(backend, own)
 

@@ -144,7 +144,7 @@ class EvalSection(Section):
         return reward
 
     def is_due(self, step: int) -> bool:
-        """Whether `every_steps` asks for an evaluation after training step `step`."""
+        """Returns whether `every_steps` asks for an evaluation after training step `step`."""
         if isinstance(self.every_steps, list):
             return step in self.every_steps
         return self.every_steps is not None and step % self.every_steps == 0

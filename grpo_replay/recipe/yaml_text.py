@@ -52,7 +52,7 @@ for _tag, _pattern, _first in _SCALARS:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document; None if it is empty. Raises yaml.YAMLError."""
+    """Returns the value of a YAML document; None if it is empty. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
 
 
@@ -62,5 +62,5 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
 
 
 def problem_of(error: yaml.YAMLError) -> str:
-    """The problem that an error reports, in one line."""
+    """Returns the problem that an error reports, in one line."""
     return getattr(error, "problem", None) or str(error).partition("\n")[0]

@@ -122,7 +122,7 @@ def _draw_for_updates(
 
 
 def draw_count(settings: ReplaySection, group_size: int, base: int) -> int:
-    """Number of units (rollouts or queries) to draw. `base` is B', or R for buffer_only."""
+    """Counts the units (rollouts or queries) to draw. `base` is B', or R for buffer_only."""
     per_rollout = 1 + settings.ratio if settings.composition == "pool" else settings.ratio
     rollouts = per_rollout * base
     return round(rollouts / group_size) if settings.unit == "query" else round(rollouts)

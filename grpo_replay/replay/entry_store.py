@@ -79,11 +79,11 @@ class EntryStore:
         self._evicted_undrawn = 0  # entries evicted in that step that were never drawn
 
     def __len__(self) -> int:
-        """Number of stored entries."""
+        """Counts the stored entries."""
         return len(self._columns["entry"])
 
     def __copy__(self) -> Self:
-        """A copy that later changes of the original do not affect. Entries are shared."""
+        """Returns a copy that later changes of the original do not affect. Entries are shared."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         copied._columns = {name: column.copy() for name, column in self._columns.items()}
@@ -91,7 +91,7 @@ class EntryStore:
         return copied
 
     def column(self, name: str) -> np.ndarray:
-        """A read-only view of one column, in the order of insertion: rollout_id, group_id,
+        """Returns a read-only view of one column, in the order of insertion: rollout_id, group_id,
         birth_step, priority, correct, times_used, last_used_step. Valid until the buffer changes.
         """
         view = self._columns[name].view()
@@ -99,11 +99,11 @@ class EntryStore:
         return view
 
     def entries(self) -> tuple[Entry, ...]:
-        """The stored entries, in the order of insertion."""
+        """Returns the stored entries, in the order of insertion."""
         return tuple(self._columns["entry"])
 
     def rollouts(self) -> tuple[Any, ...]:
-        """The payloads of the stored entries: rollouts, where whole rollouts are stored."""
+        """Returns the payloads of the stored entries: rollouts, where whole rollouts are stored."""
         return tuple(entry.payload for entry in self._columns["entry"])
 
     def insert(

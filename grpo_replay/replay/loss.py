@@ -66,8 +66,8 @@ def clipped_surrogate(
 
 
 def sequence_log_ratios(log_ratios_C: torch.Tensor, lengths_R: Sequence[int]) -> torch.Tensor:
-    """The logarithm of GSPO's sequence-level ratio, s_i = (π_θ(o_i) / π_b(o_i))^(1/T_i), [C]: for
-    every token, the mean log-ratio of its rollout (GSPO, arXiv 2507.18071, eq. 7).
+    """Returns the logarithm of GSPO's sequence-level ratio, s_i = (π_θ(o_i) / π_b(o_i))^(1/T_i),
+    [C]: for every token, the mean log-ratio of its rollout (GSPO, arXiv 2507.18071, eq. 7).
 
     Two rollouts with log-ratios [0.1, 0.3] and [-0.4] give [0.2, 0.2, -0.4].
     """
@@ -131,8 +131,8 @@ def masked_tokens(
 
 
 def kl_to_reference(logprobs_C: torch.Tensor, reference_logprobs_C: torch.Tensor) -> torch.Tensor:
-    """The k3 estimator of KL(policy ‖ reference) per token, exp(d) - d - 1 with d = reference -
-    policy log-prob, non-negative, in nats (Schulman 2020)."""
+    """Returns the k3 estimator of KL(policy ‖ reference) per token, exp(d) - d - 1 with d =
+    reference - policy log-prob, non-negative, in nats (Schulman 2020)."""
     difference_C = (reference_logprobs_C - logprobs_C).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return difference_C.exp() - difference_C - 1.0
 

@@ -364,6 +364,6 @@ def _pick_by_law(
 
 
 def _expand_spans(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The indices of all spans, concatenated: start, start + 1, … of each, int64."""
+    """Returns the indices of all spans, concatenated: start, start + 1, … of each, int64."""
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(starts, sizes) + within

@@ -116,7 +116,7 @@ def read_snapshot_facts(path: Path) -> dict[str, Any]:
 
 
 def count_stored(path: Path) -> int:
-    """The number of rollouts in a snapshot. Raises SnapshotError."""
+    """Returns the number of rollouts in a snapshot. Raises SnapshotError."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
         return file.metadata.num_rows
 

@@ -111,7 +111,7 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
 
 
 def _repeating(whole: str, digits: str, repeated: str) -> str:
-    """A repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
+    """Returns a repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
     value = int(whole + digits + repeated) - int(whole + digits or 0)
     return rf"\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(digits)}}}"
 

@@ -76,7 +76,7 @@ def _is_right(answer: str, boxed: Sequence[str]) -> bool:
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether two normalised answers are equal."""
+    """Returns whether two normalised answers are equal."""
     if gold.replace('"', "") == answer.replace('"', ""):
         return True
     # The commas of 70,110 may be those of a list or of thousands.
@@ -85,7 +85,7 @@ def same(gold: str, answer: str) -> bool:
 
 
 def _apply_rules(gold: str, answer: str) -> bool:
-    """The verdict of the first rule that applies; False if none does."""
+    """Returns the verdict of the first rule that applies; False if none does."""
     rules = (_dates, _regions, _lists, _relations, _brackets, _texts, _quantities)
     verdicts = (rule(gold, answer) for rule in rules)
     return next((verdict for verdict in verdicts if verdict is not None), False)
@@ -209,7 +209,7 @@ def _texts(gold: str, answer: str) -> bool | None:
 
 
 def _is_word(text: str) -> bool:
-    """Whether letters are a word and not a product of variables."""
+    """Returns whether letters are a word and not a product of variables."""
     return bool(re.fullmatch("[A-Za-z]{4,}", text) or _SHORT_WORD.fullmatch(text))
 
 

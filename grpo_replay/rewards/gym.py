@@ -37,8 +37,8 @@ def points(family: str, settings: str, answer: str, entry: Mapping[str, Any]) ->
 
 @cache
 def open_family(family: str, settings: str, **generation: int) -> Any:
-    """The problems of a family, by index; `generation` has the seed and size. Raises what the
-    family raises for wrong settings, and ValueError for an unknown family."""
+    """Returns the problems of a family, by index; `generation` has the seed and size. Raises what
+    the family raises for wrong settings, and ValueError for an unknown family."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(family, **json.loads(settings), **generation)

@@ -82,7 +82,7 @@ def grade(completion: str, answer: str) -> str:
 
 
 def boxed_answer(completion: str) -> str | None:
-    """The content of the last box in the trailing `TAIL_CHARACTERS`.
+    """Returns the content of the last box in the trailing `TAIL_CHARACTERS`.
 
     None if they contain no complete box, or if the last one is never closed.
     """

@@ -267,7 +267,7 @@ class VerifierProcess:
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def last_printed(self) -> str:
-        """The last lines that the process printed."""
+        """Returns the last lines that the process printed."""
         return " / ".join(self._printed)
 
     def _log_output(self) -> None:

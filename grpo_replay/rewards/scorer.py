@@ -59,7 +59,7 @@ class GradingRequest:
     def for_prompt(
         cls, prompt: Prompt, text: str, completion_ids: Sequence[int], **fields: Any
     ) -> "GradingRequest":
-        """The request for a completion to `prompt`, with further `fields`."""
+        """Returns the request for a completion to `prompt`, with further `fields`."""
         graded = text, prompt.answer, prompt.row, completion_ids
         return cls(*graded, prompt=prompt.text, messages=prompt.messages, **fields)
 
@@ -157,7 +157,7 @@ class RewardScorer:
                 self._put_group_if_complete(name, size=1)
 
     def statuses(self) -> Counter[str]:
-        """Number of verdicts by status that have arrived since the last `results`."""
+        """Counts the verdicts by status that have arrived since the last `results`."""
         with self._changed:
             arrived = [graded.answers for _, graded in self._submitted if graded.answers]
         return Counter(self._status(answers) for answers in arrived)

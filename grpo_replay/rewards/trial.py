@@ -41,7 +41,7 @@ class Sample:
 
 
 def right_completion(answer: str) -> str:
-    """A completion that ends like a correct one."""
+    """Returns a completion that ends like a correct one."""
     return f"The answer is \\boxed{{{answer}}}."
 
 

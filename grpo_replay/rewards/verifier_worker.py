@@ -76,7 +76,7 @@ def source_digest(function: str) -> str:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The answer for a call that raised."""
+    """Returns the answer for a call that raised."""
     if isinstance(error, MemoryError):
         return {"status": "memory"}
     return {"status": "crash", "error": describe_failure(error)[:500]}
@@ -200,8 +200,8 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all calls: clients that a module keeps belong to the loop of their first
-    use.
+    """Returns the event loop of all calls: clients that a module keeps belong to the loop of their
+    first use.
     """
     return asyncio.new_event_loop()
 
@@ -218,7 +218,7 @@ def _await_all(values: Sequence[Any]) -> list[Any]:
 
 
 def _to_list(values: Any, tasks: Sequence[Task]) -> list[Any]:
-    """The returned values, one for each task; TypeErrors if they are not as many."""
+    """Returns the returned values, one for each task; TypeErrors if they are not as many."""
     count = len(tasks)
     is_sequence = hasattr(values, "__len__") and not isinstance(values, str | Mapping)
     if is_sequence and len(values) == count:

@@ -137,7 +137,7 @@ def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.T
 
 
 def _first_above(cumulative: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
-    """The first index of each row whose cumulative sum exceeds the target, int64 [R, 1]."""
+    """Returns the first index of each row whose cumulative sum exceeds the target, int64 [R, 1]."""
     total_R1 = cumulative[:, -1:]
     # Stay below the total: tokens that reach it later have probability zero.
     below_total = torch.nextafter(total_R1, torch.zeros_like(total_R1))
@@ -250,8 +250,8 @@ class DecodingBatch:
         self._mask = None if real.all() else self._decode_mask(mask[rows])
 
     def _prefix_of(self, prompts: Sequence[np.ndarray]) -> int:
-        """Number of leading tokens to prefill once for all prompts. At least one token of each
-        prompt follows: its logits choose the first token of the completions."""
+        """Counts the leading tokens to prefill once for all prompts. At least one token of
+        each prompt follows: its logits choose the first token of the completions."""
         shortest = min(len(prompt) for prompt in prompts)
         prefix = min(common_prefix(prompts), shortest - 1)
         is_shared = len(prompts) > 1 and prefix >= MIN_SHARED_PREFIX and not self._mode.hf_cache
@@ -269,7 +269,7 @@ class DecodingBatch:
         return HfCache(config=self._model.config) if self._mode.hf_cache else DynamicCache()
 
     def _expanded(self, prefills: Sequence[DynamicCache], rows: torch.Tensor) -> Any:
-        """A cache with one row per request, which has `move_rows`."""
+        """Returns a cache with one row per request, which has `move_rows`."""
         if not self._mode.hf_cache:
             return expanded_cache(prefills, rows, min(self._longest, INITIAL_CAPACITY))
         (cache,) = prefills

@@ -318,7 +318,7 @@ def name_stop_tokens(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -
 
 
 def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The ids of a text; empty if they do not decode to it (an unknown character)."""
+    """Returns the ids of a text; empty if they do not decode to it (an unknown character)."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids if decoded(tokenizer, ids) == text else []
 

@@ -308,7 +308,9 @@ def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
         "enable_sleep_mode": sleeps,
         # CUDA graphs go to host memory too, at either level, and return with whatever wakes first
         # (vLLM 0.32, device_allocator/sleep_mode_backend.py, cumem.py).
-        "sleep_mode_offload_cudagraph": vllm.others.get("sleep_mode_offload_cudagraph", sleeps),
+        "sleep_mode_offload_cudagraph": vllm.extra_settings.get(
+            "sleep_mode_offload_cudagraph", sleeps
+        ),
         # For the process groups in which ranks of an engine exchange activations.
         "distributed_timeout_seconds": math.ceil(opening.timeout_seconds),
         "disable_log_stats": True,

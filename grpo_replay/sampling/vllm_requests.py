@@ -155,7 +155,7 @@ def engine_arguments(
         # On a CPU, compiling takes longer than a small run. On a GPU, CUDA graphs are worth it.
         "enforce_eager": vllm.enforce_eager or not on_gpu,
         **(_lora_arguments(section.lora, adapters) if with_adapters else {}),
-        **vllm.others,
+        **vllm.extra_settings,
         **_device_arguments(vllm, on_gpu),
     }
 
@@ -170,7 +170,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def _lora_arguments(lora: LoraSection, adapters: int) -> dict[str, Any]:
     """Returns vLLM's options for so many adapter versions, with the smallest rank that it supports
     and that holds them. Raises RecipeError for a higher rank."""
-    rank = max(lora.r or 0, *lora.others.get("rank_pattern", {}).values(), 0)
+    rank = max(lora.r or 0, *lora.extra_settings.get("rank_pattern", {}).values(), 0)
     max_rank = next((supported for supported in LORA_RANKS if supported >= rank), None)
     if max_rank is None:
         raise RecipeError(

@@ -103,6 +103,6 @@ class AdapterTransfer(FolderTransfer):
             shutil.rmtree(old, ignore_errors=True)
 
     def _staged(self) -> list[Path]:
-        """The folders of versions, oldest first."""
+        """Returns the folders of versions, oldest first."""
         folders = self._held.path.glob("version-*")
         return sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)

@@ -95,12 +95,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """The folder in which a checkpoint is written before it is renamed."""
+    """Returns the folder in which a checkpoint is written before it is renamed."""
     return checkpoints / f"{_TEMPORARY}{checkpoint_name(step)}"
 
 
 def missing_file_system_features(checkpoints: Path) -> list[str]:
-    """A sentence for each optional feature that the file system lacks."""
+    """Returns a sentence for each optional feature that the file system lacks."""
     missing = missing_operations(checkpoints / f"{_TEMPORARY}trial")
     return [f"the file system of {checkpoints} has {sentence}" for sentence in missing]
 
@@ -111,7 +111,7 @@ def leftovers(checkpoints: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None for another name."""
+    """Returns the step in the name of a checkpoint's folder; None for another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
@@ -280,7 +280,7 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def model_cards(checkpoint: Path) -> list[Path]:
-    """The model cards of a checkpoint: in model/ and adapter/, if these exist."""
+    """Returns the model cards of a checkpoint: in model/ and adapter/, if these exist."""
     cards = [checkpoint / name for name in MODEL_CARDS]
     return [card for card in cards if card.parent.is_dir()]
 

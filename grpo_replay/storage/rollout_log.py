@@ -100,7 +100,7 @@ ROLLOUT_FILE_SCHEMA = pa.schema(
 
 
 def optional_fields(schema: pa.Schema) -> list[pa.Field]:
-    """The fields of a schema that are a mask or extras."""
+    """Returns the fields of a schema that are a mask or extras."""
     return [field for field in schema if field.name == MASK.name or field.name.startswith(EXTRA)]
 
 
@@ -319,7 +319,7 @@ def _to_lists(field: pa.Field, arrays: Sequence[np.ndarray | None]) -> pa.Array:
 
 
 def _leaf(kind: pa.ListType) -> tuple[pa.DataType, tuple[int, ...]]:
-    """The type of the numbers in a list column, and the trailing shape of its arrays."""
+    """Returns the type of the numbers in a list column, and the trailing shape of its arrays."""
     leaf, sizes = kind.value_type, []
     while pa.types.is_fixed_size_list(leaf):
         sizes.append(leaf.list_size)
@@ -411,7 +411,7 @@ _STEP_FILE = re.compile(r"step_(\d{6,})\.(?:parquet|json)(?:\.tmp)?")
 
 
 def step_files(run_dir: Path, first: int, last: int) -> list[Path]:
-    """The existing files of rollouts/ and draws/ of steps `first` … `last`."""
+    """Returns the existing files of rollouts/ and draws/ of steps `first` … `last`."""
     steps = range(first, last + 1)
     paths = [step_path(run_dir / kind, step) for step in steps for kind in ("rollouts", "draws")]
     return [path for path in paths if path.exists()]

@@ -49,7 +49,7 @@ from grpo_replay.version import __version__
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Returns the installed version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -270,7 +270,7 @@ class RunDirectory:
         return True
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every training step so far, in order."""
+        """Returns the metrics of every training step so far, in order."""
         return list(read_metrics(self.metrics_path, allow_unfinished=False))
 
     def flush_steps(self, step: int) -> None:
@@ -290,12 +290,12 @@ class RunDirectory:
         write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})
 
     def next_attempt(self) -> int:
-        """Number of the next attempt, from 1."""
+        """Returns the number of the next attempt, from 1."""
         logs = (self.path / "log").glob("attempt_*.log")
         return 1 + sum(".rank_" not in log.name for log in logs)
 
     def log_path(self, attempt: int, rank: int = 0) -> Path:
-        """The log file of a rank in an attempt."""
+        """Returns the log file of a rank in an attempt."""
         own = f".rank_{rank}" if rank > 0 else ""
         return self.path / "log" / f"attempt_{attempt:03d}{own}.log"
 
@@ -319,7 +319,7 @@ class RunDirectory:
 
 
 def default_run_dir(name: str) -> Path:
-    """The default directory of a new run of the recipe `name`."""
+    """Returns the default directory of a new run of the recipe `name`."""
     return Path(f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
 
 
@@ -343,7 +343,7 @@ def refuse_missing(run_dir: Path) -> None:
 
 
 def is_of_another_trainer(run_dir: Path) -> bool:
-    """True for a folder that replay in another trainer wrote (`integrations`)."""
+    """Returns True for a folder that replay in another trainer wrote (`integrations`)."""
     own = any((run_dir / name).exists() for name in ("environment.json", LOCK, "checkpoints"))
     return (run_dir / "metrics.jsonl").exists() and not own
 

@@ -31,7 +31,7 @@ class Start:
     warmup_steps: int
 
     def rate_of(self, step: int) -> float:
-        """The learning rate of training step `step`."""
+        """Returns the learning rate of training step `step`."""
         names = ("learning_rate", "schedule", "warmup_steps")
         section = OptimizerSection.model_validate({name: getattr(self, name) for name in names})
         return section.rate_of(step, self.steps)
@@ -43,7 +43,7 @@ def read_starts(run_dir: Path) -> tuple[Start, ...]:
 
 
 def start_of(starts: Sequence[Start], step: int) -> Start | None:
-    """The start after which `step` (1-based) was made; None if unknown."""
+    """Returns the start after which `step` (1-based) was made; None if unknown."""
     earlier = [start for start in starts if start.after_step < step]
     return earlier[-1] if earlier else None
 

@@ -30,7 +30,7 @@ _NAMED_DIFFERENCES = 5
 
 
 def read_recipe_file(path: Path) -> Recipe:
-    """A recipe that a run wrote. Raises RecipeError."""
+    """Returns a recipe that a run wrote. Raises RecipeError."""
     return resolve_recipe([read_recipe_layer(path)], source=str(path))
 
 
@@ -91,7 +91,7 @@ def differences(one: BaseModel, other: BaseModel) -> list[tuple[str, Any, Any]]:
 
 
 def content_differences(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]]:
-    """The `differences` except those of only the folder of a file or the host of a URL."""
+    """Returns the `differences` except those of only the folder of a file or the host of a URL."""
     a, b = (flatten(shareable(recipe.model_dump(mode="json"))) for recipe in (one, other))
     return [item for item in differences(one, other) if a.get(item[0]) != b.get(item[0])]
 

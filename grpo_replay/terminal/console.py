@@ -23,8 +23,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def printable(text: str) -> str:
-    """The text with control characters as Unicode pictures (ESC is ␛), and other unprintable ones
-    as �. Line breaks and tabs stay."""
+    """Returns the text with control characters as Unicode pictures (ESC is ␛), and other
+    unprintable ones as �. Line breaks and tabs stay."""
     return _CONTROL.sub(lambda match: _picture(ord(match[0])), text)
 
 

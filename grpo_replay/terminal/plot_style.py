@@ -87,7 +87,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def svg_text(figure: Any, title: str) -> str:
-    """A figure as the text of an SVG file."""
+    """Returns a figure as the text of an SVG file."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
     return buffer.getvalue()

@@ -79,7 +79,7 @@ def draw_operands(name: str, rng: np.random.Generator) -> Operands:
 
 @cache
 def _held_out(name: str) -> dict[Operands, None]:
-    """The operands of the held-out problems in order; a dict for quick look-up."""
+    """Returns the operands of the held-out problems in order; a dict for quick look-up."""
     rng = generator(name, HELD_OUT_SEED, "held out")
     chosen: dict[Operands, None] = {}
     while len(chosen) < HELD_OUT_PROBLEMS:

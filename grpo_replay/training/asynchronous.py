@@ -104,7 +104,7 @@ class FollowerSource:
         return self._take_arrived(step, waited_seconds) if self.comm.broadcast(ready) else None
 
     def _is_recorded(self) -> bool:
-        """Whether the next step is in the journal; known on rank 0 only."""
+        """Returns whether the next step is in the journal; known on rank 0 only."""
         return False
 
     def _wait(self, step: int) -> bool:
@@ -217,7 +217,7 @@ class MainSource(FollowerSource):
         ]
 
     def _server_sampler(self) -> VllmServerSampler:
-        """The sampler. Recipes of asynchronous runs with another sampler are refused."""
+        """Returns the sampler. Recipes of asynchronous runs with another sampler are refused."""
         return cast(VllmServerSampler, self.parts.sampler)
 
     def _to_step_rollouts(self, taken: Sequence[Rollout], use: "ServerUse") -> StepRollouts:

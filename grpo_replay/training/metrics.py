@@ -298,7 +298,7 @@ TIME_DEPENDENT = ("step_time", "cost/mu", "cost/gamma")
 
 
 def depends_on_time(name: str) -> bool:
-    """Whether a metric differs between two runs that are otherwise the same."""
+    """Returns whether a metric differs between two runs that are otherwise the same."""
     return name in TIME_DEPENDENT or name.endswith("_seconds")
 
 

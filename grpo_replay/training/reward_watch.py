@@ -145,7 +145,7 @@ class SlowWatch:
 
 
 def describe_failures(verdicts: Sequence[str]) -> str:
-    """The number of each kind of failure, such as "3 timeout, 1 crash"."""
+    """Returns the number of each kind of failure, such as "3 timeout, 1 crash"."""
     counts = Counter(verdicts)
     return ", ".join(f"{counts[status]} {status}" for status in FAILED if counts[status])
 

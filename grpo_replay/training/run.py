@@ -265,7 +265,7 @@ def log_stacks_after(seconds: float) -> None:
 
 
 def _accuracies(report: EvaluationReport) -> dict[str, float]:
-    """The metrics of an evaluation."""
+    """Returns the metrics of an evaluation."""
     return {f"eval/{name}": value for name, value in report.accuracies().items()}
 
 

@@ -36,7 +36,7 @@ class RunEvaluation:
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
 
     def is_due(self, step: int) -> bool:
-        """Whether the policy after `step` (0: the base model) is evaluated."""
+        """Returns whether the policy after `step` (0: the base model) is evaluated."""
         if self.plan is None:
             return False
         if step == 0:
@@ -76,7 +76,7 @@ class RunEvaluation:
         return report
 
     def _model_facts(self, step: int) -> dict[str, Any]:
-        """The `model` section of a report."""
+        """Returns the `model` section of a report."""
         sampled = {"dtype": self.recipe.sampled_dtype, **sampler_facts(self.recipe.sampling)}
         return {"run": self.run_dir.path.name, "step": step, **sampled}
 
@@ -89,15 +89,15 @@ class RunEvaluation:
             sync_weights(parts.engine, parts.sampler, version)
 
     def _scorer(self) -> AbstractContextManager[RewardScorer]:
-        """The run's own scorer if it grades as evaluations do, else one with its limits."""
+        """Returns the run's own scorer if it grades as evaluations do, else one with its limits."""
         reward, function = self.recipe.reward, self.recipe.eval.reward
         if function in BUILTIN_VERIFIERS and reward == reward.with_single_function(function):
             return nullcontext(self.parts.scorer)
         return RewardScorer.open(reward.with_single_function(function), as_verdicts=True)
 
     def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
-        """The reports of the base model and of the current step; None if missing. If a resume
-        changed the recipe, the two may not be comparable."""
+        """Returns the reports of the base model and of the current step; None if missing. If a
+        resume changed the recipe, the two may not be comparable."""
         folder = self.run_dir.path / "eval"
         paths = (folder / f"step_{step:06d}.json" for step in (0, self.state.step))
         first, last = (read_report(p, with_samples=False) if p.exists() else None for p in paths)

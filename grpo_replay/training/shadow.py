@@ -21,7 +21,7 @@ RARE_SUCCESS = 0.25
 
 
 def probe_is_due(settings: ReplaySection, step: int) -> bool:
-    """Whether the draw of `step` is probed."""
+    """Returns whether the draw of `step` is probed."""
     return settings.shadow and step % settings.probe_every_steps == 0
 
 

@@ -191,8 +191,8 @@ class SynchronousSource:
 def share_of_rank(
     requests: Sequence[GenerationRequest], rank: int, ranks: int
 ) -> Sequence[GenerationRequest]:
-    """The consecutive requests that one rank samples, so that those of a prompt mostly stay on one
-    rank. The counts of two ranks differ by at most one."""
+    """Returns the consecutive requests that one rank samples, so that those of a prompt mostly stay
+    on one rank. The counts of two ranks differ by at most one."""
     count = len(requests)
     return requests[count * rank // ranks : count * (rank + 1) // ranks]
 
@@ -200,7 +200,7 @@ def share_of_rank(
 def gather_graded(
     comm: Comm, local_results: Mapping[RequestKey, Graded]
 ) -> dict[RequestKey, Graded]:
-    """All ranks' completions by key, on rank 0; empty on other ranks. Collective."""
+    """Returns all ranks' completions by key, on rank 0; empty on other ranks. Collective."""
     gathered = comm.gather(list(local_results.values()))
     results = (graded for rank_results in gathered or () for graded in rank_results)
     return {graded.completion.key: graded for graded in results}

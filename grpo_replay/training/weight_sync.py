@@ -106,7 +106,7 @@ def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list
 
 
 def evenly_spaced(rollouts: Sequence[Rollout], limit: int) -> list[Rollout]:
-    """At most `limit` rollouts, at equal distances."""
+    """Returns at most `limit` rollouts, at equal distances."""
     count = min(limit, len(rollouts))
     return [rollouts[i * len(rollouts) // count] for i in range(count)]
 

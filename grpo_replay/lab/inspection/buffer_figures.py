@@ -63,7 +63,7 @@ SHADOW_CAPTIONS = {
 
 
 def caption_of(name: str, inspection: Inspection) -> str:
-    """The caption of a panel."""
+    """Returns the caption of a panel."""
     in_shadow = inspection.settings["shadow"]
     return SHADOW_CAPTIONS.get(name, CAPTIONS[name]) if in_shadow else CAPTIONS[name]
 

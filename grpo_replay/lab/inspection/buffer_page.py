@@ -135,7 +135,7 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def _data(page: Page) -> dict[str, Any]:
-    """The data of the script: the rollouts, the unit of ages, and the path for `--show`."""
+    """Returns the data of the script: the rollouts, the unit of ages, and the path for `--show`."""
     rollouts = _fields(page.rollouts)
     return rollouts | {"age_unit": page.age_unit, "path": page.path if page.can_show else None}
 

@@ -128,7 +128,7 @@ def population(name: str, rows: Rollouts) -> Population:
 
 
 def count_values(values: np.ndarray) -> dict[int, int]:
-    """The number of occurrences of each distinct value, in ascending order of the value."""
+    """Returns the number of occurrences of each distinct value, in ascending order of the value."""
     return dict(sorted(Counter(values.tolist()).items()))
 
 

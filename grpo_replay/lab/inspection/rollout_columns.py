@@ -79,7 +79,7 @@ def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) ->
 
 
 def read_stored(path: Path) -> Rollouts:
-    """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
+    """Returns the rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=list(_READ))
         tables = (pa.Table.from_batches([batch]) for batch in batches)
@@ -122,7 +122,7 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
 
 
 def read_log_and_draws(source: Source) -> tuple[Rollouts, Draws]:
-    """The rollout log, and the draws whose rollouts are in it. Raises SnapshotError."""
+    """Returns the rollout log, and the draws whose rollouts are in it. Raises SnapshotError."""
     log, draws = read_log(source.rollout_files), read_draws(source.draw_files)
     rows = find_rows(log.rollout_id, draws.rollout_id)
     draws.row = rows

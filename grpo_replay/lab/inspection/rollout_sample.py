@@ -97,7 +97,7 @@ def _extremes(facts: RolloutFacts) -> dict[str, np.ndarray]:
 
 
 def _largest(values: np.ndarray, count: int) -> list[int]:
-    """The rows of the `count` largest values above 0, the first rows of equal ones."""
+    """Returns the rows of the `count` largest values above 0, the first rows of equal ones."""
     order = np.argsort(-np.nan_to_num(values), kind="stable")[:count]
     return [int(row) for row in order if values[row] > 0]
 

@@ -276,7 +276,7 @@ def _use(record: Any, step: int, age: int, probability: float | None) -> Use:
 
 
 def _rounded(value: float | None) -> float | None:
-    """The value with five significant digits; None if it is not finite."""
+    """Returns the value with five significant digits; None if it is not finite."""
     if value is None or not np.isfinite(value):
         return None
     return float(f"{float(value):.5g}")

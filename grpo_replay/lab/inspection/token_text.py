@@ -25,7 +25,7 @@ class Decoder:
     reason: str = ""
 
     def text(self, token_ids: Sequence[int]) -> str | None:
-        """The text of tokens, special ones included; None without a tokenizer."""
+        """Returns the text of tokens, special ones included; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -47,7 +47,7 @@ class Decoder:
         }
 
     def special_ids(self) -> list[int]:
-        """The ids of special tokens, ascending."""
+        """Returns the ids of special tokens, ascending."""
         if self.tokenizer is None:
             return []
         added = self.tokenizer.get_added_tokens_decoder()
@@ -70,5 +70,5 @@ def open_decoder(path: Path) -> Decoder:
 
 
 def _age_key(file: Path) -> list[int]:
-    """The numbers in a path, which are largest for the newest checkpoint."""
+    """Returns the numbers in a path, which are largest for the newest checkpoint."""
     return [int(number) for number in re.findall(r"\d+", str(file))]

@@ -197,7 +197,7 @@ def _notes(arms: Sequence[Arm]) -> Iterable[str]:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as dotted keys, without `NOT_AN_AXIS`."""
+    """Returns the recipe as dotted keys, without `NOT_AN_AXIS`."""
     flat = flatten(recipe.model_dump(mode="json"))
     return {key: value for key, value in flat.items() if key not in NOT_AN_AXIS}
 
@@ -215,7 +215,7 @@ def _recipe_names(recipes: Sequence[Recipe]) -> list[str]:
 
 
 def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values are not the same in all recipes."""
+    """Returns the keys whose values are not the same in all recipes."""
     keys: Iterable[str] = dict.fromkeys(key for recipe in settings for key in recipe)
     first = settings[0] if settings else {}
     return [key for key in keys if any(recipe.get(key) != first.get(key) for recipe in settings)]

@@ -70,7 +70,7 @@ def usable_axes(runs: Sequence[FinishedRun], given_mu: Sequence[float]) -> list[
 
 
 def measured_mu_of(runs: Sequence[FinishedRun]) -> float | None:
-    """The median over all runs of the μ that each measured; None if none did."""
+    """Returns the median over all runs of the μ that each measured; None if none did."""
     known = [mu for run in runs if (mu := measured_mu(run.lines)) is not None]
     return median(known) if known else None
 
@@ -96,7 +96,7 @@ def _charged(run: FinishedRun, mu: float) -> np.ndarray:
 
 
 def cost_to_reach(run: FinishedRun, accuracy: float, axis: Axis, outcome: Outcome) -> float:
-    """The cost at which the outcome first reaches `accuracy`; infinite if it never does.
+    """Returns the cost at which the outcome first reaches `accuracy`; infinite if it never does.
 
     Between two evaluations, accuracy and cost are interpolated linearly.
     """
@@ -189,7 +189,7 @@ def _fieller(extra_S: np.ndarray, saved_S: np.ndarray) -> tuple[float, float] | 
 
 
 def main_axis(costs: Sequence[Axis]) -> Axis:
-    """The axis of tables that show a single cost."""
+    """Returns the axis of tables that show a single cost."""
     by_key = {axis.key: axis for axis in costs}
     return next(by_key[key] for key in (*MAIN_AXES, *by_key) if key in by_key)
 

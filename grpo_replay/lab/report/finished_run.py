@@ -34,7 +34,7 @@ class Outcome:
     metric: str = "avg_at_k"
 
     def of(self, report: EvaluationReport) -> float:
-        """The outcome of an evaluation, a fraction."""
+        """Returns the outcome of an evaluation, a fraction."""
         numbers = {"mean": report.sampled.mean, **report.sampled.benchmarks}
         return float(getattr(numbers[self.benchmark], self.metric))
 
@@ -73,14 +73,14 @@ class FinishedRun:
         return self.evaluations.get(0)
 
     def curve(self, outcome: Outcome) -> tuple[list[int], list[float]]:
-        """The evaluated steps in order, and the outcome at each."""
+        """Returns the evaluated steps in order, and the outcome at each."""
         steps = list(self.evaluations)
         return steps, [outcome.of(self.evaluations[step]) for step in steps]
 
 
 @functools.cache
 def evaluation_at(run: FinishedRun, step: int) -> EvaluationReport:
-    """The evaluation after a step, with per-sample rows if their file exists."""
+    """Returns the evaluation after a step, with per-sample rows if their file exists."""
     return run.final if step == len(run.lines) else _without_texts(_evaluation(run.path, step))
 
 

@@ -112,7 +112,7 @@ def _titles(report: EvaluationReport) -> dict[str, str]:
 
 
 def shown_title(document: Document) -> str:
-    """The title of the outcome shown, such as `avg@k, mean over benchmarks`."""
+    """Returns the title of the outcome shown, such as `avg@k, mean over benchmarks`."""
     titles, shown = document["benchmarks"], document["shown"]
     several = shown["benchmark"] == "mean" and len(titles) > 1
     name = next(iter(titles)) if shown["benchmark"] == "mean" else shown["benchmark"]
@@ -121,7 +121,7 @@ def shown_title(document: Document) -> str:
 
 
 def shown_target(document: Document) -> float | None:
-    """The accuracy whose cost tables and figures show; None without a target."""
+    """Returns the accuracy whose cost tables and figures show; None without a target."""
     return next((arm["reach"][-1]["accuracy"] for arm in document["arms"] if arm["reach"]), None)
 
 
@@ -235,7 +235,7 @@ class Accuracies:
 
     @classmethod
     def of(cls, report: EvaluationReport, key: str) -> "Accuracies":
-        """The accuracies of an evaluation; `key` is `avg_at_k` or `pass_at_k`."""
+        """Returns the accuracies of an evaluation; `key` is `avg_at_k` or `pass_at_k`."""
         means = {name: getattr(bench, key) for name, bench in report.sampled.benchmarks.items()}
         return cls({**means, "mean": getattr(report.sampled.mean, key)}, _on_problems(report, key))
 

@@ -154,13 +154,13 @@ def report_table(document: Document) -> TextTable:
 
 
 def _difference_heading(document: Document, condition: str) -> str:
-    """The heading of a column of differences, on two lines."""
+    """Returns the heading of a column of differences, on two lines."""
     word, rest = condition.split(" ", 1)
     return f"− {document['baseline']} {word}\n{rest}"
 
 
 def _measured_mu(document: Document) -> str:
-    """The measured μ, to compare a threshold with; empty if there is none."""
+    """Returns the measured μ, to compare a threshold with; empty if there is none."""
     mu = document["mu"]["measured"]
     return "" if mu is None else f"\n(here {mu:.2g})"
 
@@ -208,7 +208,7 @@ def _reach_cell(arm: Document, document: Document) -> str:
 
 
 def _seed_mark(seeds: int, arm: Document) -> str:
-    """The number of seeds in brackets, unless the arm has no others."""
+    """Returns the number of seeds in brackets, unless the arm has no others."""
     return "" if seeds == len(arm["seeds"]) else f" ({seeds})"
 
 

@@ -39,8 +39,8 @@ MOST_SEEDS = 1000
 
 
 def sampled_over(values_SN: Sequence[np.ndarray]) -> str | None:
-    """What an interval of these values covers, seeds or also problems; None if there is none. The
-    values are [S, N] for each benchmark."""
+    """Returns what an interval of these values covers, seeds or also problems; None if there is
+    none. The values are [S, N] for each benchmark."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
     return "seeds and problems" if _have_problems(values_SN) else "seeds"
@@ -128,7 +128,7 @@ def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def _over_problems(values_SN: Sequence[np.ndarray]) -> Component:
-    """The variance of the mean over problems, of each problem's mean over seeds."""
+    """Returns the variance of the mean over problems, of each problem's mean over seeds."""
     means = [benchmark_SN.mean(axis=0) for benchmark_SN in values_SN]
     return Component.of_mean([Component.over_problems(mean_N) for mean_N in means])
 

@@ -37,7 +37,7 @@ class Launcher:
         self._processes: list[Process | None] = [None] * jobs
 
     def free_slot(self) -> int | None:
-        """The number of a job slot without a running cell; None if all are taken."""
+        """Returns the number of a job slot without a running cell; None if all are taken."""
         for number, process in enumerate(self._processes):
             if process is None or process.poll() is not None:
                 return number

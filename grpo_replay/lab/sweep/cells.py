@@ -66,14 +66,14 @@ class Cell:
         return (*self.overrides, *(self.candidate or ()), f"run.seed={self.seed}")
 
     def resolved_recipe(self) -> Recipe:
-        """The recipe of the run. Raises SweepFileError that names the arm."""
+        """Returns the recipe of the run. Raises SweepFileError that names the arm."""
         try:
             return _load(self.recipe, self.all_overrides())
         except RecipeError as error:
             raise SweepFileError(f"arm {self.arm}: {str(error).removeprefix('--set: ')}") from error
 
     def with_choice(self, chosen: Sequence[str]) -> "Cell":
-        """The comparison cell with the values that tuning chose."""
+        """Returns the comparison cell with the values that tuning chose."""
         return replace(self, overrides=(*self.overrides, *chosen), awaits_tuning=False)
 
     @property
@@ -156,7 +156,7 @@ def train_arguments(cell: Cell, state: CellState) -> list[str]:
 
 
 def shell_command(cell: Cell, state: CellState) -> str:
-    """The command of the cell as one line for a shell."""
+    """Returns the command of the cell as one line for a shell."""
     return shlex.join(["grpo-replay", *train_arguments(cell, state)])
 
 
@@ -165,7 +165,7 @@ STARTED = "# process "
 
 
 def error_line(log: Path) -> str | None:
-    """The first line of the error that ended a cell's last attempt; None without one."""
+    """Returns the first line of the error that ended a cell's last attempt; None without one."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.rpartition(STARTED)[2].splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

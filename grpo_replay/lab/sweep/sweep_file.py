@@ -49,7 +49,7 @@ class TuneSection(Section):
     """Recipe key to the values to try. Several keys form every combination."""
 
     def candidates(self) -> list[tuple[str, ...]]:
-        """The combinations of the grid, each as `key=value` overrides."""
+        """Returns the combinations of the grid, each as `key=value` overrides."""
         return _combinations(self.grid)
 
 
@@ -110,7 +110,7 @@ def _combinations(grid: Mapping[str, Sequence[Scalar]]) -> list[tuple[str, ...]]
 
 
 def _text(value: Scalar) -> str:
-    """A value as `--set` reads it."""
+    """Returns a value as `--set` reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -153,11 +153,11 @@ def read_sweep_file(path: Path) -> SweepFile:
 
 
 def sweep_to_yaml(sweep: SweepFile) -> str:
-    """The sweep as YAML. Reading it gives the same sweep."""
+    """Returns the sweep as YAML. Reading it gives the same sweep."""
     return to_yaml(sweep.model_dump(mode="json"))
 
 
 def read_choices(folder: Path) -> dict[str, Any]:
-    """The tuned values by arm, from chosen.json; empty before tuning is complete."""
+    """Returns the tuned values by arm, from chosen.json; empty before tuning is complete."""
     path = folder / CHOSEN
     return json.loads(path.read_text(encoding="utf-8"))["arms"] if path.exists() else {}

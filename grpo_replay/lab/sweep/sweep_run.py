@@ -131,7 +131,7 @@ class SweepRun:
         return [entry for entry in self.entries if entry.status is status]
 
     def ready(self) -> list[Entry]:
-        """The entries that can be started."""
+        """Returns the entries that can be started."""
         return [e for e in self._with(Status.WAITING) if not e.cell.awaits_tuning]
 
     def _start(self, launcher: Launcher) -> None:

@@ -70,7 +70,7 @@ class _Units:
 def _may_be_drawn(
     settings: ReplaySection, uses_C: np.ndarray, steps_since_use_C: np.ndarray
 ) -> np.ndarray:
-    """Whether `max_uses` and `cooldown_steps` let each candidate be drawn."""
+    """Returns whether `max_uses` and `cooldown_steps` let each candidate be drawn."""
     has_rested_C = steps_since_use_C > settings.cooldown_steps
     has_rested_C |= (uses_C == 0) | (settings.cooldown_steps == 0)
     return has_rested_C & (uses_C < (settings.max_uses or np.inf))

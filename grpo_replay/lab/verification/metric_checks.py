@@ -36,8 +36,8 @@ def check_metrics(
 
 
 def _same(logged: float | None, expected: float | None) -> bool:
-    """Whether two values agree; float64 sums in another order differ by 1e-13. NaN is logged as
-    null, as with a loss of another trainer whose statistics are unknown."""
+    """Returns whether two values agree; float64 sums in another order differ by 1e-13. NaN is
+    logged as null, as with a loss of another trainer whose statistics are unknown."""
     is_unknown = expected is None or math.isnan(expected)
     if logged is None or expected is None or is_unknown:
         return logged is None and is_unknown
@@ -145,7 +145,7 @@ def _outcomes_of(side: str, columns: Columns) -> Values:
 
 
 def _outcome(columns: Columns, name: str) -> float | None:
-    """The mean of an outcome over tokens; `ratio_ess` is (Σρ)² / (N·Σρ²)."""
+    """Returns the mean of an outcome over tokens; `ratio_ess` is (Σρ)² / (N·Σρ²)."""
     if name != "ratio_ess":
         return _token_mean(columns, name)
     mean, squared = _token_mean(columns, "ratio_mean"), _token_mean(columns, "ratio_squared_mean")

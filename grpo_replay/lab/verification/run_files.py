@@ -34,7 +34,7 @@ Columns = Mapping[str, np.ndarray]
 
 
 def select_rows(columns: Columns, rows: Any) -> dict[str, np.ndarray]:
-    """The columns at `rows`: an index array, a mask or a slice."""
+    """Returns the columns at `rows`: an index array, a mask or a slice."""
     return {name: values[rows] for name, values in columns.items()}
 
 
@@ -74,11 +74,11 @@ class RunFiles:
         return select_rows(self.rollouts, self.rows_of_step[step])
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """The row of each rollout id; -1 for unknown ids."""
+        """Returns the row of each rollout id; -1 for unknown ids."""
         return find_rows(self.rollouts["rollout_id"], ids)
 
     def draws_of(self, step: int) -> Columns:
-        """The columns of the step's draws/ file; empty if there is none."""
+        """Returns the columns of the step's draws/ file; empty if there is none."""
         return self.draws_of_step.get(step) or _arrays(DRAW_SCHEMA.empty_table())
 
     def start_of(self, step: int) -> Start | None:
@@ -86,7 +86,7 @@ class RunFiles:
         return start_of(self.starts, step)
 
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints up to the last step, by step."""
+        """Returns the checkpoints up to the last step, by step."""
         paths = list_checkpoints(self.folder / "checkpoints")
         by_step = {step_of(path) or 0: path for path in paths}
         return {step: path for step, path in by_step.items() if step <= self.steps[-1]}
@@ -137,7 +137,7 @@ class VerifyReport:
         return all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object: `passed`, `steps` and `checks`."""
+        """Returns the report as a JSON object: `passed`, `steps` and `checks`."""
         names = ("name", "passed", "checked", "detail")
         checks = [{name: getattr(check, name) for name in names} for check in self.checks]
         return {"passed": self.passed, "steps": self.steps, "checks": checks}

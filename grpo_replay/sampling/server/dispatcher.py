@@ -197,8 +197,8 @@ class Dispatcher(Generic[J]):
         return room > 0 and self._is_used(server) and self._has_adapter_slot(server)
 
     def _has_adapter_slot(self, server: ServerState[J]) -> bool:
-        """Whether vLLM would run a request with the newest adapter at once. If it waited inside
-        vLLM, its adapter might be removed meanwhile, which ends the engine."""
+        """Returns whether vLLM would run a request with the newest adapter at once. If it waited
+        inside vLLM, its adapter might be removed meanwhile, which ends the engine."""
         if not server.client.with_adapters:
             return True
         versions = {server.version, *(job.version for job in server.running.values())}

@@ -205,16 +205,16 @@ class VllmServer:
         return sum(map(float, counts)) if counts else None
 
     def label(self, policy_version: int) -> str:
-        """The server's label for the weights of a policy version of this run."""
+        """Returns the server's label for the weights of a policy version of this run."""
         return f"{self.prefix}{policy_version}"
 
     def version_of(self, label: str) -> int | None:
-        """The policy version that `label` names; None if it is not a label of this run."""
+        """Returns the policy version that `label` names; None if it is not a label of this run."""
         version = label.removeprefix(self.prefix)
         return int(version) if label.startswith(self.prefix) and version.isdecimal() else None
 
     async def weight_label(self, seconds: float = CONTROL_SECONDS) -> str:
-        """The label of the server's current weights; "default" if none was set."""
+        """Returns the label of the server's current weights; "default" if none was set."""
         answer = await self.request("GET", "/weight_info", None, seconds)
         return _json_value(answer, "weight_version", "/weight_info")
 
@@ -254,7 +254,7 @@ def _json_value(answer: bytes, name: str, path: str) -> Any:
 
 
 def _kept_connector() -> aiohttp.TCPConnector:
-    """The connector of the running loop, without a limit on the number of connections."""
+    """Returns the connector of the running loop, without a limit on the number of connections."""
     loop = asyncio.get_running_loop()
     if loop not in _connectors:
         _connectors[loop] = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
@@ -268,7 +268,7 @@ def _headers() -> dict[str, str]:
 
 
 def _error_message(answer: str) -> str:
-    """The message of a vLLM error, or the answer itself, in one short line."""
+    """Returns the message of a vLLM error, or the answer itself, in one short line."""
     # Errors of FastAPI, and of a proxy before the server, are shown unchanged.
     with contextlib.suppress(ValueError, KeyError, TypeError):
         answer = str(json.loads(answer)["error"]["message"])

@@ -73,7 +73,7 @@ class LaunchedServer:
 
 
 def log_tail(log: Path) -> str:
-    """The path and the last lines of a log, for messages."""
+    """Returns the path and the last lines of a log, for messages."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.splitlines()
     return "\n".join([f"its log is {log}:", *lines[-LOG_LINES:]])
