@@ -5,6 +5,7 @@ TINY_SWIFT_KILL=N kills the process when the rewards of generation batch N are a
 """
 
 import atexit
+import gc
 import os
 import signal
 
@@ -20,6 +21,7 @@ def leave_group():
     exits (exit code -6)."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # the wrapped model holds the group too, in a circle
 
 
 class Tiny(ORM):
