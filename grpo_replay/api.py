@@ -178,8 +178,7 @@ def _recipe_of_run(
     recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides, has_reward: bool
 ) -> Recipe:
     """Returns the recipe to train with: on a resume the run's own, with `overrides`. Raises
-    UsageError if it has several ranks, if a new run has none, or if a resume is given one that
-    differs from the run's."""
+    UsageError for several ranks, a new run without a recipe, or a resume with one that differs."""
     from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
     from grpo_replay.storage.stored_recipe import recipe_to_resume, refuse_other_recipe_file
 
@@ -206,7 +205,8 @@ def _recipe_of_run(
 
 
 def _import_path_of(function: str | Callable[..., Any]) -> str:
-    """Returns a function's import path. Raises UsageError if workers cannot import it."""
+    """Returns the path by which verifier processes import a function; that of `__main__` names its
+    file. Raises UsageError if they cannot: a lambda, a notebook, a program without a guard."""
     if isinstance(function, str):
         return function
     module, name = str(function.__module__), getattr(function, "__qualname__", "")
@@ -231,7 +231,8 @@ def _import_path_of(function: str | Callable[..., Any]) -> str:
 def _write_prompts(
     rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None
 ) -> dict[str, Any]:
-    """Write rows next to a run directory; returns the `prompts` settings that name their file."""
+    """Write rows as JSON lines next to a run directory; returns the `prompts` settings for the
+    file, with `id_field` if its rows have that. Raises UsageError for values that JSON lacks."""
     from grpo_replay.prompts.sources import decoded_value
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 

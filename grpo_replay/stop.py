@@ -55,9 +55,9 @@ class StopToken:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are requests to stop. A SIGHUP
-        that is ignored, as under nohup, stays ignored. A no-op outside the main thread, because
-        only that gets signals."""
+        """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are requests to stop; a SIGHUP
+        that was ignored, as under nohup, stays so. Off the main thread, which alone gets signals, a
+        no-op."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

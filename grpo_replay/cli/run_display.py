@@ -41,8 +41,7 @@ class RunDisplay(Observer):
     """Prints progress to stderr and the result to stdout."""
 
     def __init__(self, console: Console) -> None:
-        """Makes the progress line; entering the display as a context shows it if stderr is a
-        terminal."""
+        """Makes the progress line; as a context, the display shows it if stderr is a terminal."""
         self._console = console
         self._live: Live | None = None
         self._progress = Progress(
@@ -128,7 +127,8 @@ class RunDisplay(Observer):
             self._console.print(f"step {step}/{self._steps}  {line}", soft_wrap=True)
 
     def _describe_step(self, metrics: Mapping[str, Any]) -> str:
-        """Describes a step: mean reward of the last ones, accuracy, fresh and replayed rollouts."""
+        """Describes a step in a line: mean reward of the last steps, missing rewards, held-out
+        accuracy, fresh and replayed rollouts, age, speed; what is unknown is left out."""
         reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
         self._rewards.extend([] if reward is None else [reward])
         parts = []

@@ -132,8 +132,7 @@ class Collector:
         scorer: RewardScorer,
         send: Callable[[Delivery], None],
     ) -> None:
-        """Connects to the servers; nothing is sampled before Hello and Credit have come from rank
-        0."""
+        """Connects to the servers; sampling starts once rank 0 has sent Hello and Credit."""
         self._recipe, self._prompts = settings.recipe, prompts
         self._decode, self._scorer, self._send = decode, scorer, send
         adapters = settings.recipe.pushes_adapters

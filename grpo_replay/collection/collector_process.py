@@ -36,7 +36,8 @@ PARENT_POLL_SECONDS = 0.5
 
 
 def main() -> int:
-    """Run a collector. Returns 0 after Stop, 1 after a failure, reported to rank 0."""
+    """Run a collector by the JSON file that argv names. It takes commands from one ZeroMQ socket,
+    and sends to another. Returns 0 after Stop, 1 after a failure, reported to rank 0."""
     arguments = json.loads(Path(sys.argv[1]).read_text())
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -215,8 +215,7 @@ class Intake:
             self._link.send(Version(url, version))
 
     def poll(self, version: int, timeout_seconds: float = 0.0) -> None:
-        """Journal and queue arrived groups, and give credit for more. Replaces an ended
-        collector."""
+        """Journal and queue arrived groups, give credit, and replace an ended collector."""
         with self._using_link:
             assert self._link is not None, "the intake is closed"
             try:

@@ -157,8 +157,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """Limits the groups that the collector starts after `Hello`; `finished_only` counts no running
-    ones."""
+    """Limits the groups started after `Hello`; with `finished_only` running ones do not count."""
 
     groups: int
     finished_only: bool = False

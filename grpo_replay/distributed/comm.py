@@ -44,7 +44,7 @@ class Comm:
         return gathered
 
     def broadcast(self, value: _Value) -> _Value:
-        """Rank 0's value on every rank."""
+        """Returns rank 0's value, on every rank."""
         if self.world_size == 1:
             return value
         import torch.distributed as dist

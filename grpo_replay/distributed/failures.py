@@ -93,9 +93,8 @@ class LostContact(LaunchError):
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or one that caused it, only says that another rank has ended, by the
-    wording of torch.distributed and the module that raised it: a server that refuses a connection
-    has the same wording."""
+    """Return whether an error, or one that caused it, only says that another rank has ended: by the
+    wording of torch.distributed, and the module, for a refused connection is worded alike."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
     if not _has_joined():

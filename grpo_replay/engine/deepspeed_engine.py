@@ -259,8 +259,7 @@ class DeepSpeedEngine:
         return update_result(*joined, grad_norm, len(microbatches), rate)
 
     def measure(self, rows: Sequence[TrainRow] | None) -> tuple[RolloutOutcome, ...]:
-        """Compute every row's outcome in an update now, without making it; () off rank 0.
-        Collective."""
+        """Compute each row's outcome in an update without making it; () off rank 0. Collective."""
         rows = rows or ()
         microbatches = self._exchange(rows)
         with torch.no_grad():
@@ -379,9 +378,8 @@ class DeepSpeedEngine:
         yield from full_adapters(self._model, bucket_bytes)
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every parameter in full under its Hugging Face name, a tied one under each of its
-        names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the
-        iterator."""
+        """Yields every parameter in full under its Hugging Face name, a tied one under each name,
+        LoRA merged, gathered a bucket at a time. All ranks must exhaust the iterator."""
         self._prepare_gather()
         yield from full_tensors(self._model, bucket_bytes)
 

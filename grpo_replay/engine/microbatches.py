@@ -320,9 +320,8 @@ def rank_statistics(
 def join_statistics(
     ranks: Sequence[RankStatistics] | None, count: int
 ) -> tuple[np.ndarray, float] | None:
-    """Join the statistics of all ranks: float64 [N, K] in the mini-batch's order, N = `count`, and
-    the share of padding among the positions of all forward passes. None off rank 0, where `ranks`
-    is None."""
+    """Join all ranks' statistics: float64 [N, K] in the mini-batch's order, N = `count`, and the
+    share of padding among the positions of all forward passes. None off rank 0 (`ranks` None)."""
     if ranks is None:
         return None
     table = np.zeros((count, len(ROW_STATISTICS)))

@@ -70,8 +70,7 @@ def refuse_other_logprobs(model: PreTrainedModel, dtype: str, forward: Forward, 
 
 
 def refuse_crossing(model: ModelSection, config: PreTrainedConfig, longest: int) -> None:
-    """Raises RecipeError if sequences of `longest` tokens reach the length at which its rotary
-    factors change."""
+    """Raises RecipeError if `longest` tokens reach the length at which rotary factors change."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope_of_layers = [rope] if "rope_type" in rope else filter(None, rope.values())
     limits = [

@@ -179,8 +179,7 @@ def _own_settings(model: ModelSection) -> dict[str, Any]:
 def _random(
     model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Builds a model with weights by configuration and `seed`, and the tokenizer's special
-    tokens."""
+    """Builds a model with random weights by `seed`, and the tokenizer's special tokens."""
     _adopt_special_tokens(config, tokenizer)
     with torch.random.fork_rng(devices=[]), _named_refusals(model):
         torch.manual_seed(seed)
@@ -311,7 +310,7 @@ def _are_cached(source: str, revision: str | None) -> bool:
 
 
 def refuse_missing_weights(model: ModelSection) -> None:
-    """Raises ModelError for a folder without weights."""
+    """Raises ModelError for a local folder without weights, unless `random_init` is set."""
     if model.random_init:
         return
     folder = Path(resolve_model_path(model.path))

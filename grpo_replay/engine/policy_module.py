@@ -144,7 +144,8 @@ class PolicyModule(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
-        """Raises ModelError for a model without a body or a linear output head."""
+        """`temperature` divides the logits, of which `chunk_tokens` rows exist at a time. Raises
+        ModelError for a model without a body or a linear output head."""
         super().__init__()
         self.model = model
         head, settings = find_head(model), LogitSettings.of(model.config)

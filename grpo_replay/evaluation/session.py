@@ -106,8 +106,8 @@ def find_model(ckpt: str) -> ModelSource:
 
 
 def _checkpoint_source(checkpoint: Path, merged: bool = False) -> ModelSource:
-    """Returns a checkpoint's model: its adapters on their base, if any, unless `merged` is
-    wanted."""
+    """Returns a checkpoint's model with its digests from the manifest: the adapters on their base,
+    if it has any, unless `merged` is wanted."""
     manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     step = int(read_json(checkpoint / "state.json", "the checkpoint is incomplete")["step"])
     run = checkpoint.parent.parent

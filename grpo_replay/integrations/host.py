@@ -115,8 +115,7 @@ def replay_settings(given: Mapping[str, Any] | None, source: str) -> ReplayConfi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostStep:
-    """One step of the buffer: all rollouts `generated` for it, dropped ones included, and the
-    `batch` to train on."""
+    """A step of the buffer: all rollouts `generated`, dropped ones included, and the `batch`."""
 
     number: int
     generated: Sequence[Rollout]
@@ -314,8 +313,7 @@ class HostRun:
 def _row_outcomes(
     step: HostStep, outcomes: Mapping[int, RolloutOutcome] | None
 ) -> list[RolloutOutcome]:
-    """Returns the composed batch's outcomes (None: all unknown). Raises ValueError if one is
-    missing."""
+    """Returns the batch's outcomes (None: all unknown). Raises ValueError if one is missing."""
     if outcomes is None:
         return [unknown_outcome(rollout) for rollout in step.rollouts]
     if missing := sorted(set(range(len(step.rollouts))) - outcomes.keys()):

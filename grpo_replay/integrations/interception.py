@@ -66,7 +66,7 @@ class ForwardPasses:
 
     def trace(self, loss: torch.Tensor, advantages: torch.Tensor) -> None:
         """Set `outputs` and `clipped_BT`, given the advantages [B] or [B, T] of the loss. Costs the
-        backward pass of the loss, not the model's. A loss whose ratio has no gradient (cispo) clips
+        loss's backward pass, not the model's. Without a gradient of its ratio (cispo) it clips
         nothing."""
         inputs = [self.old_BT, *(logprobs for logprobs, _ in self._recorded)]
         gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)

@@ -230,7 +230,8 @@ class ReplayMixin(AcceleratedReplay):
     # The update
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """ms-swift's loss, weighted for unequal micro-batches; records the rows' outcomes."""
+        """Returns ms-swift's loss, weighted for unequal micro-batches (0 for padding alone, whose
+        metrics are dropped); adds what the update did to its rows to `_outcomes`."""
         if not self._trains_on_draws:
             return super().compute_loss(model, inputs, *args, **kwargs)
         batch, rows = inputs["grpo_batch"], inputs[ROW]

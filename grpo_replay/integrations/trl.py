@@ -233,7 +233,8 @@ class ReplayMixin(AcceleratedReplay):
     # Results
 
     def compute_loss(self, model: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's loss, weighted for unequal micro-batches; records the rows' outcomes."""
+        """Returns TRL's loss, weighted for unequal micro-batches (0 for padding alone, whose
+        metrics are dropped); adds what the update did to its rows to `_outcomes`."""
         if not (self.replay.trains_on_draws and self.model.training):
             return super().compute_loss(model, inputs, *args, **kwargs)
         weight = self._weight(len(inputs[ROW]))

@@ -119,7 +119,8 @@ def new_run(config: Any, steps: int | None) -> HostRun:
 
 
 def sections_of(config: Any, host_mode: str, steps: int) -> dict[str, Any]:
-    """Convert verl's configuration to a recipe's sections for `steps` steps, as far as known."""
+    """Convert verl's configuration to a recipe's sections for `steps` steps, as far as known. In a
+    mode with several updates per step, each update is a step of the recipe."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     low, high = verl_rows.clip_range(actor)
     loss = {"epsilon": low, "epsilon_high": high, "dual_clip": actor.clip_ratio_c}

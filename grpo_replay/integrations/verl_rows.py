@@ -85,10 +85,9 @@ def layout(
 ) -> tuple[list[int], int]:
     """Order the rows of a step for verl; -1 is padding. Returns the order and the mini-batch size.
     verl gives every rank an equal, contiguous share of the order, and cuts it into mini-batches; a
-    rank's part of a mini-batch is a multiple of the micro-batch.
-    `split` has the rows of each update, `lengths` the tokens of each row, by which verl balances
-    the ranks of an update. Example: updates of rows [0, 2] and [1] on one rank are the order
-    0, 2, 1, -1 in mini-batches of 2.
+    rank's part of a mini-batch is a multiple of the micro-batch. `split` has the rows of each
+    update, `lengths` the tokens of each row, by which verl balances an update's ranks. Example:
+    updates of rows [0, 2] and [1] on one rank are the order 0, 2, 1, -1 in mini-batches of 2.
     """
     multiple = ranks * micro_batch
     size = math.ceil(max(map(len, split)) / multiple) * multiple

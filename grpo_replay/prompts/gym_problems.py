@@ -85,8 +85,7 @@ def _settings(options: DatasetOptions) -> tuple[str, int]:
 def _distinct_items(
     source: str, family: str, settings: str, size: int, seed: int | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and entry of the items of one part, training or held out; a question that
-    repeats is left out."""
+    """Yield number and entry of one part's items, training or held out, with distinct questions."""
     first = 0 if seed is None else (seed + 1) * BLOCK
     share = 1 if seed is None else HELD_OUT_EVERY - 1
     max_items = MAX_ITEMS_PER_PROBLEM * size * HELD_OUT_EVERY // share

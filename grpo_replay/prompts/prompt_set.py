@@ -202,7 +202,7 @@ class _TokenisedPrompts:
         whole_rows: bool,
     ) -> None:
         """Render and tokenise the problems of a source with its `section`, and keep the prompts
-        within the length limit."""
+        within the length limit; an epoch visits `weight` times as many."""
         first = len(self.ids)
         for number, (text, tokens_P) in enumerate(_render(section, tokenizer, read.problems)):
             if len(tokens_P) > section.max_prompt_length:

@@ -111,8 +111,7 @@ class DecimalFloat(float):
 
 def decoded_value(value: Any, feature: Any) -> Any:
     """Decode a value of a `datasets` feature, also inside mappings: a class label becomes its name
-    (None if it has none), a 16- or 32-bit float its shortest decimal, 0.1 instead of
-    0.10000000149011612."""
+    or None, a 16- or 32-bit float its shortest decimal, 0.1 instead of 0.10000000149011612."""
     if isinstance(value, Mapping) and isinstance(feature, Mapping):
         return {key: decoded_value(item, feature.get(key)) for key, item in value.items()}
     if value is not None and (kind := getattr(feature, "dtype", "")) in ("float16", "float32"):
@@ -259,7 +258,7 @@ def _drop_trailing_blank_rows(rows: Any) -> Any:
 
 def _read_json_rows(path: Path, source: str) -> tuple[list[Any], str, list[int] | None]:
     """Read the objects of JSON lines, or of one JSON array. Returns them with the source, and the
-    line numbers of JSON lines."""
+    line numbers of JSON lines. Raises DatasetError that names the line."""
     rows, lines, number = list[Any](), list[int](), 0
     try:
         with path.open(encoding="utf-8-sig") as file:

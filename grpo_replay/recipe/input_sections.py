@@ -301,7 +301,8 @@ class ServersSection(Section):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
-        """Refuses what is not the plain address of a server, and repeated ones."""
+        """Returns the URLs without trailing slashes. Refuses what is not the plain address of a
+        server, and repeated ones."""
         for url in urls:
             if "@" in url:
                 raise ValueError(

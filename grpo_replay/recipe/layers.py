@@ -129,9 +129,9 @@ def _annotation_of(key: Sequence[int | str]) -> Any:
 def resolve_recipe(
     layers: Sequence[Mapping[str, Any]], source: str | Sequence[str] = "recipe"
 ) -> Recipe:
-    """Merge `layers`, lowest precedence first, and validate the recipe. `source` names the origin
-    of the layers in messages: one name for all, or one for each. Raises RecipeError that names the
-    source of the bad value."""
+    """Merge `layers`, lowest precedence first, and validate the recipe. Explicit keys of a preset's
+    layer and of later ones win over the preset's. `source` names the origin of the layers in
+    messages: one name for all, or one for each. Raises RecipeError with that name."""
     sources = [source] * len(layers) if isinstance(source, str) else source
     merged: dict[str, Any] = {}
     preset_keys: set[str] = set()
@@ -191,7 +191,8 @@ def plain_problems(error: ValidationError, values: Any) -> list[Any]:
 
 
 def _key_in(value: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    """Returns the parts of pydantic's `loc` that are keys, indices or missing keys of `value`."""
+    """Returns the parts of pydantic's `loc` that are keys, indices or missing keys of `value`;
+    others are names of types that pydantic added."""
     key: list[int | str] = []
     for index, part in enumerate(loc):
         exists = part in value if isinstance(value, Mapping) else isinstance(part, int)

@@ -151,9 +151,8 @@ def _reward_fields(
     rewards: Sequence[float | None], group: GroupAdvantage, correct: float, keep: bool
 ) -> dict[int, dict[str, Any]]:
     """Returns the fields that come from the rewards, by the index of every completion that becomes
-    a rollout: those with a reward; none in a group with fewer than two rewards or without
-    advantages. With `keep` a group without advantages gets 0 for all. `correct` is the least
-    correct reward."""
+    a rollout: those with a reward, but none in a group with fewer than two or without advantages.
+    With `keep` a group without advantages gets 0 for all. `correct` is the least correct reward."""
     rewarded = {index: reward for index, reward in enumerate(rewards) if reward is not None}
     advantages_G = group.advantages_G
     if advantages_G is None and keep:

@@ -62,10 +62,9 @@ def stored_form(entry: Entry) -> Entry:
 def check_insertable(
     entries: Sequence[Entry], step: int, stored: Mapping[str, np.ndarray], unit: str
 ) -> None:
-    """Raise ValueError unless all entries were born at or before `step`, are not yet stored and,
-    if `unit` is "query", are ordered by group. Whole rollouts must be survivors with valid numbers
-    (`number_problem`), and extras of the same dtypes and shapes as those stored. `stored` has the
-    columns of the store."""
+    """Raise ValueError unless all entries were born at or before `step`, are not yet stored and, if
+    `unit` is "query", are ordered by group. Whole rollouts must be survivors with valid numbers
+    (`number_problem`), and extras of the dtypes and shapes in `stored`, the store's columns."""
     for entry in entries:
         rollout = entry.payload
         if isinstance(rollout, Rollout):
@@ -94,8 +93,8 @@ def check_insertable(
 
 
 def frozen(rollout: Rollout) -> Rollout:
-    """Make a rollout's arrays read-only; return it without text and single scores (in
-    rollouts/)."""
+    """Make a rollout's arrays read-only, and return it as the buffer stores it: without text and
+    single scores, which are in rollouts/."""
     for array in (
         rollout.prompt_token_ids,
         rollout.completion_token_ids,

@@ -97,8 +97,7 @@ def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) 
 
 
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> tuple[GroupAdvantage, int]:
-    """Compute a group's statistics, with advantages unless dropped, and count correct
-    completions."""
+    """Compute a group's statistics, its advantages unless dropped, and its correct completions."""
     group = estimate_advantages([verdict.reward for verdict in verdicts], recipe.advantage)
     if group.std == 0 and not recipe.replay.drop_zero_variance:
         # The group is trained on with advantage 0 (asymre: see `loss_coefficient`).

@@ -13,8 +13,7 @@ _JOINT = re.compile(r"[\s$]*(?:,|\band\b|\bor\b)[\s$]*")
 
 def last_boxes(completion: str) -> list[str]:
     """Return the content of the last complete box that is not empty, then, if only commas, "and" or
-    "or" separate earlier boxes from it, the contents of all of these joined by commas. [] without
-    one."""
+    "or" separate earlier boxes from it, all their contents joined by commas. [] without one."""
     boxes: list[tuple[int, int, int, int]] = []  # start and end of a box, then of its content
     opened: list[re.Match[str] | None] = []
     for token in _BOX.finditer(completion):

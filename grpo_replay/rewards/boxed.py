@@ -108,7 +108,7 @@ def _regions(gold: str, answer: str) -> bool | None:
 
 
 def _lists(gold: str, answer: str) -> bool | None:
-    """Compare lists without regard to order."""
+    """Compare lists without regard to order; None if both are single values, for later rules."""
     expected, remaining = members(gold), members(answer)
     if len(expected) == len(remaining) == 1:
         return None
@@ -122,7 +122,7 @@ def _lists(gold: str, answer: str) -> bool | None:
 
 def _relations(gold: str, answer: str) -> bool | None:
     """Compare chains of equations and inequalities, also reversed (a < b, b > a), or the value that
-    one of them gives with a plain value; two equations also if they differ by a factor."""
+    one of them gives with a plain value; two equations also up to a factor. None for two values."""
     gold_chain, chain = split(gold, _RELATIONS), split(answer, _RELATIONS)
     if len(gold_chain) == len(chain) == 1:
         return None
@@ -164,7 +164,7 @@ def _solution(chain: Sequence[str]) -> str | None:
 
 def _brackets(gold: str, answer: str) -> bool | None:
     """Compare sets (in any order), tuples, intervals and matrices by their brackets and items.
-    Brackets around a single item are ignored."""
+    Brackets around a single item are ignored. None if neither has brackets, for later rules."""
     expected, given = _bracketed(gold), _bracketed(answer)
     for bracketed, other in ((expected, answer), (given, gold)):
         if bracketed and bracketed[0] in ("()", "{}") and len(bracketed[1]) == 1:
@@ -193,7 +193,8 @@ def _bracketed(text: str) -> tuple[str, list[str]] | None:
 
 def _texts(gold: str, answer: str) -> bool | None:
     """Compare words (without case, plural s and punctuation), and the letters of choices, with or
-    without the text of the choice: B, (B) and "B. blue" are equal, as are "B. blue" and "blue"."""
+    without the text of the choice: B, (B) and "B. blue" are equal, as are "B. blue" and "blue".
+    None if neither is a word or a choice."""
     choices = [_CHOICE.fullmatch(text.replace('"', "")) for text in (gold, answer)]
     if choices[0] and choices[1]:
         return choices[0][1] == choices[1][1]
@@ -214,7 +215,8 @@ def _is_word(text: str) -> bool:
 
 
 def _quantities(gold: str, answer: str) -> bool:
-    """Compare numbers in a base, and values with a unit, which may be missing on one side."""
+    """Compare two numbers: of equal base, or as values, also if one is the other rounded. The units
+    of both are converted; one side's unit is ignored, but % and ° may also be applied."""
     if bases := [match for text in (gold, answer) if (match := _IN_BASE.fullmatch(text))]:
         return len(bases) == 2 and bases[0].groups() == bases[1].groups()
     (gold_text, gold_unit), (text, unit) = quantity(gold), quantity(answer)
@@ -253,7 +255,7 @@ def _rounds(decimal: str, exact: Any, text: str) -> bool:
 
 
 def _cached_or_none(function: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Decorator: caches results; None where the parser or sympy raises anything."""
+    """Decorator: caches results; None where the parser or sympy raises anything but MemoryError."""
 
     @lru_cache(maxsize=REMEMBERED)
     def guarded(text: str) -> Any:

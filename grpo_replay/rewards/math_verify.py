@@ -149,7 +149,8 @@ class SymbolicGrader:
         return verdict
 
     def _grade(self, completion: str, answer: str) -> tuple[str, bool]:
-        """Parses and compares once; compares the raw strings if one of them does not parse."""
+        """Parses and compares once, as raw strings if one of them does not parse. Returns the
+        status, and whether the reference answer could be parsed."""
         self._swallowed.clear()
         gold = [] if is_too_expensive(answer) else self._parse_gold(answer)
         if self._swallowed:  # parsing may succeed in time on the next attempt

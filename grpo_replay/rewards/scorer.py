@@ -80,7 +80,7 @@ class RewardScorer:
     """Scores completions with the recipe's reward functions. Use it from one thread only."""
 
     def __init__(self, section: RewardSection, as_verdicts: bool = False) -> None:
-        """Use `open`. Starts the pool of workers."""
+        """Starts the pool of workers; use `open`. `as_verdicts` grades scores as correct or not."""
         names = [weighted.function for weighted in section.functions]
         functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.import_path(n) for n in names]
         self.unparsable_answers: set[str] = set()
@@ -107,9 +107,8 @@ class RewardScorer:
 
     @classmethod
     def open(cls, section: RewardSection, as_verdicts: bool = False) -> "RewardScorer":
-        """Open a scorer whose workers start in the background. With `as_verdicts`, a score of a
-        user's function is "correct" if at least `section.correct`, else "incorrect", instead of
-        "scored".
+        """Open a scorer whose workers start in the background. With `as_verdicts`, a user's score
+        is "correct" from `section.correct` on, else "incorrect", instead of "scored".
 
         A function that cannot be loaded raises RecipeError from the first `results` or `score`.
         """
@@ -287,7 +286,8 @@ class RewardScorer:
             self._accept_one(submission, [dict(answer) for answer in own_answers])
 
     def _accept_one(self, graded: _Submission, answers: list[dict[str, Any]]) -> None:
-        """Stores the answers to one completion, and wakes a waiting `results`. Called by the pool's
+        """Stores the functions' answers to one completion, and wakes a waiting `results`. For
+        evaluations a score becomes "correct" from `reward.correct` on. Called by the pool's
         threads. The first error of a run is logged as a warning."""
         first = answers[0]
         if self._as_verdicts and first["status"] == "scored":

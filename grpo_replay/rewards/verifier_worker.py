@@ -140,7 +140,8 @@ class Caller:
         """Whether it gets all completions of a prompt together."""
 
     def __call__(self, tasks: Sequence[Task]) -> list[Any]:
-        """Calls the function once with lists, or once per completion."""
+        """Calls the function once with lists, or once per completion, where a returned dict stands
+        for its `score`. An error of a call with lists is the result of every task."""
         if not self._takes_lists:
             results = _await_all([self._call(self._one_by_name(task), task) for task in tasks])
             return [r.get("score", r) if isinstance(r, dict) else r for r in results]
@@ -200,9 +201,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of all calls: clients that a module keeps belong to the loop of their
-    first use.
-    """
+    """Returns the event loop of all calls: clients kept by a module belong to their first loop."""
     return asyncio.new_event_loop()
 
 
@@ -244,7 +243,8 @@ def _answer_separately(answer: Callable[[Any], dict[str, Any]]) -> Callable[[lis
 
 
 def main() -> None:
-    """Loads the graders, reports to the pool, and grades tasks until the socket closes."""
+    """Loads the graders, reports to the pool, and grades tasks until the socket closes. `argv`, in
+    JSON: functions, memory limit, the trainer's process id, the socket's descriptor."""
     names, memory_limit_mib, parent, descriptor = (json.loads(word) for word in sys.argv[1:])
     _end_with_parent(parent)
     # Only the trainer ends its workers, even if a scheduler sends SIGINT to every process.

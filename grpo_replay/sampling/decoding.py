@@ -97,7 +97,8 @@ def choose_tokens(
 def _choose(
     logits_RV: torch.Tensor, uniforms_R: torch.Tensor, parameters: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples tokens as `choose_tokens` says, for one chunk of rows."""
+    """Samples a token for each row of logits by inversion, the largest logit at temperature 0;
+    returns tokens and log-probs. Called by `choose_tokens` for each chunk."""
     temperature, top_p = parameters.temperature, parameters.top_p
     if parameters.any_greedy:
         is_greedy = temperature == 0

@@ -113,8 +113,7 @@ class HfSampler:
     def _decode(
         self, model: PreTrainedModel, requests: Sequence[GenerationRequest]
     ) -> Iterator[FinishedRow]:
-        """Decodes a batch, yielding completions as they finish. Raises SamplerError out of
-        memory."""
+        """Yields a batch's completions as they finish. Raises SamplerError out of memory."""
         try:
             batch = DecodingBatch(model, requests, self.stop_token_ids, self._pad_id, self._mode)
             while batch.alive:

@@ -29,7 +29,7 @@ class FolderTransfer:
     """
 
     def __init__(self, parent: str | None, bytes_needed: int, bucket_bytes: int) -> None:
-        """Creates the run's folder; `bytes_needed` are those of one version."""
+        """Creates the run's folder. `bytes_needed` are those of one version."""
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._parent = Path(parent) if parent else shared
         self._bytes_needed, self._bucket_bytes = bytes_needed, bucket_bytes

@@ -25,8 +25,8 @@ _TORCH_ERROR = re.compile(r"iostream error|inline_container|PytorchStreamWriter"
 @contextmanager
 def written_whole(path: Path, flushed: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write to; then flush the file and rename it to `path`, or remove it
-    after an error. Without `flushed` the file survives a kill, but survives a power failure only
-    after `flush_files`."""
+    after an error. Without `flushed` the file survives a kill, but a power failure only after
+    `flush_files`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary

@@ -40,7 +40,8 @@ def write_parquet(
 
 @contextmanager
 def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile]:
-    """Open a file, checking kind and version. Raises SnapshotError, also for damaged data."""
+    """Open a file of this package, after checks of kind and version. Raises SnapshotError, also for
+    data that prove damaged while the caller reads."""
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
@@ -57,8 +58,7 @@ def open_parquet(path: Path, kind: str, version: int) -> Iterator[pq.ParquetFile
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of a file of `write_parquet`; None for others, which `open_parquet`
-    refuses."""
+    """Return the kind of a file of `write_parquet`; None for other files."""
     try:
         marks = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError):

@@ -372,6 +372,7 @@ def _git_commit() -> str | None:
     """Returns the git commit of the package's checkout; None if it is installed or without git."""
 
     def git(*words: str) -> str | None:
+        """Returns the output of git; None if it fails."""
         try:
             done = subprocess.run(
                 ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True

@@ -78,8 +78,7 @@ def _push(parts: Parts, version: int) -> None:
 
 
 class FollowerSource:
-    """Implements `rollout_source.RolloutSource` on ranks other than 0: takes part in
-    collectives."""
+    """The `RolloutSource` of ranks other than 0: takes part in collectives."""
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state

@@ -131,7 +131,8 @@ def find_start(recipe: Recipe, run_dir: RunDirectory, comm: Comm, resume: bool) 
 
 
 def _find_start_on_main(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
-    """Rank 0's part of `find_start`: a new start or the newest checkpoint, after all refusals."""
+    """Rank 0's part of `find_start`: a new start or the newest checkpoint, after all refusals.
+    Notices tell what a resume changes or repeats."""
     refuse_other_journal(recipe)
     refuse_secrets(recipe)
     if not resume or run_dir.holds_only_opening_files:
@@ -165,7 +166,8 @@ def take_directory(
     recipe: Recipe, run_dir: RunDirectory, comm: Comm, start: StartingPoint, stack: ExitStack
 ) -> list[str]:
     """Create the directory of a new run, or lock that of a resumed one, and open the logs of all
-    ranks. Returns notices about the file system (rank 0). `stack` unlocks it. Collective."""
+    ranks. Returns notices about the file system (rank 0); sets the checkpoint's path in `start`.
+    `stack` unlocks it. Collective."""
     stack.callback(run_dir.unlock)
 
     def take() -> list[str]:

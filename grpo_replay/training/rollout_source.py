@@ -152,8 +152,8 @@ class RolloutSource(Protocol):
         ...
 
     def metrics(self, record: StepRecord) -> Metrics:
-        """Return the finished step's metrics, on rank 0: `sampler/policy_version` and the source's
-        own."""
+        """Return a finished step's metrics, on rank 0: `sampler/policy_version` and the
+        source's."""
         ...
 
     def save(self, folder: Path) -> None:

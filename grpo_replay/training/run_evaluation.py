@@ -44,8 +44,9 @@ class RunEvaluation:
         return step == self.recipe.run.steps or self.recipe.eval.is_due(step)
 
     def evaluate(self, step: int) -> EvaluationReport | None:
-        """Evaluate the current policy into eval/, or read the report if it exists. Returns the
-        report on rank 0; None if a stop was requested on any rank first. Collective."""
+        """Evaluate the current policy into eval/, or read the report if it exists. A sampler with
+        older weights gets the policy's first. Returns the report on rank 0; None without a plan, or
+        if a stop was requested on any rank first. Collective."""
         if self.plan is None:
             return None
         path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
@@ -81,9 +82,8 @@ class RunEvaluation:
         return {"run": self.run_dir.path.name, "step": step, **sampled}
 
     def _push_if_lagging(self) -> None:
-        """Push the policy to a sampler that lags. It lags after the last step, which pushes nothing
-        (see `recipe.find_contradictions`), and while an asynchronous run repeats steps from its
-        journal."""
+        """Push the policy to a sampler that lags: after the last step, which pushes nothing (see
+        `recipe.find_contradictions`), and while an asynchronous run repeats journalled steps."""
         parts, version = self.parts, self.state.policy_version
         if parts.sampler.policy_version != version:
             sync_weights(parts.engine, parts.sampler, version)

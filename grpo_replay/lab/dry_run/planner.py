@@ -92,6 +92,7 @@ class Machines:
         return self.device == "cuda"
 
     def section(self) -> Section:
+        """Returns the rows of the hardware."""
         return Section("hardware", "Hardware", [
             Row("gpu", "GPU", self.gpu),
             Row("device", "device", self.device),

@@ -71,8 +71,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _grouped_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiplies an MoE's grouped matrices in any dtype; torch's meta device takes bfloat16
-    only."""
+    """Multiplies grouped matrices (MoE) in any dtype; torch's meta device takes bfloat16 only."""
     dtype = args[0].dtype
     converted = [arg.to(torch.bfloat16) if _is_float(arg) else arg for arg in args]
     return torch.ops.aten._grouped_mm.default(*converted, **kwargs).to(dtype)

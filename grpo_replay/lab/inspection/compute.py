@@ -143,8 +143,7 @@ def uses_over_run(log: Rollouts, draws: Draws, settings: ReplaySection) -> dict[
 
 
 def steps_since_last_use(log: Rollouts, draws: Draws, settings: ReplaySection) -> LastUse:
-    """Count the updates between a rollout's consecutive uses (paper B); steps if each makes one
-    draw.
+    """Count updates between a rollout's consecutive uses (paper B); steps if each makes one draw.
 
     If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
     draw starts at the step that took the rollout: the step of its birth, in asynchronous runs a

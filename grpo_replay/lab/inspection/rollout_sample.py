@@ -64,7 +64,8 @@ class Sample:
 
 
 def choose_rollouts(facts: RolloutFacts) -> Sample:
-    """Choose all rollouts if a page holds them; else extremes, and whole groups evenly spaced."""
+    """Choose the rollouts that a page shows: all, if it holds them, else the most extreme of each
+    kind, with the reason, and whole groups evenly spaced over the run."""
     rows = facts.rows
     mean_tokens = float(rows.length.mean()) if len(rows) else 0.0
     fitting = int(MOST_TOKENS / max(mean_tokens, 1.0))

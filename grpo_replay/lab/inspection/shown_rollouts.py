@@ -249,7 +249,8 @@ class _Reader:
 
 
 def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list[Use]]:
-    """Collects every use of the sample's rollouts by row, in order of time; none without a log."""
+    """Collects the uses of each row of the sample, fresh and drawn, in order of time; none without
+    a log. Draws in shadow are no uses."""
     log, draws = records.log, records.draws
     if not len(log):
         return {}

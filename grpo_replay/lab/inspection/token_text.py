@@ -55,7 +55,8 @@ class Decoder:
 
 
 def open_decoder(path: Path) -> Decoder:
-    """Open the newest `tokenizer.json` of a run, of a checkpoint or next to a snapshot."""
+    """Open the newest `tokenizer.json` of a run, of a checkpoint or next to a snapshot. Without
+    one, the decoder has the reason instead."""
     folder = path if path.is_dir() else path.parent
     files = [f for pattern in TOKENIZER_FOLDERS for f in folder.glob(f"{pattern}/tokenizer.json")]
     if not files:

@@ -124,7 +124,8 @@ def _arms_in(path: Path) -> list[Arm]:
 
 
 def _arms_of_sweep(folder: Path) -> list[Arm]:
-    """Reads a sweep's finished comparison runs; others are `missing`, with a reason."""
+    """Reads a sweep's arms with their finished comparison runs by seed; others are in
+    `Arm.missing`, with a reason."""
     sweep, choices, arms = read_sweep_file(folder / SWEEP), read_choices(folder), []
     for name in sweep.arms:
         tuned = ", ".join(choices[name]["set"]) if name in choices else ""

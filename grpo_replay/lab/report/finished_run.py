@@ -27,8 +27,7 @@ from grpo_replay.storage.stored_recipe import read_recipe_file
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The accuracy to show: `avg_at_k` or `pass_at_k` of one benchmark, or of the `mean` over
-    all."""
+    """The accuracy to show: `avg_at_k` or `pass_at_k` of one benchmark or the `mean` of all."""
 
     benchmark: str = "mean"
     metric: str = "avg_at_k"

@@ -74,8 +74,9 @@ def measure(
     given_mu: Sequence[float] = (),
     outcome: Outcome | None = None,
 ) -> Document:
-    """Compute the document. `targets` are accuracies as fractions; default: `GAIN_SHARES`.
-    `outcome` is by default `default_outcome`. Raises UsageError for an unknown benchmark."""
+    """Compute the report's document: what each arm reached, at which cost, against the baseline.
+    `targets` are accuracies as fractions; default: `GAIN_SHARES`. `outcome` is by default
+    `default_outcome`. Raises UsageError for an unknown benchmark."""
     first, outcome = experiment.runs[0].final, outcome or default_outcome(experiment)
     known = ["mean", *first.sampled.benchmarks]
     if outcome.benchmark not in known:
@@ -177,7 +178,8 @@ def spread(values: Sequence[float]) -> Document:
 def quantities(
     runs: Sequence[FinishedRun], costs: Sequence[Axis], outcome: Outcome
 ) -> dict[str, Document]:
-    """Compute the spread of each quantity over the runs that have it, if any has."""
+    """Compute the spread of each quantity over the runs that have it, such as μ, seconds and total
+    tokens; one that no run has is left out."""
     columns: dict[str, Sequence[float | None]] = {
         "wall_seconds": [run.wall_seconds for run in runs],
         "mu": [measured_mu(run.lines) for run in runs],

@@ -171,7 +171,8 @@ def draw_cost_ratios(
     looks: Mapping[str, Look],
     marked_mu: Sequence[float],
 ) -> None:
-    """Draw `cost_ratio` over μ of each arm's [S, 2, 2] of `rollouts_to_reach`; mark `marked_mu`."""
+    """Draw each arm's cost over the baseline's by μ, with its interval and a dot at break-even.
+    `spent` has each arm's [S, 2, 2] of `rollouts_to_reach`; lines mark `marked_mu`."""
     mu_M = np.geomspace(min([0.1, *marked_mu]), max([100.0, *marked_mu]), 121)
     highest = 1.0
     for name, spent_S22 in spent.items():

@@ -25,9 +25,9 @@ MISSING = "–"
 
 
 def verdict(document: Document) -> str:
-    """Say in a sentence: are arms ahead of the baseline, at equal rollouts and at equal cost, and
-    how many seeds would decide it? An arm is ahead or behind if its difference's 95 % interval
-    excludes 0."""
+    """Say in a sentence: are arms ahead of the baseline, at equal rollouts and equal cost, and how
+    many seeds would decide? An arm is ahead (behind) if its difference's 95 % interval excludes
+    0."""
     compared = [arm for arm in document["arms"] if arm["difference"] is not None]
     if not compared:
         return f"nothing to compare: no other arm has a seed of {document['baseline']}"
@@ -118,7 +118,7 @@ class _Column:
 
 
 def report_table(document: Document) -> TextTable:
-    """Make the table with one row per arm, without columns, and their legends, that are empty."""
+    """Make the report's table, a row per arm; columns empty for all arms are left out."""
     points = "Differences are in points, paired."
     columns = {
         "seeds": _Column(seeds_of),

@@ -118,7 +118,8 @@ def expand(sweep: SweepFile, source: Path, root: Path, only: str | None = None) 
 
 
 def _recipe_name(word: str, source: Path) -> str:
-    """Returns the recipe argument of `train`: an absolute path, or the name of a shipped recipe."""
+    """Returns the recipe argument of `train`: the absolute path of a file, looked for first next to
+    the sweep file, or the name of a shipped recipe. Raises SweepFileError without one."""
     local_file = source.parent / word
     try:
         path = local_file if local_file.is_file() else find_recipe(word)

@@ -143,8 +143,7 @@ class SweepRun:
             self._set(entry, Status.RUNNING, f"process {entry.process.pid}")
 
     def _collect(self, entry: Entry) -> None:
-        """Sets the status of a cell whose process ended: done, interrupted or failed (its log's
-        error)."""
+        """Sets the status of a cell that ended: done, interrupted or failed (its log's error)."""
         assert entry.process is not None
         code = entry.process.poll()
         if code is None:

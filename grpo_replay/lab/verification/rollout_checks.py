@@ -150,8 +150,7 @@ def _keeps(
     step: int, recipe: Recipe, group: Columns, has_reward_G: np.ndarray, std: float
 ) -> np.ndarray:
     """Returns which rollouts of a group must be kept, bool [G]: with a reward, in a group with a
-    signal, not masked; in an asynchronous step also young enough, not partial if these are
-    dropped."""
+    signal, not masked; in an asynchronous step young enough, not partial if those are dropped."""
     has_signal = std > 0 or (std == 0 and not recipe.replay.drop_zero_variance)
     keeps_G = has_reward_G & has_signal
     keeps_G &= (group["trainable"] > 0) | (group["completion_token_ids"] == 0)

@@ -144,8 +144,7 @@ class VerifyReport:
 
 
 def read_run_files(folder: Path) -> RunFiles:
-    """Read the files of a run up to its last line of metrics. Raises SnapshotError if they are
-    missing or damaged."""
+    """Read a run's files up to its last metrics. Raises SnapshotError if missing or damaged."""
     source = open_source(folder)
     steps = {int(line["step"]) for line in source.metrics}
     files = [(step, path) for step, path in source.rollout_files if step in steps]
@@ -215,8 +214,7 @@ def check_files(run: RunFiles) -> Check:
 
 
 def check_checkpoints(run: RunFiles) -> list[Check]:
-    """Check every checkpoint against its manifest. Empty for a run in another trainer, which has
-    its own checkpoints."""
+    """Check every checkpoint against its manifest; none for a run in another trainer."""
     if not (run.folder / "checkpoints").is_dir():
         return []
     check = Check("checkpoints", "every file as its manifest says")

@@ -37,9 +37,8 @@ from grpo_replay.replay.entry_store import NEVER_USED
 
 
 def verify_run(run_dir: Path, open_policy: Callable[[int], Any] | None = None) -> VerifyReport:
-    """Run all checks, in the order of the algorithm. With `open_policy`, which opens the policy
-    after a step (0: the initial one), also those that need weights. Raises SnapshotError if the
-    files cannot be read."""
+    """Run all checks, in the order of the algorithm, with `open_policy`, which opens the policy
+    after a step (0: the initial one), also those of weights. Raises SnapshotError for bad files."""
     run = read_run_files(Path(run_dir))
     checks = [check_files(run), check_groups(run), *check_advantages(run), check_trained(run)]
     if run.recipe.run.is_async:

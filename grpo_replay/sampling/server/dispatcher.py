@@ -121,8 +121,7 @@ class Dispatcher(Generic[J]):
         on_lost: Callable[[J, str], None],
         version: int | None = None,
     ) -> None:
-        """Called in the event loop; watches every server, and checks it if there is no
-        `version`."""
+        """Called in the event loop. Watches every server; without `version` checks each first."""
         self._servers = servers
         self._stop_token_ids = stop_token_ids
         self._admit, self._on_sampled, self._on_lost = admit, on_sampled, on_lost

@@ -133,7 +133,8 @@ class WeightPush:
         self.servers.lost = self._comm.broadcast(self.servers.lost)
 
     def _switch(self, server: VllmServer, staged: FolderTransfer | None, version: int) -> None:
-        """Push the version to one server, or lose it. Validates a server without version first."""
+        """Push the version to one server (`staged` None: it only gets the label); one that fails is
+        lost. A restarted one is checked first, and gets the base of adapters again."""
         started = time.monotonic()
         try:
             label = block_on(server.weight_label())

@@ -130,7 +130,8 @@ class VllmServer:
         self, method: str, path: str, body: Any, seconds: float | None, repeatable: bool = False
     ) -> bytes:
         """Send a request, and return the body of the answer. With `seconds` None it waits until it
-        is cancelled, which closes the connection."""
+        is cancelled, which closes the connection. `repeatable` requests reuse connections. Raises
+        Unreachable without an answer, Refused for another status than 200."""
         # A server may close a kept connection at any moment, and then it is unknown whether the
         # request was carried out. Requests that must not be sent twice use a new connection.
         try:
