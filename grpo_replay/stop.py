@@ -56,8 +56,8 @@ class StopToken:
     @contextmanager
     def on_signals(self) -> Iterator[None]:
         """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are requests to stop; a SIGHUP
-        that was ignored, as under nohup, stays so. Off the main thread, which alone gets signals, a
-        no-op."""
+        ignored before, as under nohup, stays so. Off the main thread, which gets all signals, it
+        does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

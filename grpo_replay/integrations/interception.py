@@ -65,9 +65,10 @@ class ForwardPasses:
         return result
 
     def trace(self, loss: torch.Tensor, advantages: torch.Tensor) -> None:
-        """Set `outputs` and `clipped_BT`, given the advantages [B] or [B, T] of the loss. Costs the
-        loss's backward pass, not the model's. Without a gradient of its ratio (cispo) it clips
-        nothing."""
+        """Set `outputs`, those of the one forward pass that the loss depends on, and `clipped_BT`,
+        where a token with an advantage ([B] or [B, T]) gets no gradient; none in a loss without a
+        ratio (cispo). Sets nothing if it depends on several. Costs the loss's backward pass, not
+        the model's."""
         inputs = [self.old_BT, *(logprobs for logprobs, _ in self._recorded)]
         gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
         old_gradient_BT, *pass_gradients = gradients

@@ -183,7 +183,8 @@ class ReplayMixin(AcceleratedReplay):
         self, rows: list[int], rollouts: Sequence[Rollout], like: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Collate rollouts as ms-swift collates samples. `rows` are their indices in the composed
-        batch, -1 for padding; `like` is a micro-batch of ms-swift's own."""
+        batch, -1 for padding; `like` is a micro-batch of ms-swift's own. Raises UsageError for a
+        model that needs more than tokens."""
         device, samples = self.accelerator.device, [_to_sample(rollout) for rollout in rollouts]
         with self._template_context(self.template):
             inputs, batch = collate_to_grpo_micro_batch(

@@ -224,7 +224,8 @@ class ReplayMixin(_Host):
             super()._update_actor(composed, metrics)
 
     def _score(self, probed: Mapping[int, Rollout]) -> dict[int, RolloutOutcome]:
-        """Compute the outcomes of drawn rollouts in an update now, by index in the draw."""
+        """Compute, without an update, the outcomes that drawn rollouts would have in one now
+       ; keys are indices in the draw."""
         config, rollouts = self.config.actor_rollout_ref, [*probed.values()]
         split, info = [np.arange(len(probed))], {"compute_loss": False, "calculate_entropy": False}
         info["temperature"] = config.rollout.temperature

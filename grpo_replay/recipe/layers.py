@@ -239,7 +239,7 @@ def _allowed_keys(loc: Sequence[int | str]) -> str:
 
 
 def _source_of(loc: Sequence[int | str], origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Returns the source of the last layer that has the key, or the most of its leading parts."""
+    """Returns the source of the last layer that has the key `loc`, or the most of its parts."""
 
     def depth(layer: Any) -> int:
         for number, part in enumerate(loc):

@@ -109,8 +109,7 @@ class EntryStore:
     def insert(
         self, items: Sequence[Entry | Rollout], step: int, times_used_N: np.ndarray | None = None
     ) -> int:
-        """Store entries or rollouts, born at or before `step`, and return the number of evicted
-        ones.
+        """Store entries or rollouts, born at or before `step`; returns the number of evicted ones.
 
         `times_used_N` (int32 [N]) says how often an item was already drawn in `step`: only the pool
         composition draws fresh items before it stores them. The text of a rollout is not stored

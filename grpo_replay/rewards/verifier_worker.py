@@ -121,7 +121,8 @@ class Caller:
     """
 
     def __init__(self, score: Any, name: str) -> None:
-        """Reads the names of the parameters of `score`, which decide how it is called."""
+        """Reads the names of the parameters of `score`, which decide how it is called. Raises
+        TypeError if they fit no form of a reward function."""
         parameters = inspect.signature(score).parameters
         self._takes_lists = "completions" in parameters
         required = [p.name for p in parameters.values() if _is_required(p)]
@@ -151,7 +152,8 @@ class Caller:
         return _to_list(result, tasks)
 
     def _call(self, arguments: Mapping[str, Any], first: Task) -> Any:
-        """Call the function; returns what it returns or raises."""
+        """Call the function; returns what it returns or raises, or a TypeError if the row lacks one
+        of its arguments."""
         if missing := [name for name in self._required if name not in arguments]:
             columns = ", ".join(first["row"])
             return TypeError(

@@ -152,8 +152,7 @@ class RolloutSource(Protocol):
         ...
 
     def metrics(self, record: StepRecord) -> Metrics:
-        """Return a finished step's metrics, on rank 0: `sampler/policy_version` and the
-        source's."""
+        """Return a finished step's metrics on rank 0: the sampler's version, the source's own."""
         ...
 
     def save(self, folder: Path) -> None:

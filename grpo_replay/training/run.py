@@ -190,8 +190,7 @@ class Run:
         return is_evaluated
 
     def _complete_step(self, step: int, report: EvaluationReport) -> bool:
-        """Add a late evaluation to its step's model card and metrics; returns whether it was
-        new."""
+        """Add a late evaluation to its step's model card and metrics; returns if it was missing."""
         for card in model_cards(self.run_dir.checkpoints / checkpoint_name(step)):
             if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
                 write_text_whole(card, self._model_card())

@@ -26,8 +26,7 @@ MISSING = "–"
 
 def verdict(document: Document) -> str:
     """Say in a sentence: are arms ahead of the baseline, at equal rollouts and equal cost, and how
-    many seeds would decide? An arm is ahead (behind) if its difference's 95 % interval excludes
-    0."""
+    many seeds would decide? An arm is ahead or behind if 0 is outside its difference's interval."""
     compared = [arm for arm in document["arms"] if arm["difference"] is not None]
     if not compared:
         return f"nothing to compare: no other arm has a seed of {document['baseline']}"

@@ -209,7 +209,8 @@ class DrawChecks:
     def _check_units(
         self, step: int, units: _Units, unit_D: np.ndarray, drawn: np.ndarray, requested: int
     ) -> None:
-        """Check number, completeness and order of `drawn` units; `unit_D` has each rollout's."""
+        """Check that the `drawn` units are whole and distinct, as many as `requested` or, without
+        replacement, as there are, and with `unused_first` in order; `unit_D` has each rollout's."""
         settings, drawable = self.run.recipe.replay, int(units.drawable_U.sum())
         fills_up = settings.with_replacement and drawable > 0
         expected = requested if fills_up else min(requested, drawable)

@@ -62,7 +62,7 @@ class WeightPush:
         files: FolderTransfer | None,
         check: Callable[[VllmServer], None],
     ) -> None:
-        """Sends nothing yet; `push_first` does."""
+        """Sends nothing yet; `push_first` does. `files` is None off rank 0."""
         self._opening, self._comm, self.servers = opening, opening.comm, servers
         self._expected, self._files, self._check = expected, files, check
         self._base: FolderTransfer | None = None  # on rank 0, during a push
