@@ -224,8 +224,8 @@ class ReplayMixin(_Host):
             super()._update_actor(composed, metrics)
 
     def _score(self, probed: Mapping[int, Rollout]) -> dict[int, RolloutOutcome]:
-        """Compute, without an update, the outcomes that drawn rollouts would have in one now
-       ; keys are indices in the draw."""
+        """Compute, by index in the draw, the outcomes that drawn rollouts would have in an
+        update."""
         config, rollouts = self.config.actor_rollout_ref, [*probed.values()]
         split, info = [np.arange(len(probed))], {"compute_loss": False, "calculate_entropy": False}
         info["temperature"] = config.rollout.temperature

@@ -152,8 +152,8 @@ class Caller:
         return _to_list(result, tasks)
 
     def _call(self, arguments: Mapping[str, Any], first: Task) -> Any:
-        """Call the function; returns what it returns or raises, or a TypeError if the row lacks one
-        of its arguments."""
+        """Call the function; returns what it returns or raises, or a TypeError for a missing
+        column."""
         if missing := [name for name in self._required if name not in arguments]:
             columns = ", ".join(first["row"])
             return TypeError(
