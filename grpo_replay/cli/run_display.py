@@ -297,7 +297,8 @@ def _clipping_advice(clipped: float) -> str:
 
 @contextmanager
 def open_display(is_main: bool, stop: StopToken) -> Iterator[Observer]:
-    """Open the display of this rank. If the reader of its output closes it, a stop is requested."""
+    """Open the display of this rank, which shows nothing off rank 0. If the reader of its output
+    closes it, a stop is requested."""
     if not is_main:
         yield Observer()
         return

@@ -78,7 +78,8 @@ def score_reports(
     gain: float = GAIN,
     loss: float = LOSS,
 ) -> list[AesScore]:
-    """Compute AES of (name, report) pairs, with intervals where both have per-sample rows.
+    """Compute the accuracy-efficiency score (AES) of (name, report) pairs against the reference,
+    with intervals where both have per-sample rows.
 
     Raises EvaluationFileError unless all evaluate the same benchmarks under the same settings, and
     UsageError for a reference of accuracy or length 0.

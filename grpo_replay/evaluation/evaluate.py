@@ -113,7 +113,7 @@ class _Grading:
         self._is_builtin = plan.settings.reward in BUILTIN_VERIFIERS
         self._decoded: dict[int, dict[str, Any]] = {}  # columns by index, without token ids
         self._last_report = 0.0
-        self._sizes = Counter(map(_group_of, plan.samples))
+        self._sizes = Counter(map(_group_name, plan.samples))
 
     def submit(self, index: int, token_ids: np.ndarray, finish_reason: str) -> None:
         """Submit the completion of `plan.samples[index]` for grading; returns at once."""
@@ -128,7 +128,7 @@ class _Grading:
         problem, messages = planned.problem, list[ChatMessage]()
         if not self._is_builtin:
             messages = prompt_messages(self.plan.prompts, problem.problem)
-        group = _group_of(planned)
+        group = _group_name(planned)
         request = GradingRequest(
             text, problem.answer, problem.row, token_ids.tolist(),
             truncated=finish_reason == "length", prompt=planned.prompt, messages=messages,
@@ -177,7 +177,7 @@ class _Grading:
             self._on_progress(statuses.total(), self._total, statuses["correct"])
 
 
-def _group_of(planned: PlannedSample) -> str:
+def _group_name(planned: PlannedSample) -> str:
     """Returns the group of a completion, for the reward function. The greedy completion is a group
     of its own, so that `eval.greedy` does not change the rewards of sampled ones."""
     number = str(planned.request.key.prompt_index)

@@ -276,10 +276,8 @@ class HostRun:
         without replay has none: the buffer then begins empty, with a warning.
 
         `extras` names the extras that stored rollouts must have, and for each the setting that does
-        without it.
-        Raises SnapshotError for other replay settings than the run's, CheckpointError for another
-        group size, missing extras, a missing file, and if the files of the run's steps are not in
-        its folder.
+        without it. Raises SnapshotError for other replay settings than the run's, CheckpointError
+        for another group size, missing extras, or a folder without the files of the run's steps.
         """
         path = checkpoint / SNAPSHOT
         self._unfinished.clear()

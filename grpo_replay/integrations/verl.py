@@ -240,7 +240,8 @@ class ReplayMixin(_Host):
     def _composed_batch(
         self, rollouts: Sequence[Rollout], split: Any, micro_batch: int, info: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
-        """Put rollouts into the queue for a while. Yields verl's batch and the mini-batch size."""
+        """A context in which `rollouts` are in verl's queue, in the order of `layout`. Yields
+        verl's batch of them, with `info`, and the mini-batch size."""
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         if self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             micro_batch = 1
@@ -308,7 +309,7 @@ class Runner(TaskRunnerV1.__ray_metadata__.modified_class):
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def main(config: Any) -> None:
-    """Run verl.trainer.main_ppo with replay."""
+    """Run verl.trainer.main_ppo with replay; exits with a message for what `check` refuses."""
     auto_set_device(config)
     try:
         check(config)

@@ -33,10 +33,9 @@ def groups_of(
 ) -> list[list[Row]]:
     """Group verl's rows by prompt; `keys` are PROMPT_SESSION_OUTPUT. `data` has the fields of the
     rows, `text_of` decodes tokens; a completion of `longest` tokens counts as truncated, as in
-    verl's `response_length/clip_ratio`.
-    Groups and their rows are sorted by tokens, because verl's order is that of arrival. A session
-    without output is a completion without reward. Raises UsageError for several outputs of a
-    session, and advantages per token.
+    verl's `response_length/clip_ratio`. Groups and their rows are sorted by tokens, because verl's
+    order is that of arrival. A session without output is a completion without reward. Raises
+    UsageError for several outputs of a session, and advantages per token.
     """
     columns = {name: [row.cpu() for row in data[name].unbind()] for name in data.keys()}  # noqa: SIM118
     members: dict[str, list[Row]] = {}

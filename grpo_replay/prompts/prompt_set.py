@@ -23,7 +23,7 @@ from grpo_replay.prompts.sources import (
     ProblemRows,
     ProblemStatement,
     checked_column,
-    column_of,
+    containing_column,
     fingerprint,
     known_field,
     notices_of_duplicates,
@@ -319,7 +319,7 @@ def read_source(
             (section.answer_field, ANSWER_FIELDS),
         )
     ]
-    has_ids = id_field is not None and column_of(id_field, rows.names) in rows.names
+    has_ids = id_field is not None and containing_column(id_field, rows.names) in rows.names
     if any_columns and not has_ids:
         id_field = None
     problems = checked_column(rows, fields[0], problem_statement)

@@ -51,7 +51,7 @@ class ProblemRows:
         """Return the value of a field in every row. `reward_model.ground_truth` is the value of
         `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
         DatasetError if a row does not have the field."""
-        column, rows = column_of(field, self.names), self._rows
+        column, rows = containing_column(field, self.names), self._rows
         is_column = _normalised(column) == _normalised(field)
         nested_keys = [] if is_column else field.split(".")[1:]
         if self._features is not None and column in self.names:
@@ -62,7 +62,7 @@ class ProblemRows:
     def _value(self, index: int, row: Any, field: str, nested_keys: Sequence[str]) -> Any:
         """Returns the value of a field in row `index`; `nested_keys` lead into its column."""
         value = row
-        for key in (column_of(field, row), *nested_keys):
+        for key in (containing_column(field, row), *nested_keys):
             if not isinstance(value, Mapping) or key not in value:
                 present = list(value) if isinstance(value, Mapping) else [repr(value)]
                 raise DatasetError(
@@ -79,7 +79,7 @@ class ProblemRows:
         return f"{self._source} row {index}" if lines is None else f"{self._source}:{lines[index]}"
 
 
-def column_of(field: str, columns: Collection[str]) -> str:
+def containing_column(field: str, columns: Collection[str]) -> str:
     """Return the column that contains a field: the one with its name, or with the part of the name
     before the first dot, which is also the answer if there is none. If no column has exactly that
     name, capitals and surrounding space are ignored."""
@@ -296,7 +296,7 @@ _Value = TypeVar("_Value")
 
 def known_field(field: str, known: Sequence[str], names: Collection[str]) -> str:
     """Return `field`, or if the columns `names` lack it, the first of `known` that they have."""
-    present = (name for name in (field, *known) if column_of(name, names) in names)
+    present = (name for name in (field, *known) if containing_column(name, names) in names)
     return next(present, field)
 
 

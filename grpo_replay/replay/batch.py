@@ -62,8 +62,7 @@ def even_sizes(count: int, parts: int) -> list[int]:
 def mini_batch_indices(
     count: int, settings: BatchSection, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Split `count` rollouts at random into even parts, one for each optimizer update of an
-    epoch.
+    """Split `count` rollouts at random into even parts, one for each optimizer update of an epoch.
     Returns the ascending indices of each part, int64.
 
     There are `updates_per_step` or ceil(count / mini_batch_rollouts) parts, whose sizes differ by

@@ -17,7 +17,7 @@ from grpo_replay.replay.insertion import check_insertable, entries_of, is_correc
 from grpo_replay.replay.priorities import (
     Candidates,
     check_groups_adjacent,
-    column_of,
+    entry_column,
     entry_priorities,
     pick,
     query_spans,
@@ -306,7 +306,7 @@ class EntryStore:
         lacks a column that the positive bias reads."""
         if self.settings.positive_fraction > 0:
             for name in ("advantage", "group_reward_std"):
-                column_of(entries, name, "replay.positive_fraction")
+                entry_column(entries, name, "replay.positive_fraction")
         return entry_priorities(self.settings.priority, entries)
 
     def _evict_born_before(self, step: int, now: int) -> int:

@@ -88,7 +88,7 @@ def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
     priority of a row depends on other rows: an entry keeps the priority with which it was stored.
     """
     function, option = load_priority(name), f"replay.priority {name}"
-    columns = {column: column_of(entries, column, option) for column in function.columns}
+    columns = {column: entry_column(entries, column, option) for column in function.columns}
     try:
         returned = function(columns)
     except KeyError as error:
@@ -111,7 +111,7 @@ def entry_priorities(name: str, entries: Sequence[Entry]) -> np.ndarray:
     return p_N + EPSILON if getattr(function, "epsilon", True) else p_N
 
 
-def column_of(entries: Sequence[Entry], name: str, reader: str) -> np.ndarray:
+def entry_column(entries: Sequence[Entry], name: str, reader: str) -> np.ndarray:
     """Returns a column of the entries, [N]. Raises RecipeError if an entry lacks the column;
     `reader` is the recipe option whose function reads it, for the message."""
     dtype = COLUMNS[name][0]

@@ -15,7 +15,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 def score(completion: str, row: Mapping[str, Any]) -> float:
     """Score the last box of a completion, or its last `<answer>` if it has no box, from 0 to 1 by
-    the problem's family. 0 without either, or if the scorer raises."""
+    the problem's family. 0 without either, or if the scorer raises. Raises KeyError for other
+    rows."""
     if not {"family", "settings", "entry"} <= set(row):
         raise KeyError("the row is not a problem of reasoning_gym: name another reward.function")
     boxes, tagged = last_boxes(completion), _TAGGED.findall(completion)

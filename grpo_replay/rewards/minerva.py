@@ -60,7 +60,8 @@ _PATTERNS = (
 
 
 def normalise(answer: str) -> str:
-    """Normalise the text after the last `=` of `answer` for comparison."""
+    """Normalise the text after the last `=` of `answer` as Minerva does: without units, LaTeX
+    markup and the commas of a whole number."""
     answer = answer.split("=")[-1]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)

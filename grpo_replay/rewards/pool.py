@@ -106,7 +106,8 @@ class VerifierPool:
             thread.join()
 
     def _drive(self, index: int) -> None:
-        """Thread of worker `index`: starts a process, again after each that must be replaced."""
+        """Thread of worker `index`: starts a process, again after each that must be replaced. An
+        error of a start ends it, and the pool."""
         try:
             while (process := self._start(index)) is not None:
                 try:
@@ -148,7 +149,8 @@ class VerifierPool:
         return process
 
     def _note_sources(self, ready: dict[str, Any]) -> None:
-        """Store a ready worker's report. Raises RecipeError if it has other sources."""
+        """Store what a ready worker reports: digests of the functions' source files, and whether
+        one needs whole groups. Raises RecipeError if an earlier worker had other sources."""
         sources, self.needs_whole_group = ready["sources"], ready["needs_whole_group"]
         with self._wake:
             self.sources = self.sources or sources

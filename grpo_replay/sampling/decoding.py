@@ -219,7 +219,7 @@ class DecodingBatch:
         device = self._model.device
         prompts, prompt_of_row = _distinct_prompts(requests)
         lengths = np.array([len(prompt) for prompt in prompts])
-        width, prefix = int(lengths.max()), self._prefix_of(prompts)
+        width, prefix = int(lengths.max()), self._shared_prefix_tokens(prompts)
         padded, real = _left_padded(prompts, width, prefix, pad_id)
         ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
@@ -250,9 +250,9 @@ class DecodingBatch:
         self._width = width
         self._mask = None if real.all() else self._decode_mask(mask[rows])
 
-    def _prefix_of(self, prompts: Sequence[np.ndarray]) -> int:
-        """Counts the leading tokens to prefill once for all prompts. At least one token of
-        each prompt follows: its logits choose the first token of the completions."""
+    def _shared_prefix_tokens(self, prompts: Sequence[np.ndarray]) -> int:
+        """Counts the leading tokens to prefill once for all prompts; 0 if they are few. At least
+        one token of each prompt follows: its logits choose the first token of the completions."""
         shortest = min(len(prompt) for prompt in prompts)
         prefix = min(common_prefix(prompts), shortest - 1)
         is_shared = len(prompts) > 1 and prefix >= MIN_SHARED_PREFIX and not self._mode.hf_cache

@@ -161,7 +161,7 @@ def checked_completions(
     missing = {request.key for request in requests}
     for completion in sampler.generate(requests):
         is_expected = completion.key in missing
-        problem = _problem_of(completion) if is_expected else "a key of no open request"
+        problem = _array_problem(completion) if is_expected else "a key of no open request"
         if problem:
             raise SamplerError(
                 f"{type(sampler).__name__}.generate: the completion of {completion.key} has "
@@ -176,7 +176,7 @@ def checked_completions(
         )
 
 
-def _problem_of(completion: Completion) -> str | None:
+def _array_problem(completion: Completion) -> str | None:
     """Describe the problem of a completion's arrays; None if they are valid."""
     tokens = completion.token_ids
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":

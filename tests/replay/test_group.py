@@ -5,7 +5,7 @@ import pytest
 
 from grpo_replay.replay.group import rollouts_of_group
 from grpo_replay.replay.insertion import entries_of
-from grpo_replay.replay.priorities import column_of
+from grpo_replay.replay.priorities import entry_column
 from grpo_replay.types import Rollout
 
 
@@ -50,7 +50,7 @@ def test_what_counts_as_correct_is_said():
 def test_completions_that_were_cut_off_are_columns_of_a_priority():
     found = rollouts(truncated=np.array([False, True, False]))
     assert [r.finish_reason for r in found] == ["stop", "length", "stop"]
-    assert column_of(entries_of(found), "truncated", "it").tolist() == [False, True, False]
+    assert entry_column(entries_of(found), "truncated", "it").tolist() == [False, True, False]
 
 
 def test_equal_rewards_are_no_rollouts():

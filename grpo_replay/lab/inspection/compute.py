@@ -41,7 +41,8 @@ class Records:
 
 
 def read_records(source: Source) -> Records:
-    """Read the records of a source. Raises SnapshotError if a file cannot be read."""
+    """Read a source's replay settings, stored rollouts, rollout log and draws; the last two are
+    empty for a snapshot alone. Raises SnapshotError if a file cannot be read."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if source.recipe is not None:
         settings, group_size = source.recipe.replay, source.recipe.sampling.group_size

@@ -92,7 +92,8 @@ class WhatIf:
 
 
 def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
-    """Compare a run with `key=value` changes to its replay section.
+    """Compare a run's log with simulations of its draws: with its own replay settings, and with
+    `key=value` changes to them.
 
     Raises UsageError for a longer age limit that would have kept rollouts which an asynchronous run
     dropped, RecipeError for a bad key or value, and SnapshotError if the run has no recipe or

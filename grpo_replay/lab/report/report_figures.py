@@ -119,7 +119,7 @@ def _accuracy_figure(
 def _draw_seeds(
     axes: Any, costs: np.ndarray, values_ST: np.ndarray, label: str, look: Look, marker: str = ""
 ) -> None:
-    """Draw the median over seeds, with quartiles as a band, or with every seed as a thin line."""
+    """Draw the median over seeds, with quartiles as a band, or every seed as a thin line if few."""
     colour, line = look
     low, middle, high = np.quantile(values_ST, [0.25, 0.5, 0.75], axis=0)
     if 1 < len(values_ST) < FEWEST_FOR_BANDS:

@@ -94,7 +94,8 @@ class SweepFile(Section):
         return self
 
     def expanded(self) -> "SweepFile":
-        """Return the sweep with an arm for every combination of the grid, and no grid."""
+        """Return the sweep with an arm for every combination of the grid, and no grid. An arm that
+        sets a key of the grid itself keeps that value."""
         arms: dict[str, list[str]] = {}
         for name, overrides in self.arms.items():
             varied = [key for key in self.grid if key not in _keys(overrides)]
