@@ -34,8 +34,7 @@ class _Units:
         uses_N: np.ndarray,
         last_use_N: np.ndarray,
     ) -> None:
-        """`candidate_C` are rows of the run; `uses_N`, `last_use_N` of all its rows, before the
-        draw."""
+        """`candidate_C` are rows of the run; `uses_N` and `last_use_N` those of all rows so far."""
         settings = run.recipe.replay
         is_drawable_C = _may_be_drawn(settings, uses_N[candidate_C], step - last_use_N[candidate_C])
         self.candidate_C = candidate_C = candidate_C[is_drawable_C]
