@@ -97,11 +97,11 @@ def _accuracy_figure(
     outcome = Outcome(**document["shown"])
 
     def draw(axes: Any) -> None:
+        """Draws each arm at the steps that all its runs evaluated."""
         from matplotlib.ticker import EngFormatter
 
         for arm in arms:
             runs = list(arm.runs.values())
-            # the steps that every run of the arm evaluated
             steps = [s for s in runs[0].evaluations if all(s in run.evaluations for run in runs)]
             costs = np.median([axis.total(run)[steps] for run in runs], axis=0)
             values_ST = np.array([[outcome.of(run.evaluations[s]) for s in steps] for run in runs])
