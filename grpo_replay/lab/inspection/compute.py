@@ -106,7 +106,7 @@ def _occupancy(stored: Rollouts, log: Rollouts, settings: ReplaySection, step: i
     return Occupancy(
         stored_rollouts=len(stored),
         stored_groups=len(np.unique(stored.group_id)),
-        stored_tokens=int(stored.length.sum()),
+        stored_tokens=int(stored.completion_tokens.sum()),
         survivors_per_step=survivors,
         expected_rollouts=expected,
     )
@@ -123,7 +123,7 @@ def population(name: str, rows: Rollouts) -> Population:
         largest_prompt_share=max(rollouts_of_prompt.values()) / len(rows),
         positive_share=float((rows.advantage > 0).mean()) if have_advantages else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if have_advantages else None,
-        tokens_mean=float(rows.length.mean()),
+        tokens_mean=float(rows.completion_tokens.mean()),
         truncated_share=float(rows.truncated.mean()),
     )
 
@@ -168,7 +168,7 @@ def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
 def _outcomes(log: Rollouts, draws: Draws) -> dict[int, AgeOutcome]:
     """Computes token-weighted outcomes by age. Age 0 has the fresh rollouts: draws at age 0, and
     rollouts trained on without a draw. Ages without a trained token are left out."""
-    fresh = np.isfinite(log.tokens)
+    fresh = log.tokens >= 0
     # With pool and FIFO, rollouts drawn in the step that took them are in both logs.
     fresh[draws.row[draws.step == log.logged_step[draws.row]]] = False
     used = {name: np.append(log[name][fresh], draws[name]) for name in OUTCOMES}

@@ -14,7 +14,6 @@ import numpy as np
 
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.rollout_columns import (
-    ROLLOUT,
     Rollouts,
     draws_of_stored,
     find_rows,
@@ -30,15 +29,14 @@ from grpo_replay.terminal.console import tracked
 from grpo_replay.types import Entry
 
 _READ = (
-    *("advantage", "group_reward_std", "reward", "group_correct", "truncated"),
-    "behavior_logprob_mean",
+    *("advantage", "group_reward_std", "reward", "group_correct", "completion_tokens"),
+    *("truncated", "behavior_logprob_mean"),
 )
 
 
 def log_entries(rows: Rollouts) -> list[Entry]:
     """Make buffer entries of rollouts, without payload, with what priorities and eviction need."""
     columns = {name: rows[name].tolist() for name in _READ}
-    columns["completion_tokens"] = rows.length.tolist()
     fields = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     ids = (rows.rollout_id.tolist(), rows.group_id.tolist(), rows.birth_step.tolist())
     return [Entry(*values, payload=None) for values in zip(*ids, fields, strict=True)]
@@ -52,14 +50,14 @@ def stored_after(
     SnapshotError if the run logged no rollouts."""
     if source.snapshot is not None:
         return read_stored(source.snapshot)
-    if not settings.replays:
-        return np.recarray(0, ROLLOUT)
-    if not source.rollout_files:
+    if settings.replays and not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
             "buffer from; choose a step with a checkpoint"
         )
     log = read_log(source.rollout_files) if log is None else log
+    if not settings.replays:
+        return log[:0].view(np.recarray)
     buffer, survivors = ReplayBuffer(settings, group_size), log[log.kept]
     for step, _ in source.rollout_files:
         first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
@@ -215,7 +213,7 @@ def statistics(
     """Compute the statistics of a run. `trained` has the log rows that it trained on, once per use;
     `replayed` those that were replayed, at `ages` in steps; `ess` and `stored` a value per step."""
     magnitude = np.abs(np.nan_to_num(log.advantage))[replayed]
-    uses = np.bincount(replayed, minlength=len(log))[log.kept]
+    uses, tokens = np.bincount(replayed, minlength=len(log))[log.kept], log.completion_tokens
     return {
         "replayed_rollouts": float(len(replayed)),
         "age_mean": _mean(ages),
@@ -225,7 +223,7 @@ def statistics(
         "never_drawn_share": _mean(uses == 0),
         "ess_mean": _mean(ess),
         "stored_mean": _mean(stored),
-        "trained_tokens_per_generated": float(log.length[trained].sum() / max(log.length.sum(), 1)),
+        "trained_tokens_per_generated": float(tokens[trained].sum() / max(tokens.sum(), 1)),
     }
 
 

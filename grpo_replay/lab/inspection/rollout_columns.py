@@ -1,6 +1,7 @@
-"""Scalar columns of rollouts and draws as numpy records, the input of every inspection."""
+"""The files of rollouts and draws as numpy records, for inspection and verification."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,14 @@ import pyarrow.compute as pc
 
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.snapshot import SNAPSHOT_VERSION
+from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import open_parquet
-from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table
+from grpo_replay.storage.rollout_log import (
+    DRAW_SCHEMA,
+    ROLLOUT_FILE_SCHEMA,
+    read_draw_table,
+    read_rollout_table,
+)
 from grpo_replay.terminal.console import tracked
 
 BATCH_ROWS = 8_192
@@ -24,101 +30,103 @@ OUTCOMES = (
     *("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl"),
     *("ratio_mean", "ratio_squared_mean"),
 )
-"""Columns of a use in rollouts/ and draws/; null in the files, NaN here, if not trained on."""
+"""Columns of a use in rollouts/ and draws/; null in the files if not trained on."""
 
-ROLLOUT = np.dtype(
-    [
-        ("rollout_id", np.int64),
-        ("group_id", np.int64),
-        ("birth_step", np.int64),
-        ("logged_step", np.int64),  # the step that took it; in asynchronous runs after its birth
-        ("reward", np.float64),  # NaN if it is missing
-        ("advantage", np.float64),  # NaN if the rollout was dropped
-        ("group_reward_std", np.float64),  # 0 if all are equal, NaN if fewer than two have a reward
-        ("group_correct", np.int32),  # correct rollouts of the group
-        ("kept", np.bool_),
-        ("prompt_id", np.object_),
-        ("length", np.int32),  # tokens of the completion
-        ("truncated", np.bool_),
-        ("behavior_logprob_mean", np.float64),  # NaN in a snapshot
-        *((name, np.float64) for name in OUTCOMES),
-    ]
-)
 Rollouts = np.recarray
-"""Records of `ROLLOUT`, in file order."""
+"""Records of rollouts in file order: those columns of rollouts/ that were read, and
 
-DRAW = np.dtype(
-    [
-        ("rollout_id", np.int64),
-        ("step", np.int64),
-        ("age", np.int64),  # training steps; updates if the run draws for each update
-        ("update", np.int64),  # over the run; the step if a step makes one draw
-        ("row", np.int64),  # of the rollout in the log; NO_ROW without one
-        ("probability", np.float64),  # of its first draw
-        *((name, np.float64) for name in OUTCOMES),
-    ]
-)
+- `logged_step`: the step that took it; in asynchronous runs after its birth;
+- `completion_tokens` in place of `completion_token_ids`, and `truncated`.
+
+A list is its length. Null counts and lengths are -1, other null numbers NaN."""
+
 Draws = np.recarray
-"""Records of `DRAW`, in draw order."""
+"""Records of draws in the order drawn: the columns of draws/, with nulls as in `Rollouts`, and
+
+- `age`: in training steps; in updates if the run draws for each update;
+- `update`: over the run; the step if a step makes one draw;
+- `row` of the rollout in the log; NO_ROW without one."""
 
 _READ = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
          "group_correct", "kept", "prompt_id", "finish_reason", "completion_token_ids")  # fmt: skip
 
 
-def _joined(dtype: np.dtype, parts: Iterable[np.recarray]) -> np.recarray:
-    return np.concatenate([np.recarray(0, dtype), *parts]).view(np.recarray)
+def joined(parts: Iterable[np.recarray]) -> np.recarray:
+    """Concatenate records, of which there is at least one part."""
+    return np.concatenate(list(parts)).view(np.recarray)
 
 
-def _records(dtype: np.dtype, columns: dict[str, pa.ChunkedArray | pa.Array]) -> np.recarray:
-    rows = np.recarray(len(columns["rollout_id"]), dtype)
-    for name in {"tokens", "behavior_logprob_mean"} & set(rows.dtype.names or ()):
-        rows[name] = np.nan
-    for name, column in columns.items():
-        rows[name] = column.to_numpy(zero_copy_only=False)
-    return rows
+def _records(table: pa.Table, **further: np.ndarray) -> np.recarray:
+    """Converts lists to their lengths, null to -1 or NaN, floats to float64."""
+    columns = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_list(column.type):
+            column = pc.list_value_length(column)
+        if pa.types.is_integer(column.type):
+            column = pc.fill_null(column, -1)
+        if pa.types.is_floating(column.type):
+            column = column.cast(pa.float64())
+        columns[name] = column.to_numpy()
+    columns |= further
+    dtype = [(name, column.dtype) for name, column in columns.items()]
+    return np.rec.fromarrays(list(columns.values()), dtype)
+
+
+def rollout_records(table: pa.Table, step: int | None = None, **further: np.ndarray) -> Rollouts:
+    """Convert a table of rollouts that `step` took (None: the step of birth), and add columns."""
+    births = table["birth_step"].to_numpy()
+    return _records(
+        table.rename_columns({"completion_token_ids": "completion_tokens"}),
+        logged_step=births if step is None else np.full(len(table), step),
+        truncated=pc.equal(table["finish_reason"], "length").to_numpy(),
+        **further,
+    )
+
+
+def stored_tables(path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the columns `names` of a snapshot, those that it has. Raises SnapshotError."""
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
+        available = [name for name in names if name in file.schema_arrow.names]
+        for batch in file.iter_batches(BATCH_ROWS, columns=available):
+            yield pa.Table.from_batches([batch])
 
 
 def read_stored(path: Path) -> Rollouts:
-    """Returns the rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
-    with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
-        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=list(_READ))
-        tables = (pa.Table.from_batches([batch]) for batch in batches)
-        return _joined(ROLLOUT, map(_rollouts, tables))
+    """Read a snapshot (buffer.parquet), with `times_used`. Raises SnapshotError."""
+    names = (*_READ, "times_used")
+    empty = pa.schema(map(SNAPSHOT_SCHEMA.field, names)).empty_table()
+    return joined(map(rollout_records, chain([empty], stored_tables(path, names))))
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> Rollouts:
     """Read every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
-    parts = []
-    for step, path in tracked(files, "reading rollouts"):
-        names = (*_READ, "behavior_logprob_mean", *OUTCOMES)
-        parts.append(_rollouts(read_rollout_table(path, names)))
-        parts[-1].logged_step = step
-    return _joined(ROLLOUT, parts)
-
-
-def _rollouts(table: pa.Table) -> Rollouts:
-    """Converts a table of rollouts; the step that took them is set to that of their birth."""
-    columns = {name: table[name] for name in table.column_names if name in (ROLLOUT.names or ())}
-    columns |= {
-        "logged_step": table["birth_step"],
-        "length": pc.list_value_length(table["completion_token_ids"]),
-        "truncated": pc.equal(table["finish_reason"], "length"),
-    }
-    return _records(ROLLOUT, columns)
+    names = (*_READ, "behavior_logprob_mean", *OUTCOMES)
+    parts = (
+        rollout_records(read_rollout_table(path, names), step)
+        for step, path in tracked(files, "reading rollouts")
+    )
+    empty = pa.schema(map(ROLLOUT_FILE_SCHEMA.field, names)).empty_table()
+    return joined([rollout_records(empty), *parts])
 
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> Draws:
     """Read every draw; its row in the rollout log is not set yet. Raises SnapshotError."""
-    parts = []
-    for _, path in tracked(files, "reading draws"):
-        table = read_draw_table(path)
-        columns = {name: table[name] for name in ("rollout_id", "step", "probability", *OUTCOMES)}
-        by_update = "update" in table.column_names
-        columns["age"] = table["age_updates" if by_update else "age_steps"]
-        columns["update"] = table["update" if by_update else "step"]
-        parts.append(_records(DRAW, columns))
-        parts[-1].row = NO_ROW
-    return _joined(DRAW, parts)
+    parts = (draw_records(read_draw_table(path)) for _, path in tracked(files, "reading draws"))
+    return joined([NO_DRAWS, *parts])
+
+
+def draw_records(table: pa.Table) -> Draws:
+    """Convert the table of a draws/ file."""
+    by_update = "update" in table.column_names
+    return _records(
+        table.select(DRAW_SCHEMA.names),
+        age=table["age_updates" if by_update else "age_steps"].to_numpy(),
+        update=table["update" if by_update else "step"].to_numpy(),
+        row=np.full(len(table), NO_ROW),
+    )
+
+
+NO_DRAWS = draw_records(DRAW_SCHEMA.empty_table())
 
 
 def read_log_and_draws(source: Source) -> tuple[Rollouts, Draws]:

@@ -30,13 +30,13 @@ class RolloutFacts:
     stored_N: np.ndarray  # bool: stored after the inspected step
 
 
-def rollout_facts(records: Records, times_used: np.ndarray | None = None) -> RolloutFacts:
-    """Collect the facts of every rollout of a log, or of a lone snapshot, whose numbers of draws
-    are `times_used` and whose outcomes are unknown."""
+def rollout_facts(records: Records) -> RolloutFacts:
+    """Collect the facts of every rollout of a log, or of a lone snapshot, where outcomes are
+    unknown."""
     log, draws = records.log, records.draws
     if not len(log):
         count = len(records.stored)
-        drawn = np.zeros(count, np.int64) if times_used is None else times_used
+        drawn = records.stored.times_used if count else np.zeros(0, np.int64)
         unknown = np.full(count, np.nan)
         oldest = np.full(count, -1)
         return RolloutFacts(
@@ -67,7 +67,7 @@ def choose_rollouts(facts: RolloutFacts) -> Sample:
     """Choose the rollouts that a page shows: all, if it holds them, else the most extreme of each
     kind, with the reason, and whole groups evenly spaced over the run."""
     rows = facts.rows
-    mean_tokens = float(rows.length.mean()) if len(rows) else 0.0
+    mean_tokens = float(rows.completion_tokens.mean()) if len(rows) else 0.0
     fitting = int(MOST_TOKENS / max(mean_tokens, 1.0))
     limit = max(FEWEST_ROLLOUTS, min(MOST_ROLLOUTS, fitting))
     if len(rows) <= limit:

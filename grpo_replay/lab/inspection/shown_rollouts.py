@@ -1,6 +1,6 @@
 """The rollouts of a page as a document, with numbers, text, tokens, groups and every use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.lab.inspection.compute import Records
-from grpo_replay.lab.inspection.rollout_columns import BATCH_ROWS
+from grpo_replay.lab.inspection.rollout_columns import stored_tables
 from grpo_replay.lab.inspection.rollout_sample import (
     RolloutFacts,
     Sample,
@@ -18,9 +18,7 @@ from grpo_replay.lab.inspection.rollout_sample import (
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.lab.inspection.token_text import Decoder, open_decoder
-from grpo_replay.replay.snapshot import SNAPSHOT_VERSION
-from grpo_replay.storage.parquet import open_parquet
-from grpo_replay.storage.rollout_log import LOG_ONLY, MASK, read_rollout_table
+from grpo_replay.storage.rollout_log import MASK, read_rollout_table
 
 PAGE_CHARACTERS, PAGE_TOKENS = 20_000_000, 2_000_000
 FEWEST_CHARACTERS, MOST_TOKENS_SHOWN = 2_000, 20_000
@@ -102,7 +100,7 @@ class ShownRollouts:
 
 def shown_rollouts(source: Source, records: Records) -> ShownRollouts:
     """Read all or a sample of a source's rollouts. Raises SnapshotError for an unreadable file."""
-    facts = rollout_facts(records, _times_used(source) if not source.rollout_files else None)
+    facts = rollout_facts(records)
     sample = choose_rollouts(facts)
     decoder = open_decoder(source.path)
     reader = _Reader(source, records, facts, sample, decoder)
@@ -121,29 +119,18 @@ def shown_rollouts(source: Source, records: Records) -> ShownRollouts:
     )
 
 
-def _times_used(source: Source) -> np.ndarray:
-    if source.snapshot is None:
-        return np.zeros(0, np.int64)
-    with open_parquet(source.snapshot, "buffer", SNAPSHOT_VERSION) as file:
-        return file.read(columns=["times_used"])["times_used"].to_numpy().astype(np.int64)
-
-
 def _tables(source: Source, facts: RolloutFacts, sample: Sample) -> Iterator[pa.Table]:
     """Yield all members of groups that are in the sample, one file or batch at a time."""
     groups = pa.array(np.unique(facts.rows.group_id[sample.rows]))
+    tables: Iterable[pa.Table] = ()
     if source.rollout_files:
         needed = set(facts.rows.logged_step[sample.rows].tolist())
         tables = (
             read_rollout_table(path, _READ) for step, path in source.rollout_files if step in needed
         )
-        yield from (table.filter(pc.is_in(table["group_id"], groups)) for table in tables)
     elif source.snapshot is not None:
-        with open_parquet(source.snapshot, "buffer", SNAPSHOT_VERSION) as file:
-            available = set(file.schema_arrow.names) - set(LOG_ONLY)
-            columns = [name for name in _READ if name in available]
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                table = pa.Table.from_batches([batch])
-                yield table.filter(pc.is_in(table["group_id"], groups))
+        tables = stored_tables(source.snapshot, _READ)
+    yield from (table.filter(pc.is_in(table["group_id"], groups)) for table in tables)
 
 
 @dataclass
@@ -262,7 +249,7 @@ def _uses_of(source: Source, records: Records, sample: Sample) -> dict[int, list
     uses: dict[int, list[Use]] = {int(row): [] for row in sample.rows}
     for row in sample.rows.tolist():
         # With pool and FIFO, the use of a step that drew the rollout is in both logs.
-        if np.isfinite(log.tokens[row]) and row not in drawn_when_taken:
+        if log.tokens[row] >= 0 and row not in drawn_when_taken:
             step = int(log.logged_step[row])
             age = updates * (step - int(log.birth_step[row]))
             uses[row].append(_use(log[row], step, age, None))

@@ -5,18 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from grpo_replay.lab.inspection.rollout_columns import find_rows
-from grpo_replay.lab.verification.run_files import (
-    Check,
-    Columns,
-    RunFiles,
-    describe_row,
-    select_rows,
-)
+from grpo_replay.lab.verification.run_files import Check, RunFiles, describe_row
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.recipe.open_lists import PRIORITIES
 from grpo_replay.replay.priorities import EPSILON
-
-_LOG_COLUMNS = {"completion_tokens": "completion_token_ids"}  # RunFiles has the lengths of lists
 
 
 class _Units:
@@ -124,12 +116,12 @@ class DrawChecks:
         for draw_rows, requested in self._single_draws(step, draws, survivors):
             units = _Units(self.run, step, candidate_C, uses_N, last_use_N)
             drawn = rows[draw_rows]
-            self._check_draw(step, select_rows(draws, draw_rows), drawn, units, requested)
+            self._check_draw(step, draws[draw_rows], drawn, units, requested)
             np.add.at(uses_N, drawn, 1)
             last_use_N[drawn] = step
         return rows
 
-    def _check_ages(self, step: int, draws: Columns, rows: np.ndarray) -> None:
+    def _check_ages(self, step: int, draws: np.ndarray, rows: np.ndarray) -> None:
         """Checks that ages are step - birth_step, at least 1 if fresh rollouts cannot be drawn, at
         most the limit, and in updates if the step makes several draws."""
         settings, age_N = self.run.recipe.replay, draws["age_steps"]
@@ -138,12 +130,11 @@ class DrawChecks:
         is_right_N &= (rows < 0) | (age_N == step - births)
         if settings.max_age_steps is not None:
             is_right_N &= age_N <= settings.max_age_steps
-        if "update" in draws:
-            birth_update_N = self.run.recipe.draws_per_step * (step - age_N - 1) + 1
-            is_right_N &= draws["age_updates"] == draws["update"] - birth_update_N
-        columns = {**draws, "birth_step": births}
+        birth_update_N = self.run.recipe.draws_per_step * (step - age_N - 1) + 1
+        is_right_N &= draws["age"] == draws["update"] - birth_update_N
         self.ages.expect_all(
-            is_right_N, describe_row(f"step {step}", columns, "step", "age_steps", "birth_step")
+            is_right_N,
+            describe_row(f"step {step}", draws, "step", "age_steps", birth_step=births),
         )
 
     def _requested_units(self, step: int, survivors: int) -> int:
@@ -160,7 +151,7 @@ class DrawChecks:
         return round(rollouts / (recipe.sampling.group_size if settings.unit == "query" else 1))
 
     def _single_draws(
-        self, step: int, draws: Columns, survivors: int
+        self, step: int, draws: np.ndarray, survivors: int
     ) -> Iterator[tuple[np.ndarray, int]]:
         """Yield the rows of each draw in the step's file, and the number of units to draw. A step
         makes one draw, or one for each update."""
@@ -169,13 +160,13 @@ class DrawChecks:
         if updates == 1:
             yield np.arange(len(draws["step"])), requested
             return
-        update_N = draws.get("update", draws["step"]) - updates * (step - 1) - 1
+        update_N = draws["update"] - updates * (step - 1) - 1
         for update in range(updates):
             share = requested // updates + (update < requested % updates)
             yield np.flatnonzero(update_N == update), share
 
     def _check_draw(
-        self, step: int, draws: Columns, rows_D: np.ndarray, units: _Units, requested: int
+        self, step: int, draws: np.ndarray, rows_D: np.ndarray, units: _Units, requested: int
     ) -> None:
         """Check one draw of `requested` units: candidates only, `_check_units`, and P; the first
         draw of a step sets effective sample size and entropy."""
@@ -199,10 +190,9 @@ class DrawChecks:
             self.effective_sample_size = float(1 / (P**2).sum())
             self.entropy = -float((P * np.log(P)).sum())
         logged_D, expected_D = draws["probability"], probability_U[unit_D]
-        columns = {**draws, "recomputed": expected_D}
         self.probabilities.expect_all(
             np.isclose(logged_D, expected_D, rtol=1e-9, atol=1e-300),  # sums differ by 1e-13
-            describe_row(f"step {step}", columns, "probability", "recomputed"),
+            describe_row(f"step {step}", draws, "probability", recomputed=expected_D),
         )
 
     def _check_units(
@@ -244,5 +234,5 @@ def priorities(run: RunFiles, settings: ReplaySection, rows: np.ndarray) -> np.n
     if not len(rows):
         return np.zeros(0)
     names = function.columns  # type: ignore[attr-defined]
-    columns = {name: run.rollouts[_LOG_COLUMNS.get(name, name)][rows] for name in names}
+    columns = {name: run.rollouts[name][rows] for name in names}
     return np.asarray(function(columns), dtype=np.float64) + epsilon

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.lab.verification.rollout_checks import is_too_old
-from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, select_rows
+from grpo_replay.lab.verification.run_files import Check, RunFiles
 from grpo_replay.storage.starts import Start
 
 _OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl", "ratio_ess")
@@ -62,7 +62,7 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
     has_reward_N = ~np.isnan(columns["reward"])
     rewarded = np.bincount(group_N, weights=has_reward_N)
     correct, std = columns["group_correct"][first][rewarded > 0], columns["group_reward_std"][first]
-    lengths = columns["completion_token_ids"]
+    lengths = columns["completion_tokens"]
     return {
         "reward": mean_of(columns["reward"][has_reward_N]),
         "reward_std": mean_of(std[~np.isnan(std)]),
@@ -73,7 +73,7 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
         "completions/mean_length": mean_of(lengths),
         "completions/min_length": int(lengths.min()),
         "completions/max_length": int(lengths.max()),
-        "completions/clipped_ratio": mean_of(columns["finish_reason"] == "length"),
+        "completions/clipped_ratio": mean_of(columns["truncated"]),
         "cost/generated_tokens": int(lengths.sum()),
         "cost/generated_rollouts": len(lengths),
         **{f"verdict/{name}": n for name, n in Counter(columns["verdict"].tolist()).items()},
@@ -90,21 +90,18 @@ def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
     recipe, draws, born = run.recipe, run.draws_of(step), run.rollouts_of(step)
     is_replayed = (draws["age_steps"] > 0) | recipe.replay.stores_first
     draws_fresh = len(is_replayed) and not recipe.replay.trains_on_all_fresh(step)
-    fresh = select_rows(born, born["tokens"] >= 0)
+    fresh = born[born["tokens"] >= 0]
     if draws_fresh:
-        fresh = select_rows(draws, ~is_replayed)
-    replayed = select_rows(draws, is_replayed)
-    measured = select_rows(draws, is_replayed & (draws["tokens"] >= 0))
+        fresh = draws[~is_replayed]
+    replayed = draws[is_replayed]
+    measured = draws[is_replayed & (draws["tokens"] >= 0)]
     trained_on = [fresh, replayed] if recipe.replay.trains_on_draws else [fresh]
-    both = {
-        name: np.concatenate([columns[name] for columns in trained_on])
-        for name in ("tokens", "entropy")
-    }
-    trained, count = len(both["tokens"]), len(replayed["step"])
+    both = np.concatenate([rows[["tokens", "entropy"]] for rows in trained_on])
+    trained, count = len(both), len(replayed)
     passes = recipe.batch.epochs
     updates = passes * min(recipe.batch.updates_of(trained), trained)
-    ages = replayed.get("age_updates", replayed["age_steps"])
-    draws_per_update = "update" in draws and recipe.replay.trains_on_draws
+    ages = replayed["age"]
+    draws_per_update = recipe.draws_per_step > 1 and count and recipe.replay.trains_on_draws
     advantages = run.rollouts["advantage"][run.rows_of(replayed["rollout_id"])]
     return {
         "updates": len(np.unique(draws["update"])) if draws_per_update else updates,
@@ -117,26 +114,26 @@ def used_metrics(run: RunFiles, step: int, survivors: int) -> Values:
         "replay/age_mean": mean_of(ages),
         "replay/age_max": int(ages.max()) if count else None,
         "replay/positive_fraction": mean_of(advantages > 0),
-        **_by_age(measured, measured.get("age_updates", measured["age_steps"])),
+        **_by_age(measured, measured["age"]),
         "cost/trained_rollouts": passes * trained,
         "cost/trained_tokens": passes * int(both["tokens"].sum()),
     }
 
 
-def _by_age(replayed: Columns, ages: np.ndarray) -> Values:
+def _by_age(replayed: np.ndarray, ages: np.ndarray) -> Values:
     """Computes the outcomes of replayed rollouts in bins of ages: 1, 2, 3-4, 5-8, 9-16, …"""
     high_N = [1 << max(age - 1, 0).bit_length() for age in ages.tolist()]
     bin_N = np.array(
         [str(age) if age <= 2 else f"{h // 2 + 1}-{h}" for age, h in zip(ages, high_N, strict=True)]
     )
     return {
-        f"replay/age_{age_bin}/{name}": _outcome(select_rows(replayed, bin_N == age_bin), name)
+        f"replay/age_{age_bin}/{name}": _outcome(replayed[bin_N == age_bin], name)
         for age_bin in np.unique(bin_N)
         for name in _OUTCOMES
     }
 
 
-def _outcomes_of(side: str, columns: Columns) -> Values:
+def _outcomes_of(side: str, columns: np.ndarray) -> Values:
     highest = np.where(columns["tokens"] > 0, columns["ratio_max"], 0.0)
     return {
         **{f"{side}/{name}": _outcome(columns, name) for name in _OUTCOMES},
@@ -144,7 +141,7 @@ def _outcomes_of(side: str, columns: Columns) -> Values:
     }
 
 
-def _outcome(columns: Columns, name: str) -> float | None:
+def _outcome(columns: np.ndarray, name: str) -> float | None:
     """Returns the mean of an outcome over tokens; `ratio_ess` is (Σρ)² / (N·Σρ²)."""
     if name != "ratio_ess":
         return _token_mean(columns, name)
@@ -152,7 +149,7 @@ def _outcome(columns: Columns, name: str) -> float | None:
     return mean**2 / squared if mean is not None and squared else None
 
 
-def _token_mean(columns: Columns, name: str) -> float | None:
+def _token_mean(columns: np.ndarray, name: str) -> float | None:
     tokens = columns["tokens"]
     # A rollout without tokens has no outcome (null).
     values = np.where(tokens > 0, columns[name], 0.0)
@@ -191,7 +188,7 @@ def _ledger_entries(run: RunFiles, step: int) -> dict[str, int]:
     """Counts rollouts and tokens of a step by the ledger entry that they must end in; what is
     dropped for no other reason is partial, and counts as stale."""
     recipe, columns = run.recipe, run.rollouts_of(step)
-    std, tokens = columns["group_reward_std"], columns["completion_token_ids"]
+    std, tokens = columns["group_reward_std"], columns["completion_tokens"]
     has_no_signal = np.isnan(std) | ((std == 0) & recipe.replay.drop_zero_variance)
     is_stale = is_too_old(recipe.replay, step, columns["birth_step"])
     end_N = np.select(

@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.verification.run_files import (
-    Check,
-    Columns,
-    RunFiles,
-    describe_row,
-    select_rows,
-)
+from grpo_replay.lab.verification.run_files import Check, RunFiles, describe_row
 from grpo_replay.recipe import AdvantageSection, Recipe, ReplaySection
 from grpo_replay.recipe.open_lists import ADVANTAGES
 from grpo_replay.storage.rollout_log import read_rollout_table, step_path
@@ -26,7 +20,7 @@ ROWS_PER_CHECKPOINT = 32  # rows with recomputed log-probs, spread evenly
 _EXACT_NATS = 1e-3  # fp32 in another order
 
 
-def groups_of(columns: Columns) -> Iterator[tuple[int, np.ndarray]]:
+def groups_of(columns: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the id and the row indices of each group of a step."""
     ids = columns["group_id"]
     return ((int(group), np.flatnonzero(ids == group)) for group in np.unique(ids))
@@ -86,14 +80,14 @@ def check_advantages(run: RunFiles) -> list[Check]:
     for step in run.rows_of_step:
         columns = run.rollouts_of(step)
         for _, members in groups_of(columns):
-            _check_group(step, run.recipe, select_rows(columns, members), checks, in_float32)
+            _check_group(step, run.recipe, columns[members], checks, in_float32)
     return list(checks)
 
 
 def _check_group(
     step: int,
     recipe: Recipe,
-    group: dict[str, np.ndarray],
+    group: np.ndarray,
     checks: tuple[Check, Check, Check],
     in_float32: bool,
 ) -> None:
@@ -106,9 +100,7 @@ def _check_group(
     mean, std = _mean_and_std(reward_G[has_reward_G], recipe.advantage.std)
     correct = int((group["first_score"] >= np.float32(recipe.reward.correct)).sum())
     keeps_G = _keeps(step, recipe, group, has_reward_G, std)
-    group |= {
-        "recomputed": _recomputed_advantages(recipe.advantage, reward_G, has_reward_G, mean, std)
-    }
+    advantage_G = _recomputed_advantages(recipe.advantage, reward_G, has_reward_G, mean, std)
     statistics.expect_all(
         _close(group["group_reward_mean"], mean)
         & _close(group["group_reward_std"], std)
@@ -119,21 +111,21 @@ def _check_group(
         ),
     )
     # a list column holds lengths, and -1 for null: a dropped rollout has no log-probs
-    lengths_G = np.where(keeps_G, group["completion_token_ids"], -1)
+    lengths_G = np.where(keeps_G, group["completion_tokens"], -1)
     kept.expect_all(
         (group["kept"] == keeps_G)
         & (group["behavior_logprobs"] == lengths_G)
         & (keeps_G | np.isnan(group["advantage"])),
         describe_row(
             f"step {step} in a group of rewards {reward_G.tolist()}",
-            *(group, "kept", "advantage", "completion_token_ids", "behavior_logprobs"),
+            *(group, "kept", "advantage", "completion_tokens", "behavior_logprobs"),
         ),
     )
-    group = select_rows(group, keeps_G)
+    group, advantage_G = group[keeps_G], advantage_G[keeps_G]
     largest = np.abs(group["reward"]).max(initial=0.0) / std if in_float32 and std > 0 else 0.0
     advantages.expect_all(
-        _close(group["advantage"], group["recomputed"], 2e-6 + 3e-7 * largest),
-        describe_row(f"step {step}", group, "advantage", "recomputed"),
+        _close(group["advantage"], advantage_G, 2e-6 + 3e-7 * largest),
+        describe_row(f"step {step}", group, "advantage", recomputed=advantage_G),
     )
 
 
@@ -147,14 +139,14 @@ def _mean_and_std(rewards: np.ndarray, kind: str) -> tuple[float, float]:
 
 
 def _keeps(
-    step: int, recipe: Recipe, group: Columns, has_reward_G: np.ndarray, std: float
+    step: int, recipe: Recipe, group: np.ndarray, has_reward_G: np.ndarray, std: float
 ) -> np.ndarray:
     """Returns which rollouts of a group must be kept, bool [G]: with a reward, in a group with a
     signal, not masked; in an asynchronous step young enough, not partial if those are dropped."""
     has_signal = std > 0 or (std == 0 and not recipe.replay.drop_zero_variance)
     keeps_G = has_reward_G & has_signal
-    keeps_G &= (group["trainable"] > 0) | (group["completion_token_ids"] == 0)
-    keeps_G &= ~(recipe.reward.mask_truncated & (group["finish_reason"] == "length"))
+    keeps_G &= (group["trainable"] > 0) | (group["completion_tokens"] == 0)
+    keeps_G &= ~(recipe.reward.mask_truncated & group["truncated"])
     if recipe.run.is_async:
         keeps_G &= ~is_too_old(recipe.replay, step, group["birth_step"])
         if recipe.sampling.collection.partial_rollouts == "drop":

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import CheckpointError, SnapshotError
-from grpo_replay.lab.inspection.rollout_columns import find_rows
+from grpo_replay.lab.inspection.rollout_columns import (
+    NO_DRAWS,
+    Rollouts,
+    draw_records,
+    find_rows,
+    joined,
+    rollout_records,
+)
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import list_checkpoints, step_of, verify_checkpoint
 from grpo_replay.storage.rollout_log import (
-    DRAW_SCHEMA,
     ROLLOUT_FILE_SCHEMA,
     read_draw_table,
     read_rollout_table,
@@ -26,24 +31,19 @@ from grpo_replay.storage.run_directory import is_of_another_trainer
 from grpo_replay.storage.starts import STARTS_FILE, Start, read_starts, start_of
 from grpo_replay.types import first_score
 
-_LISTS = ("reward_scores", "completion_mask")  # list columns whose values are read, not lengths
 _COLUMNS = (*(n for n in ROLLOUT_FILE_SCHEMA.names if n != "completion_text"), "completion_mask")
 _NAMED_FAILURES = 5
 
-Columns = Mapping[str, np.ndarray]
 
-
-def select_rows(columns: Columns, rows: Any) -> dict[str, np.ndarray]:
-    """Returns the columns at `rows`: an index array, a mask or a slice."""
-    return {name: values[rows] for name, values in columns.items()}
-
-
-def describe_row(context: str, columns: Columns, *names: str) -> Callable[[int], str]:
+def describe_row(
+    context: str, columns: np.ndarray, *names: str, **further: np.ndarray
+) -> Callable[[int], str]:
     """Return a function that describes row i for a failure message: its rollout id, and its values
-    in the columns `names` (of lists, their lengths)."""
+    in the columns `names` (of lists, their lengths) and in `further` ones."""
+    shown = {name: columns[name] for name in names} | further
 
     def describe(i: int) -> str:
-        values = ", ".join(f"{name} {columns[name][i]}" for name in names)
+        values = ", ".join(f"{name} {column[i]}" for name, column in shown.items())
         return f"{context}: rollout {columns['rollout_id'][i]} has {values}"
 
     return describe
@@ -54,32 +54,31 @@ class RunFiles:
     """The files of one run, up to the last line of metrics.jsonl.
 
     `rollouts` has the columns of all steps, in file order; `rows_of_step[t]` is the slice of step
-    t. A list column contains the lengths of the lists. Null lengths and counts are -1, other null
-    numbers NaN. Column `first_score` is the score of the first reward function that gave one,
-    `trainable` the number of tokens that are not masked."""
+    t. Column `first_score` is the score of the first reward function that gave one, `trainable` the
+    number of tokens that are not masked."""
 
     folder: Path
     recipe: Recipe
     starts: tuple[Start, ...]
     metrics: tuple[Mapping[str, Any], ...]
-    rollouts: Columns
+    rollouts: np.ndarray
     rows_of_step: Mapping[int, slice]
-    draws_of_step: Mapping[int, Columns]
+    draws_of_step: Mapping[int, np.ndarray]
 
     @property
     def steps(self) -> list[int]:
         return [int(line["step"]) for line in self.metrics]
 
-    def rollouts_of(self, step: int) -> dict[str, np.ndarray]:
-        return select_rows(self.rollouts, self.rows_of_step[step])
+    def rollouts_of(self, step: int) -> np.ndarray:
+        return self.rollouts[self.rows_of_step[step]]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
         """Returns the row of each rollout id; -1 for unknown ids."""
         return find_rows(self.rollouts["rollout_id"], ids)
 
-    def draws_of(self, step: int) -> Columns:
-        """Returns the columns of the step's draws/ file; empty if there is none."""
-        return self.draws_of_step.get(step) or _arrays(DRAW_SCHEMA.empty_table())
+    def draws_of(self, step: int) -> np.ndarray:
+        """Returns the draws of the step's draws/ file; empty if there is none."""
+        return self.draws_of_step.get(step, NO_DRAWS)
 
     def start_of(self, step: int) -> Start | None:
         """The settings of `step` that a resume may change; None in a run of another trainer."""
@@ -153,44 +152,33 @@ def read_run_files(folder: Path) -> RunFiles:
             f"{folder}: verification needs a run directory with recipe.yaml, metrics.jsonl and "
             "rollouts/"
         )
-    rollouts = {step: _rollout_columns(read_rollout_table(path, _COLUMNS)) for step, path in files}
-    draws = {
-        step: _arrays(read_draw_table(path)) for step, path in source.draw_files if step in steps
+    rollouts = joined(_rollouts(step, path) for step, path in files).view(np.ndarray)
+    rows_of_step = {
+        step: slice(*np.searchsorted(rollouts["logged_step"], [step, step + 1]))
+        for step, _ in files
     }
-    rows_of_step, end = {}, 0
-    for step, columns in rollouts.items():
-        start, end = end, end + len(columns["rollout_id"])
-        rows_of_step[step] = slice(start, end)
-    first, *_ = rollouts.values()
-    joined = {name: np.concatenate([step[name] for step in rollouts.values()]) for name in first}
+    draws = {
+        step: draw_records(read_draw_table(path)).view(np.ndarray)
+        for step, path in source.draw_files
+        if step in steps
+    }
     starts = read_starts(folder)
-    return RunFiles(folder, source.recipe, starts, source.metrics, joined, rows_of_step, draws)
+    return RunFiles(folder, source.recipe, starts, source.metrics, rollouts, rows_of_step, draws)
 
 
-def _rollout_columns(table: pa.Table) -> dict[str, np.ndarray]:
-    """Converts a file of rollouts, with the columns `first_score` and `trainable`."""
-    scores, masks = (table[name].to_pylist() for name in _LISTS)
-    columns = _arrays(table.drop_columns(list(_LISTS)))
-    rewards, lengths = columns["reward"], columns["completion_token_ids"]
-    first_scores = list(map(first_score, scores, rewards))
+def _rollouts(step: int, path: Path) -> Rollouts:
+    """Reads a file of rollouts, with the columns `first_score` and `trainable`."""
+    table = read_rollout_table(path, _COLUMNS)
+    scores, masks = (table[name].to_pylist() for name in ("reward_scores", "completion_mask"))
+    lengths = pc.list_value_length(table["completion_token_ids"]).to_numpy()
+    first_scores = list(map(first_score, scores, table["reward"].to_numpy()))
     trainable = [n if mask is None else sum(mask) for n, mask in zip(lengths, masks, strict=True)]
-    columns["first_score"] = np.array(first_scores, np.float32)
-    columns["trainable"] = np.array(trainable, np.int64)
-    return columns
-
-
-def _arrays(table: pa.Table) -> dict[str, np.ndarray]:
-    """Converts columns to arrays: lists to their lengths, null to -1 or NaN, floats to float64."""
-    arrays = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if pa.types.is_list(column.type):
-            column = pc.list_value_length(column)
-        if pa.types.is_integer(column.type):
-            column = pc.fill_null(column, -1)
-        if pa.types.is_floating(column.type):
-            column = column.cast(pa.float64())
-        arrays[name] = column.to_numpy()
-    return arrays
+    return rollout_records(
+        table,
+        step,
+        first_score=np.array(first_scores, np.float32),
+        trainable=np.array(trainable, np.int64),
+    )
 
 
 def check_files(run: RunFiles) -> Check:

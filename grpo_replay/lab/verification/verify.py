@@ -25,7 +25,6 @@ from grpo_replay.lab.verification.rollout_checks import (
 )
 from grpo_replay.lab.verification.run_files import (
     Check,
-    Columns,
     RunFiles,
     VerifyReport,
     check_checkpoints,
@@ -117,7 +116,7 @@ class _BufferReplay:
 
 
 def _stored_after(
-    stored: np.ndarray, fresh: np.ndarray, step: int, columns: Columns, settings: ReplaySection
+    stored: np.ndarray, fresh: np.ndarray, step: int, columns: np.ndarray, settings: ReplaySection
 ) -> np.ndarray:
     """Returns the rows that a buffer of `stored` rows holds after a step with `fresh` survivors."""
     stored = _young_enough(stored, step, columns, settings)
@@ -128,12 +127,12 @@ def _stored_after(
 
 
 def _young_enough(
-    rows: np.ndarray, step: int, columns: Columns, settings: ReplaySection
+    rows: np.ndarray, step: int, columns: np.ndarray, settings: ReplaySection
 ) -> np.ndarray:
     return rows[~is_too_old(settings, step, columns["birth_step"][rows])]
 
 
-def _within_capacity(rows: np.ndarray, columns: Columns, settings: ReplaySection) -> np.ndarray:
+def _within_capacity(rows: np.ndarray, columns: np.ndarray, settings: ReplaySection) -> np.ndarray:
     """Returns the rows that the capacity leaves: the newest, in whole queries if these are the
     unit; with positive bias also correct older ones."""
     capacity = settings.capacity_rollouts

@@ -19,7 +19,7 @@ from grpo_replay.lab.inspection.rebuild import (
     statistics,
     what_if,
 )
-from grpo_replay.lab.inspection.rollout_columns import ROLLOUT, Rollouts, read_log
+from grpo_replay.lab.inspection.rollout_columns import Rollouts, read_log
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import _STATISTICS
 from grpo_replay.recipe import load_recipe
@@ -90,7 +90,6 @@ def test_deterministic_statistics_have_no_error(runs):
 
 def two_groups(**columns) -> Rollouts:
     """A group with a signal, taken in step 1, and one without, taken in step 2."""
-    rows = np.recarray(4, ROLLOUT)
     values = dict(
         rollout_id=[0, 1, 2, 3],
         group_id=[0, 0, 1, 1],
@@ -100,14 +99,14 @@ def two_groups(**columns) -> Rollouts:
         advantage=[1.0, -1.0, np.nan, np.nan],
         group_reward_std=[1.0, 1.0, 0.0, 0.0],
         group_correct=[1, 1, 2, 2],
-        length=[10, 20, 5, 5],
-        truncated=False,
+        completion_tokens=[10, 20, 5, 5],
+        truncated=[False] * 4,
+        behavior_logprob_mean=[0.0] * 4,
         kept=[True, True, False, False],
         prompt_id=["a", "a", "b", "b"],
     )
-    for name, value in (values | columns).items():
-        rows[name] = value
-    return rows
+    values |= columns
+    return np.rec.fromarrays(list(map(np.asarray, values.values())), names=list(values))
 
 
 def test_statistics_of_a_hand_made_run():

@@ -13,6 +13,7 @@ from small_runs.synthetic import SyntheticRun, write_synthetic_run
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.priorities import COLUMNS
 from grpo_replay.storage.rollout_log import step_path
 from grpo_replay.storage.starts import record_start
 from grpo_replay.storage.stored_recipe import read_recipe_file
@@ -191,6 +192,21 @@ def test_rollouts_of_priority_zero_are_not_missed_in_the_draws(tmp_path, replay)
     assert report.passed, [check for check in report.checks if not check.passed]
     drop_row(draws_at(tmp_path / "run", 15))
     assert "draw counts" in failed(tmp_path / "run")
+
+
+EVERY_COLUMN = f"""
+def every(columns):
+    return columns["completion_tokens"] + columns["truncated"] - columns["behavior_logprob_mean"]
+
+every.columns = {tuple(COLUMNS)}
+"""
+
+
+def test_a_priority_may_read_every_column_that_the_buffer_has(tmp_path):
+    (tmp_path / "every.py").write_text(EVERY_COLUMN)
+    write_synthetic_run(tmp_path / "run", priority=f"{tmp_path}/every.py:every")
+    report = verify_run(tmp_path / "run")
+    assert report.passed, [check for check in report.checks if not check.passed]
 
 
 def test_a_broken_parquet_file_is_named_without_a_traceback(run):
