@@ -14,10 +14,10 @@ the columns of the entries, and no payloads.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from grpo_replay.errors import SnapshotError
@@ -33,7 +33,7 @@ from grpo_replay.storage.rollout_log import (
     rollouts_to_table,
     table_to_rollouts,
 )
-from grpo_replay.types import Entry, Rollout
+from grpo_replay.types import Entry, Rollout, T
 
 SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
@@ -101,9 +101,10 @@ def write_snapshot(
             )
         optional = optional_fields_of(rollouts)
         kind, schema = "buffer", pa.schema([*SNAPSHOT_SCHEMA, *optional])
-        tables = _tables_of_rollouts(rollouts, state, optional)
+        tables = _tables(rollouts, partial(rollouts_to_table, optional=optional), state, schema)
     else:
-        kind, schema, tables = HANDLES, _HANDLE_SCHEMA, _tables_of_handles(state)
+        kind, schema = HANDLES, _HANDLE_SCHEMA
+        tables = _tables(state["entries"], _handles_to_table, state, schema)
     write_parquet(path, kind, SNAPSHOT_VERSION, schema, tables, metadata)
 
 
@@ -134,23 +135,21 @@ def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) ->
     kind, schema = (HANDLES, _HANDLE_SCHEMA) if has_handles else ("buffer", SNAPSHOT_SCHEMA)
     with open_parquet(path, kind, SNAPSHOT_VERSION) as file:
         facts = json.loads(file.schema_arrow.metadata[_FACTS_KEY])
-        columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
         entries: list[Entry] = []
+        batches: list[pa.RecordBatch] = []
         optional = [field.name for field in optional_fields(file.schema_arrow)]
         for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=[*schema.names, *optional]):
             if payload_of is not None and has_handles:
                 entries.extend(_handles(batch, payload_of))
             else:
                 entries.extend(entries_of(table_to_rollouts(pa.Table.from_batches([batch]))))
-            columns["priority"].append(batch.column("priority").to_numpy())
-            columns["times_used"].append(batch.column("times_used").to_numpy())
-            last_used = batch.column("last_used_step").fill_null(NEVER_USED)
-            columns["last_used_step"].append(last_used.to_numpy())
+            batches.append(batch.select([field.name for field in _USE_FIELDS]))
+    uses = pa.Table.from_batches(batches, pa.schema(_USE_FIELDS))
     state: dict[str, Any] = {
         "entries": tuple(entries),
-        "priority": _concatenate(columns["priority"], np.float64),
-        "times_used": _concatenate(columns["times_used"], np.int32),
-        "last_used_step": _concatenate(columns["last_used_step"], np.int64),
+        "priority": uses["priority"].to_numpy(),
+        "times_used": uses["times_used"].to_numpy(),
+        "last_used_step": uses["last_used_step"].fill_null(NEVER_USED).to_numpy(),
         **{name: facts[name] for name in _COUNTERS},
     }
     state["evicted_at"] = tuple(state["evicted_at"])
@@ -171,27 +170,31 @@ def load_state(path: Path, snapshot: Snapshot, store: EntryStore) -> None:
         raise SnapshotError(f"{path}: {error}; restore the file from a copy") from error
 
 
-def _tables_of_rollouts(
-    rollouts: Sequence[Rollout], state: Mapping[str, Any], optional: Sequence[pa.Field]
+def _tables(
+    rows: Sequence[T],
+    to_table: Callable[[Sequence[T]], pa.Table],
+    state: Mapping[str, Any],
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """Yields the rows of whole rollouts, some at a time to limit memory: the logged columns without
-    those of `LOG_ONLY`, the columns of use before the `optional` ones."""
-    required = len(ROLLOUT_SCHEMA) - len(LOG_ONLY)
-    schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
-    for chunk in _chunks(len(rollouts)):
-        logged = rollouts_to_table(rollouts[chunk], optional)
-        stored = logged.drop_columns(list(LOG_ONLY)).columns
-        columns = [*stored[:required], *_use_columns(state, chunk), *stored[required:]]
-        yield pa.table(columns, schema=schema)
+    """Yields the columns of `schema` of the rows and their uses, some at a time to limit memory."""
+    for start in range(0, len(rows), _CHUNK_ROLLOUTS):
+        chunk = slice(start, start + _CHUNK_ROLLOUTS)
+        table, last_used = to_table(rows[chunk]), state["last_used_step"][chunk]
+        uses = (
+            pa.array(state["priority"][chunk]),
+            pa.array(state["times_used"][chunk]),
+            pa.array(last_used, mask=last_used == NEVER_USED),
+        )
+        for field, column in zip(_USE_FIELDS, uses, strict=True):
+            table = table.append_column(field, column)
+        yield table.select(schema.names).cast(schema)
 
 
-def _tables_of_handles(state: Mapping[str, Any]) -> Iterator[pa.Table]:
-    """Yield tables of entries with handles; a column that an entry lacks is null."""
-    for chunk in _chunks(len(state["entries"])):
-        entries = state["entries"][chunk]
-        arrays = [[getattr(entry, name) for entry in entries] for name in ENTRY_FIELDS]
-        arrays += [[entry.columns.get(name) for entry in entries] for name in _CALLER_COLUMNS]
-        yield pa.table([*map(pa.array, arrays), *_use_columns(state, chunk)], schema=_HANDLE_SCHEMA)
+def _handles_to_table(entries: Sequence[Entry]) -> pa.Table:
+    """Converts entries with handles; a column that an entry lacks is null."""
+    columns = {name: [getattr(entry, name) for entry in entries] for name in ENTRY_FIELDS}
+    columns |= {name: [entry.columns.get(name) for entry in entries] for name in _CALLER_COLUMNS}
+    return pa.table(columns)
 
 
 def _handles(batch: pa.RecordBatch, payload_of: Callable[[int], Any]) -> Iterator[Entry]:
@@ -199,20 +202,3 @@ def _handles(batch: pa.RecordBatch, payload_of: Callable[[int], Any]) -> Iterato
         columns = {name: row[name] for name in _CALLER_COLUMNS if row[name] is not None}
         fields = {name: row[name] for name in ENTRY_FIELDS}
         yield Entry(**fields, columns=columns, payload=payload_of(row["rollout_id"]))
-
-
-def _chunks(count: int) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK_ROLLOUTS) for start in range(0, count, _CHUNK_ROLLOUTS))
-
-
-def _use_columns(state: Mapping[str, Any], chunk: slice) -> list[pa.Array]:
-    last_used = state["last_used_step"][chunk]
-    return [
-        pa.array(state["priority"][chunk]),
-        pa.array(state["times_used"][chunk]),
-        pa.array(last_used, mask=last_used == NEVER_USED),
-    ]
-
-
-def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays])
