@@ -199,7 +199,7 @@ class EntryStore:
         return Draw(
             entries=drawn,
             probabilities=picks.probabilities,
-            ages=np.array([step - entry.birth_step for entry in drawn], dtype=np.int64),
+            ages=candidates.age_N[picks.indices],
             effective_sample_size=picks.effective_sample_size,
             entropy=picks.entropy,
         )

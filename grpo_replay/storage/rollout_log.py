@@ -10,6 +10,7 @@ null, never NaN.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -63,17 +64,8 @@ LOG_ONLY = ("completion_text", "reward_scores")
 """Columns of rollouts/ that the buffer's snapshot does not have."""
 
 OUTCOME_SCHEMA = pa.schema(
-    [
-        ("tokens", pa.int32()),
-        ("clip_fraction", pa.float64()),
-        ("log_ratio_mean", pa.float64()),
-        ("log_ratio_var", pa.float64()),
-        ("approx_kl", pa.float64()),
-        ("ratio_mean", pa.float64()),
-        ("ratio_squared_mean", pa.float64()),
-        ("ratio_max", pa.float64()),
-        ("entropy", pa.float64()),
-    ]
+    (field.name, pa.int32() if field.name == "tokens" else pa.float64())
+    for field in fields(RolloutOutcome)
 )
 """Statistics of a rollout in the update that trained on it; null if it was not trained on."""
 
@@ -262,13 +254,7 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
 def read_draw_table(path: Path) -> pa.Table:
     """Read a draws/ file: DRAW_SCHEMA, and UPDATE_COLUMNS if present. Raises SnapshotError."""
     with open_parquet(path, "draws", ROLLOUT_LOG_VERSION) as file:
-        return file.read(columns=draw_schema(file.schema_arrow).names)
-
-
-def draw_schema(schema: pa.Schema) -> pa.Schema:
-    """DRAW_SCHEMA, with those UPDATE_COLUMNS that `schema` has."""
-    updates = [field for field in UPDATE_COLUMNS if field.name in schema.names]
-    return pa.schema([*DRAW_SCHEMA, *updates])
+        return file.read(columns=[*DRAW_SCHEMA.names, *UPDATE_COLUMNS.names])
 
 
 def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:

@@ -25,21 +25,18 @@ from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import buffer_step
+from grpo_replay.replay.priorities import COLUMNS
 from grpo_replay.terminal.console import tracked
 from grpo_replay.types import Entry
-
-_READ = (
-    *("advantage", "group_reward_std", "reward", "group_correct", "completion_tokens"),
-    *("truncated", "behavior_logprob_mean"),
-)
 
 
 def log_entries(rows: Rollouts) -> list[Entry]:
     """Make buffer entries of rollouts, without payload, with what priorities and eviction need."""
-    columns = {name: rows[name].tolist() for name in _READ}
-    fields = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    ids = (rows.rollout_id.tolist(), rows.group_id.tolist(), rows.birth_step.tolist())
-    return [Entry(*values, payload=None) for values in zip(*ids, fields, strict=True)]
+    columns = zip(*(rows[name].tolist() for name in COLUMNS), strict=True)
+    fields = [dict(zip(COLUMNS, row, strict=True)) for row in columns]
+    return [
+        Entry(row["rollout_id"], row["group_id"], row["birth_step"], row, None) for row in fields
+    ]
 
 
 def stored_after(
