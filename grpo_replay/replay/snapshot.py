@@ -116,12 +116,6 @@ def read_snapshot_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def count_stored(path: Path) -> int:
-    """Returns the number of rollouts in a snapshot. Raises SnapshotError."""
-    with open_parquet(path, "buffer", SNAPSHOT_VERSION) as file:
-        return file.metadata.num_rows
-
-
 def read_snapshot(path: Path, payload_of: Callable[[int], Any] | None = None) -> Snapshot:
     """Read a snapshot. `payload_of` maps a rollout id to its payload, for a file of another
     trainer's handles. Raises SnapshotError if the file is missing, damaged or of another kind, or

@@ -18,7 +18,6 @@ from buffer_makers import (
 from grpo_replay.errors import SnapshotError
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.snapshot import (
-    count_stored,
     read_snapshot,
     restore_snapshot,
     write_snapshot,
@@ -57,7 +56,7 @@ def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
     again = tmp_path / "again.parquet"
     write_snapshot(again, restored, step=10)
     assert again.read_bytes() == path.read_bytes()
-    assert count_stored(path) == len(buffer)
+    assert pq.read_metadata(path).num_rows == len(buffer)
     snapshot = read_snapshot(path)
     assert snapshot.settings["capacity_rollouts"] == 30
     assert (snapshot.step, snapshot.group_size) == (10, 4)
