@@ -145,23 +145,20 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
         columns.setdefault("completion_text", [""] * batch.num_rows)
         scores = columns.get("reward_scores", [()] * batch.num_rows)
         columns["reward_scores"] = [tuple(map(float, row)) for row in scores]
-        columns["extras"] = _extras_of(batch)
+        extras = {
+            name.removeprefix(EXTRA): _to_values(batch.column(name))
+            for name in batch.schema.names
+            if name.startswith(EXTRA)
+        }
+        columns["extras"] = [
+            {name: arrays[row] for name, arrays in extras.items() if arrays[row] is not None}
+            for row in range(batch.num_rows)
+        ]
         rollouts.extend(
             Rollout(**dict(zip(columns, row, strict=True)))
             for row in zip(*columns.values(), strict=True)
         )
     return rollouts
-
-
-def _extras_of(batch: pa.RecordBatch) -> list[dict[str, np.ndarray]]:
-    """Reads the extras of every row, by name, from the columns `extra_<name>`."""
-    names = [field.name for field in batch.schema if field.name.startswith(EXTRA)]
-    rows: list[dict[str, np.ndarray]] = [{} for _ in range(batch.num_rows)]
-    for name in names:
-        for row, array in zip(rows, _to_values(batch.column(name)), strict=True):
-            if array is not None:
-                row[name.removeprefix(EXTRA)] = array
-    return rows
 
 
 def step_path(folder: Path, step: int) -> Path:
