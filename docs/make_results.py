@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
 from grpo_replay.lab.planning.expected import expected_of
+from grpo_replay.lab.planning.plan import DEFAULT_GROWTH, DEFAULT_RHO
 from grpo_replay.lab.planning.theory import (
+    CostVerdict,
     Growth,
     PlanInputs,
     PowerGrowth,
     RatioGrowth,
-    Verdict,
-    design_of,
     objective,
+    recipe_design,
 )
 from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.costs import (
@@ -433,7 +433,9 @@ def clipped_share(found: dict[str, Any], arm: str) -> str:
     return "" if share is None else f"{share:.1f}"
 
 
-def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Verdict, float]]]]:
+def cases() -> list[
+    tuple[str, str, float, tuple[float, ...], dict[str, tuple[CostVerdict, float]]]
+]:
     """(sweep, arm, μ, measured ratios, `judged_recipe` by growth) of every measured compute."""
     found = []
     for sweep, part in results().items():
@@ -453,7 +455,7 @@ def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Ve
 
 def judged_recipe(
     name: str, overrides: tuple[str, ...], mu: float, growth: Growth
-) -> tuple[Verdict, float]:
+) -> tuple[CostVerdict, float]:
     """The verdict that `plan` gives on a recipe with this μ and growth; and its J(x, y)/J(1, 1), as
     if both were drawn with replacement from uniform ages."""
     recipe = load_recipe(name, overrides)
@@ -462,7 +464,7 @@ def judged_recipe(
         mu=mu, rho=DEFAULT_RHO, growth=growth, survival=expected.survival,
         rollouts_per_step=recipe.rollouts_per_step, sources={},
     )  # fmt: skip
-    design = design_of(inputs, recipe.replay)
+    design = recipe_design(inputs, recipe.replay)
     terms = inputs.effective_mu, inputs.rho, growth
     drawn_alike = objective(design.x, design.y, *terms) / objective(1.0, 1.0, *terms)
     return design.verdict, drawn_alike

@@ -1,5 +1,6 @@
 """Paper B's theory of replay as a calculator: how long to keep rollouts, how often to reuse them.
 
-Also what a recipe is expected to do before its first run (`expected`). Imports inspection and the
-folders below it; no torch.
+`theory` has the formulas and designs, `expected` assumptions before a first run, `estimate`
+measured ones, `plan` the answer of the command. Imports inspection and the folders below it; no
+torch.
 """

@@ -1,4 +1,4 @@
-"""Measures the planner's assumptions in a finished run.
+"""Measure the planner's assumptions in a finished run.
 
 μ comes from the cost metrics: seconds of generation and training per rollout. The survival share
 comes from the rollout log. The growth of variance comes from the log-ratios by age: if a token's
@@ -23,31 +23,31 @@ from grpo_replay.lab.planning.theory import RatioGrowth
 from grpo_replay.storage.rollout_log import read_rollout_table
 from grpo_replay.terminal.console import tracked
 
-FEWEST_AGES, FEWEST_DRAWS = 3, 200
-"""Ages with draws, and draws, from which on a fit says something of the growth."""
+MIN_AGES, MIN_DRAWS = 3, 200
+"""Ages with draws, and draws in all, that a fit of the growth needs to be trusted."""
 
-Point = tuple[int, float, float]
+GrowthPoint = tuple[int, float, float]
 """(age, excess of the log-ratio's mean square over that of fresh rollouts in nats², tokens)"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEstimates:
-    """The planner's assumptions as measured in a run; None if the run does not determine one."""
+    """The planner's assumptions as measured in a run; None for one that the run does not tell."""
 
     mu: float | None = None
     survival: float | None = None
     rollouts_per_step: int | None = None
-    growth_points: tuple[Point, ...] = ()
-    growth_draws: int = 0  # rollouts drawn at these ages
+    growth_points: tuple[GrowthPoint, ...] = ()
+    growth_draws: int = 0  # rollouts drawn at the ages of the points
 
     @property
     def growth_known(self) -> bool:
-        """Whether the growth was measured well enough for a verdict."""
-        return len(self.growth_points) >= FEWEST_AGES and self.growth_draws >= FEWEST_DRAWS
+        """True if the growth was measured well enough for a verdict."""
+        return len(self.growth_points) >= MIN_AGES and self.growth_draws >= MIN_DRAWS
 
 
 def estimate_from_run(source: Source) -> RunEstimates:
-    """Estimates over all steps of a run. Raises SnapshotError if it kept no rollouts."""
+    """Estimate from all steps of a run. Raises SnapshotError if it kept no rollouts."""
     generated = kept = 0
     for _, path in tracked(source.rollout_files, "reading rollouts"):
         table = read_rollout_table(path, ("kept",))
@@ -71,8 +71,8 @@ def estimate_from_run(source: Source) -> RunEstimates:
 
 
 def measured_mu(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """(generation seconds / rollouts generated) / (training seconds / rollouts trained on). None if
-    the run trained on nothing or did not log these."""
+    """μ of a run: (generation seconds / rollouts generated) / (training seconds / rollouts trained
+    on). None if the run trained on nothing or did not log these."""
     names = ("cost/generation_seconds", "cost/generated_rollouts", "cost/training_seconds",
              "cost/trained_rollouts")  # fmt: skip
     lines = [line for line in metrics if all(line.get(name) is not None for name in names)]
@@ -84,16 +84,16 @@ def measured_mu(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _updated_rows(line: Mapping[str, Any]) -> int:
-    """Rows of the updates of a step: those that its μ is of. A host in shadow trains on its own
-    batch, also on rollouts that replay drops."""
+    """The rows of a step's updates, recovered from `cost/mu`. They differ from
+    `cost/trained_rollouts` in shadow: the host also trains on rollouts that replay drops."""
     mu, generation = line.get("cost/mu"), line["cost/generation_seconds"]
     if mu is None or not generation:
         return line["cost/trained_rollouts"]
     return round(mu * line["cost/training_seconds"] * line["cost/generated_rollouts"] / generation)
 
 
-def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[Point, ...]:
-    """One for each age above 0 at which tokens were trained on."""
+def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[GrowthPoint, ...]:
+    """A point for every age above 0 at which tokens were trained on."""
     base = outcomes[0].log_ratio_square if 0 in outcomes else 0.0
     return tuple(
         (age, outcome.log_ratio_square - base, float(outcome.tokens))
@@ -102,21 +102,19 @@ def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[Point, ...]:
     )
 
 
-def other_growths(points: Sequence[Point]) -> tuple[RatioGrowth, ...]:
-    """Further fits that say how much the points leave open: without each age in turn, and of a
-    policy that diffuses (b = 1) and of one that drifts (b = 2), which decide far beyond the last
-    age."""
-    rest = ([*points[:at], *points[at + 1 :]] for at in range(len(points)))
-    fits = [*map(fit_growth, rest), fit_growth(points, 1.0), fit_growth(points, 2.0)]
+def alternative_growths(points: Sequence[GrowthPoint]) -> tuple[RatioGrowth, ...]:
+    """Further fits, to see how uncertain the growth is: with one age left out in turn, and with
+    b = 1 (the policy diffuses) and b = 2 (it drifts), which differ most far beyond the last age."""
+    one_left_out = ([*points[:at], *points[at + 1 :]] for at in range(len(points)))
+    fits = [*map(fit_growth, one_left_out), fit_growth(points, 1.0), fit_growth(points, 2.0)]
     return tuple(fit or RatioGrowth(0.0, 1.0) for fit in fits)
 
 
-def fit_growth(points: Sequence[Point], exponent: float | None = None) -> RatioGrowth | None:
-    """k and b of k·s^b, by least squares of the logarithms, weighted by tokens.
+def fit_growth(points: Sequence[GrowthPoint], exponent: float | None = None) -> RatioGrowth | None:
+    """Fit k·s^b to the points by least squares of the logarithms, weighted by tokens.
 
-    b is limited to 0.25 to 2 (a policy that drifts straight on); with a single age it is 1 (one
-    that diffuses). None if no age has a mean square above that of fresh rollouts. With `exponent` b
-    is that.
+    b is `exponent` if given. Else it is limited to 0.25 to 2 (the policy drifts straight on), and 1
+    (it diffuses) with a single age. None if no age has a mean square above that of fresh rollouts.
     """
     usable = [point for point in points if point[1] > 0]
     if not usable:

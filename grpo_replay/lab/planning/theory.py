@@ -10,8 +10,9 @@ and σ̄²(x) its mean over ages 0..x.
 
 J is the compute that bounds the mean squared gradient by a given value. It does not predict
 accuracy. Its last factor, the bracket, is R times the variance of a batch's mean, for one sample's
-variance of 1. It is 1 without replay, and another one for each way to make batches (below). For
-given x the best y is √(μ / (ρ + 1/x)); x minimises σ̄²(x) · (√(1/μ) + √(ρ + 1/x))².
+variance of 1. It is 1 without replay; it differs for batches drawn with replacement, without it, or
+beside all fresh rollouts (below). For given x the best y is √(μ / (ρ + 1/x)); x minimises
+σ̄²(x) · (√(1/μ) + √(ρ + 1/x))².
 
 Groups whose rewards are all equal are dropped before they are stored. With a survival share s, a
 step of R generated rollouts therefore adds B' = s·R, and generating one survivor costs μ/s. Designs
@@ -49,11 +50,12 @@ class PowerGrowth:
         with np.errstate(over="ignore"):
             return float(np.power(x, 2 * self.exponent) / (2 * self.exponent + 1))
 
-    def changed(self) -> "tuple[PowerGrowth, PowerGrowth]":
-        """A slower and a faster growth, to see how much hangs on this one."""
+    def slower_and_faster(self) -> "tuple[PowerGrowth, PowerGrowth]":
+        """Two other growths, to see how much the cost depends on this one."""
         return PowerGrowth(self.exponent / 2), PowerGrowth(self.exponent * 1.5)
 
     def describe(self) -> str:
+        """The formula, with its number."""
         return f"σ(s) ∝ s^{self.exponent:.3g}"
 
 
@@ -67,27 +69,29 @@ class RatioGrowth:
     exponent: float  # b
 
     def mean_variance(self, x: float) -> float:
+        """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
         # Midpoint rule in u = s/x: the integrand is smooth and increasing, 256 cells give 1e-5.
         ages = x * ((np.arange(_CELLS) + 0.5) / _CELLS)
         with np.errstate(over="ignore"):
             return float(np.exp(self.scale * ages**self.exponent).mean())
 
-    def changed(self) -> "tuple[RatioGrowth, RatioGrowth]":
+    def slower_and_faster(self) -> "tuple[RatioGrowth, RatioGrowth]":
         half, double = self.scale / 2, self.scale * 2
         return RatioGrowth(half, self.exponent), RatioGrowth(double, self.exponent)
 
     def describe(self) -> str:
+        """The formula, with its numbers."""
         return f"σ²(s) = exp({self.scale:.3g}·s^{self.exponent:.3g})"
 
 
 NO_GROWTH = PowerGrowth(0.0)
 
 Growth = PowerGrowth | RatioGrowth
-"""How the variance of one sample's gradient grows with its age."""
+"""The growth of the variance of one sample's gradient with its age."""
 
 
 def objective(x: float, y: float, mu: float, rho: float, growth: Growth) -> float:
-    """J(x, y) of uniform draws with replacement, in arbitrary units: only ratios of J are
+    """J(x, y) of batches drawn uniformly with replacement, in arbitrary units: only ratios of J are
     meaningful."""
     return growth.mean_variance(x) * (1 + y / mu) * (1 / y + 1 / x + rho)
 
@@ -105,7 +109,8 @@ def no_replay_objective(mu: float, growth: Growth) -> float:
 def without_replacement_objective(
     x: float, y: float, mu: float, rho: float, growth: Growth
 ) -> float:
-    """J of B different rollouts of N. y is at most x, because B is at most N.
+    """J of batches drawn without replacement: B different rollouts of N. y is limited to x, because
+    B is at most N.
 
     The finite-population correction multiplies the variance of the draw, 1/B, by (N - B)/N:
     R·(1/N + (1/B)(1 - B/N)) = 1/x + 1/y - 1/x = 1/y. Two rollouts are of different steps with
@@ -124,7 +129,7 @@ def fresh_anchored_objective(
     growth: Growth,
     with_replacement: bool = False,
 ) -> float:
-    """J of batches of all R fresh rollouts and `ratio`·R draws from those of ages 1 to `ages`.
+    """J of batches that have all R fresh rollouts and `ratio`·R draws of ages 1 to `ages`.
 
     A batch has y = 1 + ratio, and the share w_0 = 1/y of it has age 0. With m = ratio·R different
     draws, R times the variance of the mean is (σ²(0) + ratio·σ²(stored))/y², plus ρ for the share
@@ -176,7 +181,7 @@ def numeric_optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float
     low, high = _LOG_X_RANGE
     for _ in range(_REFINEMENTS):
         grid = np.linspace(low, high, _GRID_POINTS)
-        best = int(np.argmin([best_objective(10.0**each, mu, rho, growth) for each in grid]))
+        best = int(np.argmin([best_objective(10.0**log_x, mu, rho, growth) for log_x in grid]))
         if best == 0:
             return 0.0, 0.0
         if best == _GRID_POINTS - 1:
@@ -194,34 +199,35 @@ def optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
 
 
 def recommended_design(
-    mu: float, rho: float, growth: Growth, least: float = 1.0
+    mu: float, rho: float, growth: Growth, min_x: float = 1.0
 ) -> tuple[float, float]:
     """A finite (x, y) to run with: the optimum, limited to what a buffer can do.
 
-    x is at least `least`: a buffer has room for all rollouts of a step. Where J decreases
-    for all x, x is the smallest horizon whose J, (√(1/μ) + √(ρ + 1/x))² for variance that does not
-    grow, is within 5 % of the limit.
+    x is at least `min_x`, so that the buffer has room for all rollouts of a step. If the optimum is
+    infinite, J decreases for all x: then x is the smallest horizon whose J, (√(1/μ) + √(ρ + 1/x))²
+    for variance that does not grow, is within 5 % of the limit.
     """
     x, _ = optimum(mu, rho, growth)
     if math.isinf(x):
         limit = math.sqrt(1 + FLAT_TOLERANCE) * (math.sqrt(1 / mu) + math.sqrt(rho))
         x = 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
-    x = max(x, least)
+    x = max(x, min_x)
     return x, best_replay_ratio(x, mu, rho)
 
 
 Cost = Callable[[float, float, Growth], float]
-"""J of a design for a given μ (per survivor), ρ and growth."""
+"""J of a design as a function of μ (per survivor), ρ and growth."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Compute of a design relative to no replay, and what can be said of it.
+class CostVerdict:
+    """Compute of a design relative to no replay, and whether that is certain to be less or more.
 
     `low` and `high` are the extremes over the assumptions and every single change of one: μ halved
-    and doubled, ρ = 0 and 3ρ + 0.1, the growth smaller and larger, and others that its measurement
-    leaves open. Where nobody knows the growth, one of them is that rollouts do not age, the kindest
-    to replay: a design can be `dearer` even so, but not `cheaper`. Else the answer is `undecided`.
+    and doubled, ρ = 0 and 3ρ + 0.1, the growth slower and faster, and others that its measurement
+    leaves open. If the growth is only assumed, another change is that rollouts do not age, which
+    favours replay most: a design can be `dearer` in spite of it, but not `cheaper`. The answer is
+    `undecided` if the extremes lie on both sides of 1.
     """
 
     ratio: float
@@ -235,23 +241,23 @@ def judge(
     mu: float,
     rho: float,
     growth: Growth,
-    others: Sequence[Growth] = (),
-    unaged: Cost | None = None,
-) -> Verdict:
-    """The verdict on a design, of cost `cost`, under these assumptions. `others` are further
-    growths that a measurement admits. If the growth is only assumed, `unaged` is the cost of the
-    design that one would choose if rollouts did not age; None if it is known."""
+    other_growths: Sequence[Growth] = (),
+    cost_without_aging: Cost | None = None,
+) -> CostVerdict:
+    """Judge a design by its cost under these assumptions and single changes of them. A measurement
+    admits `other_growths`. If the growth is only assumed, `cost_without_aging` is the cost of the
+    design that one would choose if rollouts did not age; None if the growth is known."""
     tried = [(mu, rho, growth), (mu / 2, rho, growth), (mu * 2, rho, growth)]
-    tried += [(mu, other, growth) for other in (0.0, min(1.0, 3 * rho + 0.1))]
-    tried += [(mu, rho, other) for other in (*growth.changed(), *others)]
-    ratios = [relative_cost(cost, *each) for each in tried]
-    if unaged is not None:
-        ratios.append(relative_cost(unaged, mu, rho, NO_GROWTH))
+    tried += [(mu, other_rho, growth) for other_rho in (0.0, min(1.0, 3 * rho + 0.1))]
+    tried += [(mu, rho, other) for other in (*growth.slower_and_faster(), *other_growths)]
+    ratios = [relative_cost(cost, *assumptions) for assumptions in tried]
+    if cost_without_aging is not None:
+        ratios.append(relative_cost(cost_without_aging, mu, rho, NO_GROWTH))
     low, high = min(ratios), max(ratios)
     if low > 1:
-        return Verdict(ratios[0], low, high, "dearer")
-    decided = unaged is None and high < 1
-    return Verdict(ratios[0], low, high, "cheaper" if decided else "undecided")
+        return CostVerdict(ratios[0], low, high, "dearer")
+    is_cheaper = cost_without_aging is None and high < 1
+    return CostVerdict(ratios[0], low, high, "cheaper" if is_cheaper else "undecided")
 
 
 def relative_cost(cost: Cost, mu: float, rho: float, growth: Growth) -> float:
@@ -263,7 +269,8 @@ def break_even_mu(cost: Cost, y: float, rho: float, growth: Growth) -> float:
     """The μ (per survivor) above which a design that uses each rollout y > 1 times costs less than
     no replay: 0 if it always does, inf if it never does.
 
-    The ratio of both is K·(μ + y)/(μ + 1), with the noise K of its batches relative to fresh ones.
+    The relative cost is K·(μ + y)/(μ + 1). K does not depend on μ: it is the noise of the design's
+    batches relative to fresh ones.
     """
     noise = relative_cost(cost, 1.0, rho, growth) * 2 / (1 + y)
     if noise * y <= 1:
@@ -273,7 +280,7 @@ def break_even_mu(cost: Cost, y: float, rho: float, growth: Growth) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """Assumptions of the plan. `sources` says where each number comes from."""
+    """Assumptions of a plan. `sources` says for every field where the number comes from."""
 
     mu: float
     rho: float
@@ -281,9 +288,9 @@ class PlanInputs:
     survival: float  # share of generated rollouts whose group is kept, in (0, 1]
     rollouts_per_step: int  # R, generated
     sources: dict[str, str]
-    growth_others: tuple[Growth, ...] = ()  # that a measurement leaves open
+    growth_others: tuple[Growth, ...] = ()  # further ones that a measurement admits
     growth_known: bool = True  # given, or measured at enough ages; not assumed
-    updates_per_step: int = 1  # k of a FIFO buffer: x = N/R counts updates, each with R/k new ones
+    updates_per_step: int = 1  # k of a FIFO buffer: x = N/R counts updates, with R/k new rollouts
 
     @property
     def effective_mu(self) -> float:
@@ -292,34 +299,36 @@ class PlanInputs:
 
     @property
     def survivors_per_step(self) -> float:
+        """B' = s·R."""
         return self.survival * self.rollouts_per_step
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """A buffer with horizon x and replay ratio y, and its cost. `pays_above` is the μ from which on
+    """A buffer with horizon x and replay ratio y, and its cost. `pays_above` is the μ above which
     it costs less than no replay; None if it uses no rollout twice."""
 
     x: float
     y: float  # uses of a rollout over its life, the fresh use included
-    stored_rollouts: float  # expected at rest
+    stored_rollouts: float  # expected once the buffer has filled
     trained_rollouts_per_step: float
-    verdict: Verdict  # on J relative to no replay
+    verdict: CostVerdict  # on J relative to no replay
     pays_above: float | None
 
 
 def best_fifo(inputs: PlanInputs) -> Design:
     """The best FIFO buffer, drawn with replacement, even if no replay is cheaper."""
     mu, rho = inputs.effective_mu, inputs.rho
-    least = inputs.updates_per_step / inputs.survival  # capacity_rollouts is at least R
-    x, y = recommended_design(mu, rho, inputs.growth, least)
-    unaged = partial(objective, *recommended_design(mu, rho, NO_GROWTH, least))
-    return _design(inputs, x, y, partial(objective, x, y), _stored_at(inputs, x), unaged)
+    min_x = inputs.updates_per_step / inputs.survival  # capacity_rollouts is at least R
+    x, y = recommended_design(mu, rho, inputs.growth, min_x)
+    stored = x * inputs.survivors_per_step / inputs.updates_per_step  # N
+    without_aging = partial(objective, *recommended_design(mu, rho, NO_GROWTH, min_x))
+    return _design(inputs, x, y, stored, partial(objective, x, y), without_aging)
 
 
-def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
-    """The design of a recipe that replays: its own batches, with draws by priority treated as
-    uniform."""
+def recipe_design(inputs: PlanInputs, replay: ReplaySection) -> Design:
+    """The buffer of a recipe that replays, with the batches of that recipe; draws by priority are
+    treated as uniform."""
     survivors, draws = inputs.survivors_per_step, inputs.updates_per_step
     steps = stored_when_drawn(replay, survivors) / survivors
     uses = drawn_rollouts(replay, inputs.rollouts_per_step, survivors, draws) / survivors
@@ -329,43 +338,37 @@ def design_of(inputs: PlanInputs, replay: ReplaySection) -> Design:
         ratio, drawn_again = replay.ratio, replay.with_replacement
         cost = partial(fresh_anchored_objective, ratio, steps, with_replacement=drawn_again)
     else:
-        of_draw = objective if replay.with_replacement else without_replacement_objective
-        cost = partial(of_draw, x, y)
-    return _design(inputs, x, y, cost, steps * survivors, unaged=cost)
+        j = objective if replay.with_replacement else without_replacement_objective
+        cost = partial(j, x, y)
+    return _design(inputs, x, y, steps * survivors, cost, cost_without_aging=cost)
 
 
 def _design(
-    inputs: PlanInputs, x: float, y: float, cost: Cost, stored: float, unaged: Cost
+    inputs: PlanInputs, x: float, y: float, stored: float, cost: Cost, cost_without_aging: Cost
 ) -> Design:
-    """The design with horizon `x` and `y` uses of a rollout, judged by its `cost`. `stored` counts
-    rollouts. `unaged` is the cost of the design to choose if rollouts did not age; it counts only
-    where the growth is assumed (`judge`)."""
+    """The design with horizon `x`, `y` uses of a rollout and `stored` rollouts, judged by its
+    `cost`. `cost_without_aging` is used if the growth is only assumed (`judge`)."""
     mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
-    unaged_or_none = None if inputs.growth_known else unaged
-    # by `survival` from the cost of a survivor to that of a generated rollout
+    without_aging = None if inputs.growth_known else cost_without_aging
+    # `survival` converts a μ per survivor into one per generated rollout.
     pays_above = break_even_mu(cost, y, rho, growth) * inputs.survival if y > 1 else None
     return Design(
         x=x,
         y=y,
         stored_rollouts=stored,
         trained_rollouts_per_step=y * inputs.survivors_per_step,
-        verdict=judge(cost, mu, rho, growth, inputs.growth_others, unaged_or_none),
+        verdict=judge(cost, mu, rho, growth, inputs.growth_others, without_aging),
         pays_above=pays_above,
     )
 
 
-def _stored_at(inputs: PlanInputs, x: float) -> float:
-    """N of a FIFO buffer with a horizon of x updates."""
-    return x * inputs.survivors_per_step / inputs.updates_per_step
-
-
-def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, Any]:
-    """Replay settings of the FIFO buffer with (x, y), which stores the rollouts of a step before it
-    draws: N = x·B'/k and B/R = y·s."""
+def fifo_settings(inputs: PlanInputs, design: Design) -> dict[str, Any]:
+    """The `replay` settings of a FIFO buffer, which stores the rollouts of a step before it draws:
+    N = x·B'/k and B/R = y·s."""
     return {
         "preset": "fifo",
-        "capacity_rollouts": math.ceil(_stored_at(inputs, x) - 1e-6),
-        "ratio": y * inputs.survival,
+        "capacity_rollouts": math.ceil(design.stored_rollouts - 1e-6),
+        "ratio": design.y * inputs.survival,
         "max_age_steps": None,
         "drop_zero_variance": inputs.survival < 1,
     }

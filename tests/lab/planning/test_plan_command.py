@@ -18,29 +18,29 @@ from small_runs.synthetic import (
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.cli.plan_command import plan_document
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import (
+    alternative_growths,
     estimate_from_run,
     fit_growth,
     measured_mu,
-    other_growths,
 )
 from grpo_replay.lab.planning.expected import (
     assumed_cost_ratio,
     assumed_survival,
     expected_of,
 )
+from grpo_replay.lab.planning.plan import Plan
 from grpo_replay.lab.planning.theory import (
     PlanInputs,
     PowerGrowth,
     RatioGrowth,
     best_fifo,
-    design_of,
+    fifo_settings,
     judge,
     objective,
-    replay_settings,
+    recipe_design,
 )
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 
@@ -60,8 +60,8 @@ def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
     """x = 4,608/80 = 57.6, and exp(1e-4·57.6⁴) is beyond float64."""
     replay = load_recipe("fifo-tiny", ["replay.capacity_rollouts=4608"]).replay
     assumed = inputs(growth=growth, rollouts_per_step=80)
-    designs = {"best FIFO": best_fifo(assumed), "this recipe": design_of(assumed, replay)}
-    document = json.loads(json.dumps(plan_document(assumed, designs, {}), allow_nan=False))
+    plan = Plan(assumed, best_fifo(assumed), recipe_design(assumed, replay), {})
+    document = json.loads(json.dumps(plan.to_json(), allow_nan=False))
     assert document["designs"]["this_recipe"]["x"] == 57.6
     assert document["designs"]["this_recipe"]["verdict"]["ratio"] is None
     assert document["designs"]["best_FIFO"]["verdict"]["ratio"] < 2
@@ -74,11 +74,11 @@ def test_recipes_become_x_and_y():
     half = inputs(rollouts_per_step=32, survival=0.5)
     for ratio, uses in ((0.5, 1.5), (20.0, 7.0)):
         ours = synthetic_recipe("ours", 50, max_age_steps=6, ratio=ratio).replay
-        design = design_of(half, ours)
+        design = recipe_design(half, ours)
         assert (design.x, design.y) == (7.0, uses)
         assert design.stored_rollouts == 6 * 16
         assert design.trained_rollouts_per_step == 16 * uses
-    fifo = design_of(inputs(rollouts_per_step=32),
+    fifo = recipe_design(inputs(rollouts_per_step=32),
                      synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay)  # fmt: skip
     assert (fifo.x, fifo.y) == (3.0, 1.5)
 
@@ -86,7 +86,7 @@ def test_recipes_become_x_and_y():
 def test_recommended_settings_give_back_x_and_y():
     assumed = inputs(survival=0.4)
     best = best_fifo(assumed)
-    fifo = replay_settings(assumed, best.x, best.y)
+    fifo = fifo_settings(assumed, best)
     survivors = 0.4 * 256
     assert fifo["capacity_rollouts"] == pytest.approx(best.x * survivors, abs=1)
     assert fifo["ratio"] * 256 == pytest.approx(best.y * survivors)  # B, trained on per step
@@ -271,7 +271,7 @@ def test_the_fit_of_the_growth_weighs_each_age_by_its_tokens():
 
 def test_what_a_measurement_of_the_growth_leaves_open(capsys):
     points = [(age, 0.01 * age**1.5, 100.0) for age in (1, 2, 3)]
-    fits = other_growths(points)
+    fits = alternative_growths(points)
     assert [fit.exponent for fit in fits] == pytest.approx([1.5, 1.5, 1.5, 1.0, 2.0])
     # e.g. b = 1: the mean of log(0.01·s^0.5) over the three ages
     logs = [math.log(0.01 * age**0.5) for age in (1, 2, 3)]

@@ -134,16 +134,16 @@ def test_a_verdict_that_one_changed_assumption_turns_round_is_undecided():
     # 1/8 + 1/8 is cheap under every change: at most 0.65·(1 + 8/10)/(1 + 1/10).
     cheap = partial(judge, partial(objective, 8.0, 8.0), 20.0, 0.1, FLAT)
     assert cheap().answer == "cheaper"
-    assert cheap(unaged=partial(objective, 8.0, 8.0)).answer == "undecided"
+    assert cheap(cost_without_aging=partial(objective, 8.0, 8.0)).answer == "undecided"
 
 
 def test_a_design_is_dearer_without_a_known_growth_only_if_it_is_even_where_nothing_ages():
     """x = 4, y = 2, μ = 5: without aging 0.99 (above); that of x = y = 1 is (2 + ρ) times."""
     dear = partial(judge, partial(objective, 4.0, 2.0), 5.0, 0.1, PowerGrowth(0.4))
     assert dear().answer == "dearer" and dear().low > 1
-    kind = dear(unaged=partial(objective, 4.0, 2.0))
+    kind = dear(cost_without_aging=partial(objective, 4.0, 2.0))
     assert kind.answer == "undecided" and kind.low == pytest.approx(0.85 * 1.4 / 1.2)
-    assert dear(unaged=partial(objective, 1.0, 1.0)) == dear()
+    assert dear(cost_without_aging=partial(objective, 1.0, 1.0)) == dear()
 
 
 def test_the_mu_at_which_a_design_breaks_even():
