@@ -58,14 +58,12 @@ def expected_of(
     prompts, if they were read."""
     model, prompts = recipe.model.path, recipe.prompts
     drops_groups = recipe.replay.drop_zero_variance
+    longest = recipe.sampling.max_completion_length
     assumed = {
         "survival": assumed_survival(model, drops_groups),
         "mu": assumed_cost_ratio(model),
         "completion_tokens": _assumed_length(
-            "completion_tokens",
-            model,
-            recipe.sampling.max_completion_length,
-            MEAN_COMPLETION_SHARE,
+            "completion_tokens", model, longest, MEAN_COMPLETION_SHARE
         ),
         "prompt_tokens": _assumed_length(
             "prompt_tokens", prompts.source_names[0], prompts.max_prompt_length, MEAN_PROMPT_SHARE

@@ -5,11 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_replay.lab.planning.estimate import (
-    RunEstimates,
-    alternative_growths,
-    fit_growth,
-)
+from grpo_replay.lab.planning.estimate import RunEstimates, alternative_growths, fit_growth
 from grpo_replay.lab.planning.expected import COST_RATIO, expected_of
 from grpo_replay.lab.planning.theory import (
     Design,
@@ -52,13 +48,11 @@ class Plan:
         """A sentence: what the theory predicts for the recipe's buffer, else for the FIFO one."""
         name = "the best FIFO buffer" if self.recipe is None else "this recipe"
         design = self.recipe or self.fifo
-        unknown = "" if self.inputs.growth_known else (
-            ", because the growth of variance with age is not known"
-        )  # fmt: skip
+        why = ", because the growth of variance with age is not known"
         answers = {
             "cheaper": "replay is predicted to pay",
             "dearer": "replay is predicted not to pay",
-            "undecided": f"the prediction is undecided{unknown}",
+            "undecided": f"the prediction is undecided{'' if self.inputs.growth_known else why}",
         }
         ratio, low, high = (
             f"{value:.2f}".replace("inf", "∞")
@@ -81,14 +75,13 @@ class Plan:
         assumptions["growth"] = self.inputs.growth.describe()
         assumptions["growth_parameters"] = asdict(self.inputs.growth)
         designs = {name.replace(" ", "_"): asdict(design) for name, design in self.designs.items()}
-        return json_values(
-            {
-                "verdict": self.verdict(),
-                "designs": designs,
-                "settings": self.settings,
-                "assumptions": assumptions,
-            }
-        )
+        document = {
+            "verdict": self.verdict(),
+            "designs": designs,
+            "settings": self.settings,
+            "assumptions": assumptions,
+        }
+        return json_values(document)
 
 
 def make_plan(recipe: Recipe | None, estimates: RunEstimates, given: Mapping[str, float]) -> Plan:
@@ -97,15 +90,11 @@ def make_plan(recipe: Recipe | None, estimates: RunEstimates, given: Mapping[str
     inputs = plan_inputs(recipe, estimates, given)
     fifo = best_fifo(inputs)
     settings = {"replay": fifo_settings(inputs, fifo)}
+    design = None
     if recipe is not None:
         settings |= settings_beside(recipe, inputs.updates_per_step)
-    replays = recipe is not None and recipe.replay.replays
-    return Plan(
-        inputs=inputs,
-        fifo=fifo,
-        recipe=recipe_design(inputs, recipe.replay) if recipe is not None and replays else None,
-        settings=settings,
-    )
+        design = recipe_design(inputs, recipe.replay) if recipe.replays else None
+    return Plan(inputs, fifo, design, settings)
 
 
 def plan_inputs(
@@ -114,7 +103,9 @@ def plan_inputs(
     """The assumptions of a plan: a given value precedes a measured one, which precedes an assumed
     one."""
     points = () if "growth" in given else estimates.growth_points
-    values = _assumed_values(recipe) | _measured_values(estimates) | _given_values(given)
+    given_values = {name: (PowerGrowth(value) if name == "growth" else value, "given")
+                    for name, value in given.items()}  # fmt: skip
+    values = _assumed_values(recipe) | _measured_values(estimates) | given_values
     return PlanInputs(
         **{name: value for name, (value, _) in values.items()},
         sources={name: source for name, (_, source) in values.items()},
@@ -153,13 +144,6 @@ def _measured_values(estimates: RunEstimates) -> SourcedValues:
         too_few = "" if estimates.growth_known else ": too few"
         values["growth"] = growth, f"measured in the run on {draws}{too_few}"
     return values
-
-
-def _given_values(given: Mapping[str, float]) -> SourcedValues:
-    return {
-        name: (PowerGrowth(value) if name == "growth" else value, "given")
-        for name, value in given.items()
-    }
 
 
 def settings_beside(recipe: Recipe, updates: int) -> Settings:
