@@ -134,10 +134,6 @@ class Intake:
         ledger.check(record.step)
         return rollouts
 
-    @property
-    def live(self) -> bool:
-        return self._link is not None
-
     def go_live(self, settings: CollectorSettings, epoch_length: int, version: int) -> None:
         """Apply the journal's records after its last step, and start a collector."""
         for record in self._pending:

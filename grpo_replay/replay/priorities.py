@@ -357,7 +357,7 @@ def _pick_by_law(
     indices = draw(law, count, rng)
     return Picks(
         indices=indices,
-        probabilities=law.weight_N[indices] / law.total if indices.size else np.zeros(0),
+        probabilities=law.probability_N[indices] if indices.size else np.zeros(0),
         effective_sample_size=law.effective_sample_size,
         entropy=law.entropy,
     )

@@ -67,13 +67,14 @@ class Run:
         self.intake = Intake(settings, self.journal, records, done)
         self.recipe, self.done = settings, done
         self.taken: dict[int, list[int]] = {}
+        self.is_live = False
 
     def step(self) -> None:
         step, intake = self.done + 1, self.intake
         if intake.replaying:
             taken = intake.take_recorded(step)
         else:
-            if not intake.live:
+            if not self.is_live:
                 self.go_live()
             needed = intake.arrivals.groups_per_step or 1
             ready = lambda: len(intake.arrivals.young(step)) >= needed  # noqa: E731
@@ -88,6 +89,7 @@ class Run:
         urls = self.recipe.sampling.servers.urls
         settings = CollectorSettings(self.recipe, "run", urls, (1,), Path("log"))
         self.intake.go_live(settings, epoch_length=6, version=self.done)
+        self.is_live = True
 
     def close(self) -> None:
         self.intake.close()
@@ -104,7 +106,7 @@ def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path)
     for _ in range(STEPS):
         run.step()
     run.intake.close()
-    assert not run.intake.live and ThreadedLink.made[0].closed
+    assert ThreadedLink.made[0].closed
     assert run.intake.outstanding_groups() == 0
     assert [len(ids) for ids in run.taken.values()] == [PER_STEP * 2] * STEPS
     assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS

@@ -19,7 +19,7 @@ With LoRA, the first line is of base and adapters, and P in the others counts th
 sampler that takes adapters has a base and adapters too, and keeps the base while it sleeps.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from grpo_replay.training.disk_room import FP32, GIB, MOMENTS
@@ -127,9 +127,6 @@ class EngineMemory:
     @property
     def peak(self) -> int:
         return max(self.backward_peak, self.step_peak)
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def engine_memory(
