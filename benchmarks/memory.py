@@ -92,7 +92,8 @@ def worker(case: tuple[Any, ...]) -> None:
     comm, device = initialize_processes(recipe)
     tokenizer = load_tokenizer(recipe.model)
     model = load_policy(recipe.model, 0)
-    engine = DeepSpeedEngine(recipe, model, tokenizer, comm, device)
+    stage = recipe.zero_stage(comm.world_size)
+    engine = DeepSpeedEngine(recipe, model, tokenizer, comm, device, stage)
     length, rows = case[4:]
     prompt = recipe.prompts.max_prompt_length
     generator = np.random.default_rng(0)

@@ -180,7 +180,8 @@ def open_engine(recipe: "Recipe", stack: ExitStack) -> "DeepSpeedEngine":
     comm, device = initialize_processes(recipe)
     with torch.device(recipe.engine.device):
         policy = load_policy(recipe.model, recipe.run.seed)
-    engine = DeepSpeedEngine(recipe, policy, load_tokenizer(recipe.model), comm, device)
+    tokenizer, stage = load_tokenizer(recipe.model), recipe.zero_stage(comm.world_size)
+    engine = DeepSpeedEngine(recipe, policy, tokenizer, comm, device, stage)
     stack.callback(engine.close)
     return engine
 

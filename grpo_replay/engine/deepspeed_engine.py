@@ -15,7 +15,6 @@ from grpo_replay.engine import UpdateResult
 from grpo_replay.engine.compiled import (
     compile_policy,
     leave_uncompiled,
-    refuse_stage_3,
     why_not_compiled,
 )
 from grpo_replay.engine.engine_state import (
@@ -75,13 +74,13 @@ class DeepSpeedEngine:
         tokenizer: Any,
         comm: Comm,
         device: torch.device,
+        zero_stage: int,
     ) -> None:
         """Attaches LoRA, copies the reference, opens DeepSpeed, runs the model's trials and
         compiles it, as the recipe says. Collective. Raises ModelError or RecipeError."""
         self._recipe = recipe
         self._comm = comm
-        self._stage = recipe.zero_stage(comm.world_size)
-        refuse_stage_3(recipe.model.compile, self._stage)
+        self._stage = zero_stage
         self._device = device
         self._tokenizer = tokenizer
         self.notices: list[str] = []
@@ -420,13 +419,13 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """Write parameters and optimizer state."""
-        layout = layout_of(self._recipe, self._comm.world_size)
+        layout = layout_of(self._recipe, self._comm.world_size, self._stage)
         save_state(self._engine, layout, self._comm, folder)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, even if the number of ranks, the ZeRO stage or the dtype has
         changed. Raises CheckpointError."""
-        layout = layout_of(self._recipe, self._comm.world_size)
+        layout = layout_of(self._recipe, self._comm.world_size, self._stage)
         if saved_layout(folder) != layout:
             load_other_layout(self._engine, self._stage, folder)
             self._comm.barrier()

@@ -100,10 +100,9 @@ def param_groups(engine: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def layout_of(recipe: Recipe, ranks: int) -> FileLayout:
+def layout_of(recipe: Recipe, ranks: int, stage: int) -> FileLayout:
     """Return the settings that decide how DeepSpeed splits a state into files, and what is in it. A
     state is loaded by DeepSpeed itself only if these are equal."""
-    stage = recipe.zero_stage(ranks)
     return {
         "ranks": ranks,
         "zero_stage": stage,

@@ -6,7 +6,7 @@ The sections are defined in `input_sections`, `grpo_sections` and `run_sections`
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -46,6 +46,14 @@ PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3")
 
 _FORBIDDEN_IN_NAME = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Slashes, control characters, and characters that change the direction of writing."""
+
+
+class GpuSizes(NamedTuple):
+    """The memory of a GPU in bytes, and the parameters of the model: all, and those that train."""
+
+    bytes: int
+    parameters: int
+    trained: int
 
 
 class Recipe(Section):
@@ -133,26 +141,23 @@ class Recipe(Section):
             return 1
         return max(1, self.batch.updates_of(self.replay.ratio * self.rollouts_per_step))
 
-    def zero_stage(self, ranks: int) -> int:
-        """The ZeRO stage on `ranks`: `engine.zero_stage`, with `auto` resolved."""
+    def zero_stage(self, ranks: int, gpu: GpuSizes | None = None) -> int:
+        """The ZeRO stage on `ranks`: `engine.zero_stage`, with `auto` resolved: on several
+        GPUs 2 if weights, gradients and optimizer take at most half of one, else 3. `gpu` is None
+        on a CPU, and if the model's size is not known."""
         engine = self.engine
         if engine.zero_stage != "auto":
             return engine.zero_stage
-        if ranks > 1 or engine.offload_parameters:
+        if engine.offload_parameters:
             return 3
-        return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
-
-    def on_gpus(self, ranks: int, gpu_bytes: int, parameters: int, trained: int) -> "Recipe":
-        """Resolve `engine.zero_stage: auto` for `ranks` GPUs: 2 if weights, gradients and optimizer
-        (lab/dry_run/memory.py) take at most half of a GPU, else 3. `parameters` counts all, and
-        `trained` those that train."""
-        engine = self.engine
-        if engine.zero_stage != "auto" or ranks == 1 or engine.offload_parameters:
-            return self
+        if ranks == 1:
+            return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
+        if gpu is None:
+            return 3
+        # as in lab/dry_run/memory.py
         size = 2 if self.model.dtype == "bfloat16" else 4
-        needed = size * parameters + (2 * size + 16) * trained // ranks
-        stage = 2 if needed <= gpu_bytes / 2 else 3
-        return self.model_copy(update={"engine": engine.model_copy(update={"zero_stage": stage})})
+        needed = size * gpu.parameters + (2 * size + 16) * gpu.trained // ranks
+        return 2 if needed <= gpu.bytes / 2 else 3
 
     def compiles(self, stage: int, on_cuda: bool) -> bool:
         """Whether to compile the policy: `model.compile`, with `auto` resolved."""

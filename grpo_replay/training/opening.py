@@ -40,7 +40,7 @@ from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
-from grpo_replay.recipe.recipe import PACKING_ATTENTION
+from grpo_replay.recipe.recipe import PACKING_ATTENTION, GpuSizes
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.replay.snapshot import restore_snapshot
@@ -160,8 +160,7 @@ class RunOpener:
         ranks_here = rank_environment().local_world_size
         self.hardware = hardware or Hardware(comm.world_size, ranks_here, memory_of_gpu(device))
         self.with_known_model = recipe.model_copy(update={"model": known_model or recipe.model})
-        self.resolved = self._with_zero_stage()
-        self.zero_stage = self.resolved.zero_stage(self.hardware.ranks)
+        self.zero_stage = recipe.zero_stage(self.hardware.ranks, self._gpu_sizes())
         self.notices: list[Notice] = []
         self.unchecked: list[str] = []
         self.start = StartingPoint(None)
@@ -170,18 +169,17 @@ class RunOpener:
         self.evaluation: EvaluationPlan | None = None
         self._early_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
 
-    def _with_zero_stage(self) -> Recipe:
-        """Resolve `engine.zero_stage: auto` on rank 0. If the model cannot be read, the recipe
-        stays as it is: a check refuses it later."""
-        recipe, hardware, sizes = self.recipe, self.hardware, None
-        is_fixed = recipe.engine.zero_stage != "auto" or hardware.ranks == 1
-        if hardware.gpu_bytes is None or is_fixed:
-            return recipe
+    def _gpu_sizes(self) -> GpuSizes | None:
+        """Return rank 0's GPU memory and the sizes of the model, as far as a ZeRO stage depends on
+        them. None if the model cannot be read: a check refuses it later. Collective."""
+        sizes = None
+        is_fixed = self.recipe.engine.zero_stage != "auto" or self.hardware.ranks == 1
+        if self.hardware.gpu_bytes is None or is_fixed:
+            return None
         with suppress(GrpoReplayError):
             if self.comm.is_main and (counts := parameter_counts(self.with_known_model.model)):
-                sizes = hardware.gpu_bytes, sum(counts), counts[1] or counts[0]
-        sizes = self.comm.broadcast(sizes)
-        return recipe if sizes is None else recipe.on_gpus(hardware.ranks, *sizes)
+                sizes = GpuSizes(self.hardware.gpu_bytes, sum(counts), counts[1] or counts[0])
+        return self.comm.broadcast(sizes)
 
     @property
     def stages(self) -> list[Stage]:
@@ -378,7 +376,9 @@ class RunOpener:
         self._add_notices("engine", *drop_unwritable_settings(model))
         self._store_base_digest(base_digest(model), start.state)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        engine = DeepSpeedEngine(self.resolved, model, self.tokenizer, self.comm, self.device)
+        engine = DeepSpeedEngine(
+            recipe, model, self.tokenizer, self.comm, self.device, self.zero_stage
+        )
         self.stack.callback(engine.close)
         self._add_notices("engine", *engine.notices)
         if engine.adapter_parameters:

@@ -15,7 +15,7 @@ from core_engine import (
 )
 
 from grpo_replay.engine import compiled, policy_module
-from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.errors import ModelError
 from grpo_replay.recipe import Recipe
 
 KINDS = {
@@ -149,13 +149,5 @@ def test_another_result_is_refused(processes, monkeypatch, wrong, told):
     with (
         pytest.raises(ModelError, match=rf"cannot be compiled: .*{told}"),
         open_engine(processes, model={"compile": True}, engine=CHUNKED),
-    ):
-        pass
-
-
-def test_zero_3_is_refused(processes):
-    with (
-        pytest.raises(RecipeError, match=r"model.compile true at ZeRO 3, .* set it to false, or"),
-        open_engine(processes, model={"compile": True}, engine={"zero_stage": 3}),
     ):
         pass

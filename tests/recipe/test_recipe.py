@@ -16,6 +16,7 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.recipe.base import Passthrough, Section
+from grpo_replay.recipe.recipe import GpuSizes
 from grpo_replay.recipe.yaml_text import parse_yaml, to_yaml
 from grpo_replay.tiny import BASE_DIR
 
@@ -412,7 +413,7 @@ def test_the_automatic_zero_stage_of_gpus_is_2_while_the_state_takes_half_of_one
     gpus, trained, overrides, stage
 ):
     recipe = load_recipe("tiny", ["model.dtype=bfloat16", *overrides])
-    assert recipe.on_gpus(gpus, 14_000, 1000, trained).zero_stage(gpus) == stage
+    assert recipe.zero_stage(gpus, GpuSizes(14_000, 1000, trained)) == stage
 
 
 @pytest.mark.parametrize("attention, packs", [("sdpa", False), ("flash_attention_2", True)])

@@ -81,7 +81,8 @@ def outcome(kind: str, processes, folder: Path) -> str:
     try:
         policy = load_policy(recipe.model, 0)
         comm, device = processes
-        engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device)
+        stage = recipe.zero_stage(comm.world_size)
+        engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device, stage)
         try:
             sampler = copied_sampler(policy, (257,), 256)
             before, rows = gap(engine, sampler)

@@ -81,7 +81,8 @@ def open_engine(
     comm, device = processes
     fp32_head = recipe.sampling.fp32_head
     policy = load_policy(recipe.model, 0, fp32_head) if policy is None else policy
-    engine = DeepSpeedEngine(recipe, policy, load_tokenizer(recipe.model), comm, device)
+    tokenizer, stage = load_tokenizer(recipe.model), recipe.zero_stage(comm.world_size)
+    engine = DeepSpeedEngine(recipe, policy, tokenizer, comm, device, stage)
     try:
         yield engine
     finally:

@@ -1,5 +1,6 @@
 """What a run looks at, says and refuses before its first step."""
 
+import json
 import logging
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -11,12 +12,13 @@ from small_runs.trained import Listener, small_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import PeerFailure
+from grpo_replay.engine.engine_state import LAYOUT
 from grpo_replay.errors import DatasetError, ModelError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import opening
-from grpo_replay.training.opening import RunOpener, missing_packages
+from grpo_replay.training.opening import Hardware, RunOpener, missing_packages
 from grpo_replay.training.resuming import open_follower_logs
 from grpo_replay.training.run import run_training
 
@@ -70,6 +72,20 @@ def test_a_start_opens_the_workers_of_the_recipe_and_a_plan_one(tmp_path, monkey
     opened.scorer, opened.hardware = None, replace(opened.hardware, is_plan=True)
     opened._try_rewards()
     assert [section.workers for section in sections] == [3, 1]
+
+
+def test_the_engine_has_the_zero_stage_that_was_chosen_for_the_hardware(tmp_path, processes):
+    """ZeRO 2 on two GPUs that hold the state twice; for one rank alone it would be 0."""
+    recipe = small_recipe(engine={"zero_stage": "auto"})
+    hardware = Hardware(ranks=2, ranks_here=2, gpu_bytes=2**30)
+    with ExitStack() as stack:
+        opened = RunOpener(
+            recipe, *processes, RunDirectory(tmp_path / "run"), stack, hardware=hardware
+        )
+        opened._load_tokenizer()
+        opened._open_engine()
+        opened.engine.save(tmp_path)
+    assert json.loads((tmp_path / LAYOUT).read_text())["zero_stage"] == opened.zero_stage == 2
 
 
 def test_of_several_ranks_the_lowest_that_a_check_refuses_speaks(tmp_path):

@@ -29,6 +29,7 @@ from grpo_replay.recipe import (
     parse_overrides,
     resolve_recipe,
 )
+from grpo_replay.recipe.recipe import GpuSizes
 from grpo_replay.training.disk_room import GIB, CheckpointSize, checkpoint_size, to_gib
 
 if TYPE_CHECKING:
@@ -261,9 +262,7 @@ def plan_memory(
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
     config = load_config(known.model)
     shape = trace.model_shape(config, known.model.lora)
-    if machines.on_cuda:
-        counts = shape.parameters + shape.adapters, shape.trained
-        known = known.on_gpus(machines.total_ranks, machines.capacity, *counts)
+    sizes = GpuSizes(machines.capacity, shape.parameters + shape.adapters, shape.trained)
     limits = known.sampling, known.model, known.longest_sequence
     prompt, completion = known.prompts.max_prompt_length, known.sampling.max_completion_length
     longest = min(prompt + completion, shape.max_positions or prompt + completion)
@@ -274,7 +273,7 @@ def plan_memory(
         chunk_tokens=known.logprob_chunk_tokens(shape.vocabulary, machines.on_cuda),
         temperature=known.sampling.temperature,
     )
-    stage = known.zero_stage(machines.total_ranks)
+    stage = known.zero_stage(machines.total_ranks, sizes if machines.on_cuda else None)
     setting = _engine_setting(known.engine, stage, known.model, known.loss.beta > 0, machines)
     forward = trace.forward_memory(known.model, config, batch, machines.on_cuda)
     if known.compiles(stage, machines.on_cuda) and not known.model.gradient_checkpointing:
