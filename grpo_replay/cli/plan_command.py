@@ -80,7 +80,7 @@ def print_plan(plan: Plan, console: Console, in_host: bool) -> None:
 
 
 def _host_arguments(settings: Settings) -> str:
-    """The settings as the `ReplayConfig` of a host."""
+    """Returns the settings as the `ReplayConfig` of a host."""
     rounded = {key: round(value, 2) if isinstance(value, float) else value
                for key, value in settings["replay"].items() if key != "preset"}  # fmt: skip
     arguments = ", ".join(f"{key}={value!r}" for key, value in rounded.items())
@@ -88,7 +88,7 @@ def _host_arguments(settings: Settings) -> str:
 
 
 def _set_words(settings: Settings) -> str:
-    """The settings as words of `--set`."""
+    """Returns the settings as words of `--set`."""
     return " ".join(
         f"--set {section}.{key}={_recipe_value(value)}"
         for section, values in settings.items()

@@ -1,4 +1,4 @@
-"""Measure the planner's assumptions in a finished run.
+"""Measures the planner's assumptions in a finished run.
 
 μ comes from the cost metrics: seconds of generation and training per rollout. The survival share
 comes from the rollout log. The growth of variance comes from the log-ratios by age: if a token's
@@ -42,12 +42,12 @@ class RunEstimates:
 
     @property
     def growth_known(self) -> bool:
-        """True if the growth was measured well enough for a verdict."""
+        """Whether the growth was measured well enough for a verdict."""
         return len(self.growth_points) >= MIN_AGES and self.growth_draws >= MIN_DRAWS
 
 
 def estimate_from_run(source: Source) -> RunEstimates:
-    """Estimate from all steps of a run. Raises SnapshotError if it kept no rollouts."""
+    """Returns estimates over all steps of a run. Raises SnapshotError if it kept no rollouts."""
     generated = kept = 0
     for _, path in tracked(source.rollout_files, "reading rollouts"):
         table = read_rollout_table(path, ("kept",))
@@ -71,8 +71,8 @@ def estimate_from_run(source: Source) -> RunEstimates:
 
 
 def measured_mu(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """μ of a run: (generation seconds / rollouts generated) / (training seconds / rollouts trained
-    on). None if the run trained on nothing or did not log these."""
+    """Returns μ of a run: (generation seconds / rollouts generated) / (training seconds / rollouts
+    trained on). None if the run trained on nothing or did not log these."""
     names = ("cost/generation_seconds", "cost/generated_rollouts", "cost/training_seconds",
              "cost/trained_rollouts")  # fmt: skip
     lines = [line for line in metrics if all(line.get(name) is not None for name in names)]
@@ -84,7 +84,7 @@ def measured_mu(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _updated_rows(line: Mapping[str, Any]) -> int:
-    """The rows of a step's updates, recovered from `cost/mu`. They differ from
+    """Returns the rows of a step's updates, recovered from `cost/mu`. They differ from
     `cost/trained_rollouts` in shadow: the host also trains on rollouts that replay drops."""
     mu, generation = line.get("cost/mu"), line["cost/generation_seconds"]
     if mu is None or not generation:
@@ -93,7 +93,7 @@ def _updated_rows(line: Mapping[str, Any]) -> int:
 
 
 def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[GrowthPoint, ...]:
-    """A point for every age above 0 at which tokens were trained on."""
+    """Returns a point for every age above 0 at which tokens were trained on."""
     base = outcomes[0].log_ratio_square if 0 in outcomes else 0.0
     return tuple(
         (age, outcome.log_ratio_square - base, float(outcome.tokens))
@@ -103,7 +103,7 @@ def growth_points(outcomes: Mapping[int, AgeOutcome]) -> tuple[GrowthPoint, ...]
 
 
 def alternative_growths(points: Sequence[GrowthPoint]) -> tuple[RatioGrowth, ...]:
-    """Further fits, to see how uncertain the growth is: with one age left out in turn, and with
+    """Returns further fits, to see how uncertain the growth is: without one age in turn, and with
     b = 1 (the policy diffuses) and b = 2 (it drifts), which differ most far beyond the last age."""
     one_left_out = ([*points[:at], *points[at + 1 :]] for at in range(len(points)))
     fits = [*map(fit_growth, one_left_out), fit_growth(points, 1.0), fit_growth(points, 2.0)]
@@ -111,7 +111,7 @@ def alternative_growths(points: Sequence[GrowthPoint]) -> tuple[RatioGrowth, ...
 
 
 def fit_growth(points: Sequence[GrowthPoint], exponent: float | None = None) -> RatioGrowth | None:
-    """Fit k·s^b to the points by least squares of the logarithms, weighted by tokens.
+    """Fits k·s^b to the points by least squares of the logarithms, weighted by tokens.
 
     b is `exponent` if given. Else it is limited to 0.25 to 2 (the policy drifts straight on), and 1
     (it diffuses) with a single age. None if no age has a mean square above that of fresh rollouts.

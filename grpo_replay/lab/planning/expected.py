@@ -53,9 +53,9 @@ def expected_of(
     measured: Mapping[str, float] | None = None,
     prompt_tokens: float | None = None,
 ) -> Expected:
-    """Averages to expect of a recipe: `measured` in a finished run, where it has them, and assumed
-    for the others. Keys of `measured` are fields of `Expected`. `prompt_tokens` is the mean of the
-    prompts, if they were read."""
+    """Returns the averages to expect of a recipe: those `measured` in a finished run, and
+    assumptions for the others. Keys of `measured` are fields of `Expected`. `prompt_tokens` is the
+    mean of the prompts, if they were read."""
     model, prompts = recipe.model.path, recipe.prompts
     drops_groups = recipe.replay.drop_zero_variance
     longest = recipe.sampling.max_completion_length
@@ -82,7 +82,7 @@ def expected_of(
 
 
 def assumed_survival(model_path: str, drops_groups: bool) -> tuple[float, str]:
-    """Share of rollouts that survive the zero-variance filter, and where the number comes from."""
+    """Returns the share of rollouts that survive the zero-variance filter, and its source."""
     if not drops_groups:
         return 1.0, "replay.drop_zero_variance is false"
     if model_path in _TINY:
@@ -95,8 +95,8 @@ def assumed_survival(model_path: str, drops_groups: bool) -> tuple[float, str]:
 
 
 def assumed_cost_ratio(model_path: str) -> tuple[float, str]:
-    """μ of a model, and where the number comes from: paper B, which measured two models; between
-    their sizes it is interpolated over the logarithm of the size."""
+    """Returns μ of a model, and its source: paper B, which measured two models; between their sizes
+    μ is interpolated over the logarithm of the size."""
     if model_path in _TINY:
         return _tiny_value("mu", model_path)
     name = _known_name(model_path, BILLION_PARAMETERS)
@@ -112,8 +112,8 @@ def assumed_cost_ratio(model_path: str) -> tuple[float, str]:
 
 
 def _assumed_length(name: str, path: str, longest: int, share: float) -> tuple[float, str]:
-    """Mean tokens, and where the number comes from: measured for a tiny model or its prompts, else
-    a share of the `longest`."""
+    """Returns mean tokens, and their source: measured for a tiny model or its prompts, else a
+    `share` of the `longest`."""
     if path in _TINY:
         tokens, source = _tiny_value(name, path)
         return min(tokens, longest), source
@@ -125,14 +125,14 @@ def _tiny_value(name: str, builtin: str) -> tuple[float, str]:
 
 
 def _known_name(model_path: str, known: Iterable[str]) -> str | None:
-    """The name among `known` that `model.path` (hub id, folder or builtin name) ends with, with or
-    without `-Base`; None if it is another model."""
+    """Returns the name among `known` that `model.path` (hub id, folder or builtin name) ends with,
+    with or without `-Base`; None if it is another model."""
     last = PurePath(model_path.removeprefix("builtin:")).name.lower().removesuffix("-base")
     return next((name for name in known if name.lower() == last), None)
 
 
 def stored_when_drawn(replay: ReplaySection, survivors: float) -> float:
-    """Rollouts in a full buffer when a step draws from it, with so many survivors a step."""
+    """Returns the rollouts in a full buffer when a step draws from it, for `survivors` a step."""
     max_age = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
     if replay.stores_first:
         return max(survivors, min(replay.capacity_rollouts, (max_age + 1) * survivors))
@@ -142,8 +142,8 @@ def stored_when_drawn(replay: ReplaySection, survivors: float) -> float:
 def drawn_rollouts(
     replay: ReplaySection, generated: float, survivors: float, draws_per_step: int
 ) -> float:
-    """Rollouts that a step draws: at most `replay.max_uses` times its survivors, and without
-    replacement, in each draw, at most what is stored."""
+    """Returns how many rollouts a step draws: at most `replay.max_uses` times its survivors, and
+    without replacement, in each draw, at most those stored."""
     drawn = replay.ratio * (generated if replay.stores_first else survivors)
     if replay.max_uses is not None:
         drawn = min(drawn, replay.max_uses * survivors)
@@ -153,8 +153,8 @@ def drawn_rollouts(
 
 
 def expected_rollouts(sampling: SamplingSection, expected: Expected) -> tuple[float, float]:
-    """Rollouts generated in a step, and survivors among them. A refill samples as many as were
-    dropped."""
+    """Returns the rollouts generated in a step, and the survivors among them. A refill samples as
+    many as were dropped."""
     generated = sum(
         sampling.rollouts_per_step * (1 - expected.survival) ** refill
         for refill in range(sampling.max_refills + 1)

@@ -40,12 +40,12 @@ class Plan:
 
     @property
     def designs(self) -> dict[str, Design]:
-        """Designs by name."""
+        """The designs by name."""
         recipe = {} if self.recipe is None else {"this recipe": self.recipe}
         return {"best FIFO": self.fifo, **recipe}
 
     def verdict(self) -> str:
-        """A sentence: what the theory predicts for the recipe's buffer, else for the FIFO one."""
+        """Returns what the theory predicts for the recipe's buffer, else for the FIFO buffer."""
         name = "the best FIFO buffer" if self.recipe is None else "this recipe"
         design = self.recipe or self.fifo
         why = ", because the growth of variance with age is not known"
@@ -70,7 +70,7 @@ class Plan:
         return f"{sentence}, and pays {'at no μ' if pays == 'never' else f'above μ {pays}'}"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values; null for a number that is not finite."""
+        """Returns the plan as JSON values; null for a number that is not finite."""
         assumptions = asdict(self.inputs)
         assumptions["growth"] = self.inputs.growth.describe()
         assumptions["growth_parameters"] = asdict(self.inputs.growth)
@@ -85,7 +85,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe | None, estimates: RunEstimates, given: Mapping[str, float]) -> Plan:
-    """Plan for a recipe, or without one for assumptions alone. `estimates` are measured in a run.
+    """Plans for a recipe, or without one for assumptions alone. `estimates` are measured in a run.
     `given` may have mu, rho, survival, and growth (the exponent of `PowerGrowth`)."""
     inputs = plan_inputs(recipe, estimates, given)
     fifo = best_fifo(inputs)
@@ -100,8 +100,8 @@ def make_plan(recipe: Recipe | None, estimates: RunEstimates, given: Mapping[str
 def plan_inputs(
     recipe: Recipe | None, estimates: RunEstimates, given: Mapping[str, float]
 ) -> PlanInputs:
-    """The assumptions of a plan: a given value precedes a measured one, which precedes an assumed
-    one."""
+    """Returns the assumptions of a plan. A given value replaces a measured one, which replaces an
+    assumed one."""
     points = () if "growth" in given else estimates.growth_points
     given_values = {name: (PowerGrowth(value) if name == "growth" else value, "given")
                     for name, value in given.items()}  # fmt: skip
@@ -147,8 +147,8 @@ def _measured_values(estimates: RunEstimates) -> SourcedValues:
 
 
 def settings_beside(recipe: Recipe, updates: int) -> Settings:
-    """The settings of `batch` and `sampling` to change in `recipe` for a FIFO buffer with so many
-    updates per step."""
+    """Returns the settings of `batch` and `sampling` to change in `recipe` for a FIFO buffer with
+    so many `updates` per step."""
     batch: dict[str, Any] = {}
     if recipe.batch.mini_batch_rollouts is not None:
         batch["mini_batch_rollouts"] = None
@@ -159,6 +159,6 @@ def settings_beside(recipe: Recipe, updates: int) -> Settings:
 
 
 def break_even_text(design: Design) -> str:
-    """The μ above which a design pays: a number, "never", or "–" if it uses no rollout twice."""
+    """Returns the μ above which a design pays, "never", or "–" if it uses no rollout twice."""
     mu = design.pays_above
     return "–" if mu is None else "never" if math.isinf(mu) else f"{mu:.2g}"

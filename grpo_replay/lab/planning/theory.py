@@ -46,16 +46,16 @@ class PowerGrowth:
     exponent: float
 
     def mean_variance(self, x: float) -> float:
-        """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
+        """Returns σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
         with np.errstate(over="ignore"):
             return float(np.power(x, 2 * self.exponent) / (2 * self.exponent + 1))
 
     def slower_and_faster(self) -> "tuple[PowerGrowth, PowerGrowth]":
-        """Two other growths, to see how much the cost depends on this one."""
+        """Returns two other growths, to see how much the cost depends on this one."""
         return PowerGrowth(self.exponent / 2), PowerGrowth(self.exponent * 1.5)
 
     def describe(self) -> str:
-        """The formula, with its number."""
+        """Returns the formula, with its number."""
         return f"σ(s) ∝ s^{self.exponent:.3g}"
 
 
@@ -69,7 +69,7 @@ class RatioGrowth:
     exponent: float  # b
 
     def mean_variance(self, x: float) -> float:
-        """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
+        """Returns σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
         # Midpoint rule in u = s/x: the integrand is smooth and increasing, 256 cells give 1e-5.
         ages = x * ((np.arange(_CELLS) + 0.5) / _CELLS)
         with np.errstate(over="ignore"):
@@ -80,7 +80,7 @@ class RatioGrowth:
         return RatioGrowth(half, self.exponent), RatioGrowth(double, self.exponent)
 
     def describe(self) -> str:
-        """The formula, with its numbers."""
+        """Returns the formula, with its numbers."""
         return f"σ²(s) = exp({self.scale:.3g}·s^{self.exponent:.3g})"
 
 
@@ -91,13 +91,13 @@ Growth = PowerGrowth | RatioGrowth
 
 
 def objective(x: float, y: float, mu: float, rho: float, growth: Growth) -> float:
-    """J(x, y) of batches drawn uniformly with replacement, in arbitrary units: only ratios of J are
-    meaningful."""
+    """Returns J(x, y) of batches drawn uniformly with replacement, in arbitrary units: only ratios
+    of J are meaningful."""
     return growth.mean_variance(x) * (1 + y / mu) * (1 / y + 1 / x + rho)
 
 
 def no_replay_objective(mu: float, growth: Growth) -> float:
-    """J without a buffer: R rollouts of age 0, each used once.
+    """Returns J without a buffer: R rollouts of age 0, each used once.
 
     Their mean has variance σ²/R, so the bracket is 1. J(1, 1) is not this: it draws R times with
     replacement from R rollouts, with bracket 2 + ρ. A rollout that is s steps old has an age in
@@ -109,8 +109,8 @@ def no_replay_objective(mu: float, growth: Growth) -> float:
 def without_replacement_objective(
     x: float, y: float, mu: float, rho: float, growth: Growth
 ) -> float:
-    """J of batches drawn without replacement: B different rollouts of N. y is limited to x, because
-    B is at most N.
+    """Returns J of batches drawn without replacement: B different rollouts of N. y is limited to x,
+    because B is at most N.
 
     The finite-population correction multiplies the variance of the draw, 1/B, by (N - B)/N:
     R·(1/N + (1/B)(1 - B/N)) = 1/x + 1/y - 1/x = 1/y. Two rollouts are of different steps with
@@ -129,7 +129,7 @@ def fresh_anchored_objective(
     growth: Growth,
     with_replacement: bool = False,
 ) -> float:
-    """J of batches that have all R fresh rollouts and `ratio`·R draws of ages 1 to `ages`.
+    """Returns J of batches that have all R fresh rollouts and `ratio`·R draws of ages 1 to `ages`.
 
     A batch has y = 1 + ratio, and the share w_0 = 1/y of it has age 0. With m = ratio·R different
     draws, R times the variance of the mean is (σ²(0) + ratio·σ²(stored))/y², plus ρ for the share
@@ -148,19 +148,19 @@ def fresh_anchored_objective(
 
 
 def best_replay_ratio(x: float, mu: float, rho: float) -> float:
-    """y* = √(μ / (ρ + 1/x)) for a given horizon; inf if x is inf and ρ is 0."""
+    """Returns y* = √(μ / (ρ + 1/x)) for a given horizon; inf if x is inf and ρ is 0."""
     coupling = rho + 1 / x
     return math.sqrt(mu / coupling) if coupling > 0 else math.inf
 
 
 def best_objective(x: float, mu: float, rho: float, growth: Growth) -> float:
-    """J(x, y*(x)) = σ̄²(x) · (√(1/μ) + √(ρ + 1/x))²."""
+    """Returns J(x, y*(x)) = σ̄²(x) · (√(1/μ) + √(ρ + 1/x))²."""
     return growth.mean_variance(x) * (math.sqrt(1 / mu) + math.sqrt(rho + 1 / x)) ** 2
 
 
 def power_law_optimum(mu: float, rho: float, exponent: float) -> tuple[float, float]:
-    """(x*, y*) for σ(s) = (s/τ)^a (paper B): y* = (-a + √(a² + μρ(1-2a)))/ρ, rewritten so that it
-    also holds for ρ = 0, and x* = y*²/(2a(μ + y*)).
+    """Returns (x*, y*) for σ(s) = (s/τ)^a (paper B): y* = (-a + √(a² + μρ(1-2a)))/ρ, rewritten so
+    that it also holds for ρ = 0, and x* = y*²/(2a(μ + y*)).
 
     For a = 0 rollouts never age and x* is inf. For a ≥ 1/2, σ² grows faster than 1/x decreases: the
     infimum is at 0.
@@ -175,7 +175,7 @@ def power_law_optimum(mu: float, rho: float, exponent: float) -> tuple[float, fl
 
 
 def numeric_optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
-    """The horizon x* and replay ratio y* that minimise J for any growth, by repeated refinement of
+    """Finds the horizon x* and replay ratio y* that minimise J for any growth, by refinement of
     a grid over log x. A minimum at an end of the grid (1e-9 or 1e12 steps) means x* = 0 (no replay)
     or inf (never discard)."""
     low, high = _LOG_X_RANGE
@@ -192,7 +192,7 @@ def numeric_optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float
 
 
 def optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
-    """(x*, y*) in closed form where there is one, else numerically."""
+    """Returns (x*, y*) in closed form where there is one, else numerically."""
     if isinstance(growth, PowerGrowth):
         return power_law_optimum(mu, rho, growth.exponent)
     return numeric_optimum(mu, rho, growth)
@@ -201,7 +201,7 @@ def optimum(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
 def recommended_design(
     mu: float, rho: float, growth: Growth, min_x: float = 1.0
 ) -> tuple[float, float]:
-    """A finite (x, y) to run with: the optimum, limited to what a buffer can do.
+    """Returns a finite (x, y) to run with: the optimum, limited to what a buffer can do.
 
     x is at least `min_x`, so that the buffer has room for all rollouts of a step. If the optimum is
     infinite, J decreases for all x: then x is the smallest horizon whose J, (√(1/μ) + √(ρ + 1/x))²
@@ -244,7 +244,7 @@ def judge(
     other_growths: Sequence[Growth] = (),
     cost_without_aging: Cost | None = None,
 ) -> CostVerdict:
-    """Judge a design by its cost under these assumptions and single changes of them. A measurement
+    """Judges a design by its cost under these assumptions and single changes of them. A measurement
     admits `other_growths`. If the growth is only assumed, `cost_without_aging` is the cost of the
     design that one would choose if rollouts did not age; None if the growth is known."""
     tried = [(mu, rho, growth), (mu / 2, rho, growth), (mu * 2, rho, growth)]
@@ -261,13 +261,13 @@ def judge(
 
 
 def relative_cost(cost: Cost, mu: float, rho: float, growth: Growth) -> float:
-    """J of a design over J without replay."""
+    """Returns J of a design over J without replay."""
     return cost(mu, rho, growth) / no_replay_objective(mu, growth)
 
 
 def break_even_mu(cost: Cost, y: float, rho: float, growth: Growth) -> float:
-    """The μ (per survivor) above which a design that uses each rollout y > 1 times costs less than
-    no replay: 0 if it always does, inf if it never does.
+    """Returns the μ (per survivor) above which a design that uses a rollout y > 1 times costs less
+    than no replay: 0 if it always does, inf if it never does.
 
     The relative cost is K·(μ + y)/(μ + 1). K does not depend on μ: it is the noise of the design's
     batches relative to fresh ones.
@@ -317,7 +317,7 @@ class Design:
 
 
 def best_fifo(inputs: PlanInputs) -> Design:
-    """The best FIFO buffer, drawn with replacement, even if no replay is cheaper."""
+    """Returns the best FIFO buffer, drawn with replacement, even if no replay is cheaper."""
     mu, rho = inputs.effective_mu, inputs.rho
     min_x = inputs.updates_per_step / inputs.survival  # capacity_rollouts is at least R
     x, y = recommended_design(mu, rho, inputs.growth, min_x)
@@ -327,8 +327,8 @@ def best_fifo(inputs: PlanInputs) -> Design:
 
 
 def recipe_design(inputs: PlanInputs, replay: ReplaySection) -> Design:
-    """The buffer of a recipe that replays, with the batches of that recipe; draws by priority are
-    treated as uniform."""
+    """Returns the buffer of a recipe that replays, with the batches of that recipe; draws by
+    priority are treated as uniform."""
     survivors, draws = inputs.survivors_per_step, inputs.updates_per_step
     steps = stored_when_drawn(replay, survivors) / survivors
     uses = drawn_rollouts(replay, inputs.rollouts_per_step, survivors, draws) / survivors
@@ -346,8 +346,8 @@ def recipe_design(inputs: PlanInputs, replay: ReplaySection) -> Design:
 def _design(
     inputs: PlanInputs, x: float, y: float, stored: float, cost: Cost, cost_without_aging: Cost
 ) -> Design:
-    """The design with horizon `x`, `y` uses of a rollout and `stored` rollouts, judged by its
-    `cost`. `cost_without_aging` is used if the growth is only assumed (`judge`)."""
+    """Returns the design with horizon `x`, `y` uses of a rollout and `stored` rollouts, judged by
+    its `cost`. `cost_without_aging` is used if the growth is only assumed (`judge`)."""
     mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
     without_aging = None if inputs.growth_known else cost_without_aging
     # `survival` converts a μ per survivor into one per generated rollout.
@@ -363,8 +363,8 @@ def _design(
 
 
 def fifo_settings(inputs: PlanInputs, design: Design) -> dict[str, Any]:
-    """The `replay` settings of a FIFO buffer, which stores the rollouts of a step before it draws:
-    N = x·B'/k and B/R = y·s."""
+    """Returns the `replay` settings of a FIFO buffer, which stores the rollouts of a step before it
+    draws: N = x·B'/k and B/R = y·s."""
     return {
         "preset": "fifo",
         "capacity_rollouts": math.ceil(design.stored_rollouts - 1e-6),
