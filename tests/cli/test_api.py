@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from judge_rewards import half_for_hint
+from judge_rewards import half_for_hint, no_sum
 from judge_rewards_file import shortness
 from small_runs.experiments import write_run
 
@@ -155,15 +155,11 @@ def test_a_resume_goes_on_with_the_runs_own_recipe(started, tmp_path):
 
 
 def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capfd):
-    recipe = load_recipe("tiny", ["eval.samples=1", "eval.max_problems=3", "eval.greedy=false"])
+    quick = ["eval.samples=1", "eval.max_problems=3", "eval.greedy=false", "reward.workers=1"]
+    recipe = load_recipe("tiny", quick)
     found = api.evaluate("builtin:tiny", tmp_path / "e.json", recipe, ["tiny_add"], reward=no_sum)
-    assert found.verifier.endswith("test_api.py:no_sum") and found.accuracies()["mean"] == 0
+    assert found.verifier.endswith("judge_rewards.py:no_sum") and found.accuracies()["mean"] == 0
     assert api.inspect(runs["ours"]).occupancy.stored_rollouts > 0
     ended = write_run(tmp_path / "ended", [], seed=0, gain=0.2)
     assert [arm["name"] for arm in api.report(ended)["arms"]] == ["grpo"]
     assert capfd.readouterr() == ("", "")
-
-
-def no_sum(completion: str, answer: str, row: dict) -> float:
-    assert "+" in row["problem"]
-    return 0.0

@@ -12,8 +12,8 @@ FAR = "We check the result once more. " * 17  # 527 characters
 @pytest.fixture(scope="module")
 def scorers():
     with (
-        RewardScorer.open(RewardSection(function="math_verify_boxed")) as boxed,
-        RewardScorer.open(RewardSection(function="math_verify")) as whole,
+        RewardScorer.open(RewardSection(function="math_verify_boxed", workers=1)) as boxed,
+        RewardScorer.open(RewardSection(function="math_verify", workers=1)) as whole,
     ):
         yield boxed, whole
 

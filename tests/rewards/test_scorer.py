@@ -19,13 +19,13 @@ from grpo_replay.types import Verdict
 SYMBOLIC_SECONDS = 2.0
 
 
-def scorer(function: str, **settings) -> RewardScorer:
-    return RewardScorer.open(RewardSection(function=function, **settings))
+def scorer(function: str, workers: int = 1, **settings) -> RewardScorer:
+    return RewardScorer.open(RewardSection(function=function, workers=workers, **settings))
 
 
 @pytest.fixture(scope="module")
 def symbolic():
-    with scorer("math_verify", time_limit_seconds=SYMBOLIC_SECONDS) as opened:
+    with scorer("math_verify", workers=2, time_limit_seconds=SYMBOLIC_SECONDS) as opened:
         yield opened
 
 
@@ -67,7 +67,7 @@ def test_a_users_function_sees_the_row_and_is_called_every_time():
         assert verdicts == [Verdict(0.5, "scored", (0.5,)), Verdict(-0.25, "scored", (-0.25,))]
         with pytest.raises(DatasetError, match="hint, file"):
             opened.score([("a", "", {"hint": "a", "file": object()})])
-    with scorer("judge_rewards:Count.calls", workers=1) as opened:
+    with scorer("judge_rewards:Count.calls") as opened:
         verdicts = opened.score([("same", "", {})] * 3)
     assert [v.reward for v in verdicts] == [1.0, 2.0, 3.0]
 
@@ -77,7 +77,7 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
     """A reward that did not come is None, never that of an incorrect answer."""
     monkeypatch.setattr("grpo_replay.rewards.scorer.MEMORY_LIMIT_MIB", 256)
     texts = ["ok", "raise", "nan", "die", "fine", "hang", "grow", "good"]
-    with scorer("judge_rewards:misbehave", time_limit_seconds=1.0) as opened:
+    with scorer("judge_rewards:misbehave", workers=2, time_limit_seconds=3.0) as opened:
         verdicts = opened.score([(text, "", {}) for text in texts] * 3)
     statuses = ["scored", "crash", "crash", "crash", "scored", "timeout", "memory", "scored"]
     assert [v.status for v in verdicts] == statuses * 3
@@ -90,7 +90,7 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
 def test_programs_that_a_function_started_end_with_its_worker(tmp_path):
     texts = ("hang", "die", "fine")
     files = {text: tmp_path / text for text in texts}
-    with scorer("judge_rewards:start_a_program", workers=1, time_limit_seconds=4.0) as opened:
+    with scorer("judge_rewards:start_a_program", time_limit_seconds=4.0) as opened:
         verdicts = opened.score([(text, str(files[text]), {}) for text in texts])
     assert [verdict.status for verdict in verdicts] == ["timeout", "crash", "scored"]
     pids = {text: int(file.read_text()) for text, file in files.items()}
@@ -102,7 +102,7 @@ def test_programs_that_a_function_started_end_with_its_worker(tmp_path):
 
 def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
     """Also if the same worker would have been asked for all of them."""
-    with scorer("judge_rewards:misbehave", time_limit_seconds=600.0) as opened:
+    with scorer("judge_rewards:misbehave", workers=2, time_limit_seconds=600.0) as opened:
         opened.wait_ready()
         texts = ["ok"] * 40 + ["hang"] + ["ok"] * 40
         for key, text in enumerate(texts):
@@ -139,7 +139,7 @@ def test_what_a_function_prints_goes_to_the_log_escaped_and_not_without_end(capl
 
 
 def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
-    with scorer("judge_rewards:die_unless_first", workers=1) as opened:
+    with scorer("judge_rewards:die_unless_first") as opened:
         verdicts = opened.score([(str(n), "", {}) for n in range(4)])
     assert verdicts == [Verdict(1.0, "scored", (1.0,))] * 4
 
@@ -149,7 +149,7 @@ def test_a_file_that_waits_when_it_is_imported_is_named(tmp_path, monkeypatch):
     file = tmp_path / "waits.py"
     file.write_text("import time\ntime.sleep(60)\n\ndef score(completion):\n    return 1.0\n")
     with (
-        scorer(f"{file}:score", workers=1) as opened,
+        scorer(f"{file}:score") as opened,
         pytest.raises(RecipeError, match=r"waits.py:score: not loaded after 1 s"),
     ):
         opened.score([("a", "b", None)])
@@ -257,7 +257,7 @@ def test_a_source_that_is_edited_while_it_is_in_use_is_not_loaded_by_a_new_worke
     file.write_text(
         "import os\n\n\ndef f(completion):\n    return 1.0 if completion else os._exit(1)\n"
     )
-    with scorer(f"{file}:f", workers=1) as opened:
+    with scorer(f"{file}:f") as opened:
         assert [verdict.reward for verdict in opened.score([("a", "", {})])] == [1.0]
         file.write_text(file.read_text().replace("1.0", "2.0"))
         with pytest.raises(RecipeError, match=r"mine\.py:f was edited while the run uses it"):
@@ -274,7 +274,7 @@ def test_as_verdicts_a_score_counts_as_correct_from_reward_correct_on():
 
 def test_a_stopped_worker_does_not_hold_the_run():
     """SIGSTOP before the tasks are sent: they are larger than the pipe, so sending blocks."""
-    with scorer("judge_rewards:half_for_hint", workers=1, time_limit_seconds=5.0) as opened:
+    with scorer("judge_rewards:half_for_hint", time_limit_seconds=5.0) as opened:
         opened.wait_ready()
         (process,) = opened._pool._processes.values()
         os.kill(process._process.pid, signal.SIGSTOP)
@@ -317,7 +317,7 @@ def test_a_batch_function_gets_the_completions_of_a_prompt_together():
 
 def test_a_batch_comes_in_the_order_of_its_keys(tmp_path):
     (tmp_path / "own.py").write_text("def f(completions, rows):\n return [0, 1, 2]\n")
-    with scorer(f"{tmp_path}/own.py:f", workers=1) as opened:
+    with scorer(f"{tmp_path}/own.py:f") as opened:
         for key in (2, 0, 1):
             opened.submit(key, GradingRequest("x", "4", {}, group="a", group_size=3))
         assert {key: verdict.reward for key, verdict in opened.results().items()} == {

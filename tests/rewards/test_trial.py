@@ -25,7 +25,7 @@ def problem(answer: str) -> Prompt:
 def tried(section: RewardSection, *answers: str) -> list[str]:
     problems = [problem(answer) for answer in answers]
     sample = Sample(problems, 1000, "prompts.source", lambda text: list(text.encode()))
-    with RewardScorer.open(section) as scorer:
+    with RewardScorer.open(section.model_copy(update={"workers": 1})) as scorer:
         return try_rewards(section, scorer, sample)
 
 

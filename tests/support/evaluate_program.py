@@ -23,7 +23,7 @@ from grpo_replay.tiny import BASE_DIR
 
 def recipe() -> Recipe:
     overrides = ["eval.max_problems=12", "eval.samples=4", "sampling.max_batch_rollouts=24"]
-    return load_recipe("tiny", [*overrides, "eval.reward=minerva"])
+    return load_recipe("tiny", [*overrides, "eval.reward=minerva", "reward.workers=1"])
 
 
 class CountingSampler:

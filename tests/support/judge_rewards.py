@@ -14,6 +14,11 @@ def half_for_hint(completion: str, answer: str, row: dict) -> float:
     return 0.5 if row["hint"] in completion else -0.25
 
 
+def no_sum(completion: str, answer: str, row: dict) -> float:
+    assert "+" in row["problem"]
+    return 0.0
+
+
 def misbehave(completion: str, answer: str, row: dict) -> float:
     if completion == "raise":
         raise ValueError("no such answer")
