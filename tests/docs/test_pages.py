@@ -172,10 +172,9 @@ def test_the_buffer_works_in_another_trainer_and_loads_no_torch(tmp_path):
     _, _, grading, library, handles, *_ = snippets("api.md")
     check = "\nimport sys\nprint(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
     learnt = "[[0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3]] 41"
-    assert lines_of(library + check, tmp_path) == [learnt, "[]"]
+    printed = lines_of("\n".join([library, handles, grading, check]), tmp_path)
+    assert printed == [learnt, "[4, 5, 6, 7]", "correct 1.0", "unparsable", "incorrect", "[]"]
     assert len(library.splitlines()) <= 40
-    assert lines_of(handles, tmp_path) == ["[4, 5, 6, 7]"]
-    assert lines_of(grading, tmp_path) == ["correct 1.0", "unparsable", "incorrect"]
 
 
 @pytest.mark.slow

@@ -13,9 +13,16 @@ from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 
 
-def test_a_figure_has_live_text_with_units(runs, tmp_path):
-    run(str(runs["ours"]), plot=str(tmp_path / "one.svg"))
-    text = (tmp_path / "one.svg").read_text()
+@pytest.fixture(scope="module")
+def drawn(runs, tmp_path_factory) -> Path:
+    """A figure of all panels."""
+    path = tmp_path_factory.mktemp("figures") / "one.svg"
+    run(str(runs["ours"]), plot=str(path))
+    return path
+
+
+def test_a_figure_has_live_text_with_units(drawn):
+    text = drawn.read_text()
     ElementTree.fromstring(text)
     for label in ("age (training steps)", "clipped tokens (%)", "KL (nats per token)",
                   "stored now", "all replays"):  # fmt: skip
@@ -29,10 +36,10 @@ def width(picture: Path) -> float:
     return int.from_bytes(data[16:20], "big") / 300
 
 
-def test_a_figure_is_the_same_twice_and_has_two_columns_or_one_panel(runs, tmp_path):
-    for name in ("one.svg", "again.svg", "figure.png"):
+def test_a_figure_is_the_same_twice_and_has_two_columns_or_one_panel(runs, drawn, tmp_path):
+    for name in ("again.svg", "figure.png"):
         run(str(runs["ours"]), plot=str(tmp_path / name))
-    assert (tmp_path / "again.svg").read_text() == (tmp_path / "one.svg").read_text()
+    assert (tmp_path / "again.svg").read_text() == drawn.read_text()
     assert width(tmp_path / "figure.png") == pytest.approx(6.8)
     run(str(runs["ours"]), plot=str(tmp_path / "kl.png"), panel="kl")
     assert width(tmp_path / "kl.png") == pytest.approx(3.3)
