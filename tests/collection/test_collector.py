@@ -177,7 +177,8 @@ def test_requests_are_continuous_and_bounded_in_flight(server):
 
     harness.run(scenario)
     assert server.most_in_flight == 4
-    assert harness.collector.report().idle_seconds < 0.3
+    report = harness.collector.report()
+    assert report.idle_seconds < report.server_seconds / 3
 
 
 def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
