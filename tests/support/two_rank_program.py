@@ -287,16 +287,15 @@ def main(output: Path, parts: Sequence[str]) -> None:
 def core_updates(processes, output: Path, part: str) -> None:
     comm, _ = processes
     results = {name: results_of(processes, CASES[name]) for name in CORE_CASES}
-    report = {
-        "non_finite": {stage: non_finite(processes, stage) for stage in (0, 3)},
-        "exchanged": exchanged(processes),
-    }
+    report = {"non_finite": non_finite(processes, 3), "exchanged": exchanged(processes)}
     (output / f"rank{comm.rank}.json").write_text(json.dumps(report))
     save(comm, output / f"{part}.pt", results)
 
 
 def other_updates(processes, output: Path, part: str) -> None:
     results = {n: results_of(processes, case) for n, case in CASES.items() if n not in CORE_CASES}
+    report = {"non_finite": non_finite(processes, 0)}
+    (output / f"rank{processes[0].rank}.json").write_text(json.dumps(report))
     save(processes[0], output / f"{part}.pt", results)
 
 

@@ -73,7 +73,7 @@ def in_shadow(tmp_path_factory, processes) -> FinishedRun:
 # --- training is plain GRPO -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_except(["ours", "fifo"], ["ours", *SHADOWS]))
+@pytest.mark.parametrize("name", slow_except(["ours"], ["ours", *SHADOWS]))
 def test_weights_rollouts_and_metrics_are_those_of_grpo(tmp_path, plain, in_shadow, name):
     run = in_shadow
     if name in SHADOWS:

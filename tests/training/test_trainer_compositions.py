@@ -123,7 +123,7 @@ def plain(tmp_path_factory, processes) -> FinishedRun:
     "replay",
     [
         {"ratio": 0, "composition": "fresh_anchored"},
-        {"ratio": 0, "composition": "pool"},
+        pytest.param({"ratio": 0, "composition": "pool"}, marks=pytest.mark.slow),
         pytest.param(
             {"preset": "grpo", "ratio": 3, "max_age_steps": 7, "with_replacement": True},
             marks=pytest.mark.slow,

@@ -94,11 +94,12 @@ def test_two_ranks_update_as_one_rank_does(request, processes, name):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_non_finite_loss_stops_every_rank_before_the_step(output, rank):
-    seen = json.loads((output / f"rank{rank}.json").read_text())["non_finite"]
-    assert set(seen) == {"0", "3"}
-    for stage in seen.values():
-        assert "rollout_id 71" in stage["raised"] and stage["unchanged"]
+@pytest.mark.parametrize("stages", slow_except(["output"], ["output", "other_output"]))
+def test_a_non_finite_loss_stops_every_rank_before_the_step(request, stages, rank):
+    """At ZeRO 3, and at 0 among the slow tests."""
+    file = request.getfixturevalue(stages) / f"rank{rank}.json"
+    seen = json.loads(file.read_text())["non_finite"]
+    assert "rollout_id 71" in seen["raised"] and seen["unchanged"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
