@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -11,6 +12,8 @@ from grpo_replay.terminal.quiet import loading_libraries
 
 # The workers share the cores: a second thread in each would only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# In a container byte code is often not kept. Each worker would then rewrite all asserts again.
+sys.dont_write_bytecode = False
 
 pytest_plugins = "small_runs.fixtures"
 
