@@ -239,6 +239,12 @@ KNOWN = (
         "tests/training/test_async_runs.py::test_groups_too_old_for_the_next_step_are_cancelled",
     ),
     Known(
+        "a rank without an intake pushes repeated steps", ASYNCHRONOUS,
+        "if self._is_live and is_due:", "if is_due:",
+        "tests/training/test_async_steps.py::"
+        "test_servers_that_hold_another_version_get_the_policy_before_the_first_step",
+    ),
+    Known(
         "the newest groups first", ARRIVALS,
         "young[-count:] if newest else young[:count]",
         "young[:count] if newest else young[-count:]",
@@ -336,6 +342,12 @@ KNOWN = (
         "a, b = adapters\n"
         "        merged = weight + self.scaling * (b @ a)",
         "tests/engine/test_lora.py::test_adapters_are_merged_in_fp32_and_rounded_once",
+    ),
+    Known(
+        "a run without a step is not resumed", RESUMING,
+        "step = read_state(checkpoint).step if checkpoint else 0",
+        "step = read_state(checkpoint).step if checkpoint else 1",
+        "tests/training/test_resuming.py::test_a_run_that_ended_within_its_first_step_starts_again",
     ),
     Known(
         "another process may have made one step more", RESUMING,

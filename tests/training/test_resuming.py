@@ -219,6 +219,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path, pro
     assert same_weights(resumed.weights(), whole.weights())
 
 
+def test_a_run_that_ended_within_its_first_step_starts_again(tmp_path):
+    recipe, run_dir = small_recipe(), RunDirectory(tmp_path / "run")
+    run_dir.create(recipe)
+    run_dir.metrics_path.touch()
+    run_dir.unlock()
+    start = resuming.find_start(recipe, run_dir, Comm(), resume=True)
+    assert (start.checkpoint, start.is_new) == (None, False)
+    assert start.notices == ["the run had no checkpoint yet: it starts again from its first step"]
+
+
 def test_a_finished_run_is_resumed_by_its_directory_alone(ours_run, tmp_path, processes):
     path = shutil.copytree(ours_run.path, tmp_path / "run", symlinks=True)
     before = files_of(path)
