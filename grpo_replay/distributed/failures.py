@@ -174,14 +174,16 @@ def exit_as_rank(program: Callable[[], object]) -> NoReturn:
 
 def exit_rank(exit_code: int) -> NoReturn:
     """End this process. A failed rank exits without destroying its process group: if other members
-    are gone, that can hang or abort, and would change the exit code. So would vLLM's threads: an
-    engine with CUDA graphs aborted a process that was torn down around it."""
+    are gone, that can hang or abort. The interpreter of a rank, and of a process with vLLM, runs
+    its exit handlers but is not torn down: threads of gloo, which outlive the destruction of a
+    group that something still refers to, and of vLLM's CUDA graphs have aborted it there."""
+    has_joined = _has_joined()
     sys.stdout.flush()
     sys.stderr.flush()
-    if exit_code != 0 and _has_joined():
+    if exit_code != 0 and has_joined:
         os._exit(exit_code)
     leave_run()  # NCCL warns on stderr about a group that is left open
-    if "vllm" in sys.modules:
+    if has_joined or "vllm" in sys.modules:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
