@@ -350,6 +350,20 @@ KNOWN = (
         "tests/training/test_resuming.py::test_a_run_that_ended_within_its_first_step_starts_again",
     ),
     Known(
+        "a fresh rollout that a pool draws in shadow counts as replayed",
+        "grpo_replay/training/metrics.py",
+        "probe), batch.draw.ages > 0", "probe), batch.draw.ages >= 0",
+        "tests/training/test_metrics.py::"
+        "test_in_shadow_what_a_pool_draws_of_the_fresh_rollouts_is_not_replayed",
+    ),
+    Known(
+        "rank 0 does not say that it evaluates", "grpo_replay/training/run_evaluation.py",
+        'if self.comm.is_main:\n            self.observer.on_status(f"evaluating',
+        'if not self.comm.is_main:\n            self.observer.on_status(f"evaluating',
+        "tests/training/test_run_files.py::"
+        "test_an_observer_gets_the_report_of_each_evaluation",
+    ),
+    Known(
         "another process may have made one step more", RESUMING,
         ".step > start.state.step:", ".step > start.state.step + 1:",
         "tests/training/test_resuming.py::"

@@ -203,6 +203,16 @@ def test_batch_metrics_by_hand():
     )
 
 
+def test_in_shadow_what_a_pool_draws_of_the_fresh_rollouts_is_not_replayed():
+    entries = tuple(entries_of([make_rollout(i, 3, advantage=1.0) for i in range(3)]))
+    draw = Draw(entries, np.ones(3), np.array([0, 2, 0]), 2.5, 0.7)
+    batch = ComposedBatch(entries[:1], np.zeros(1, bool), np.zeros(1, int), draw, False)
+    probe = {0: outcome(1, 4.0), 1: outcome(1, 8.0)}
+    found = batch_metrics(batch, [outcome(1, 1.0)], fresh_rollouts=2, probe=probe)
+    names = ("replay/rollouts", "replay/age_mean", "replay/ratio_mean")
+    assert [found[name] for name in names] == [1, 2.0, 8.0]
+
+
 def test_metrics_of_a_batch_without_rollouts_are_null():
     nothing = ComposedBatch((), np.zeros(0, bool), np.zeros(0, int), Draw.empty())
     found = batch_metrics(nothing, [], fresh_rollouts=3)

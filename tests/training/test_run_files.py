@@ -209,3 +209,5 @@ def test_an_observer_gets_the_report_of_each_evaluation(run, watcher):
     assert {step: each.accuracies() for step, each in watcher.reports.items()} == {
         step: each.accuracies() for step, each in written.items()
     }
+    said = [each for each in watcher.statuses if each.startswith("evaluating")]
+    assert said == [f"evaluating step {step}" for step in sorted(written)]

@@ -121,6 +121,7 @@ class Listener(Observer):
         self.after = after or {}
         self.at_start: list[str] = []
         self.notices: list[str] = []
+        self.statuses: list[str] = []
         self.samples: dict[int, Any] = {}
         self.reports: dict[int, Any] = {}
 
@@ -139,6 +140,9 @@ class Listener(Observer):
 
     def on_notice(self, text: str) -> None:
         self.notices.append(text)
+
+    def on_status(self, text: str) -> None:
+        self.statuses.append(text)
 
 
 def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:
