@@ -41,8 +41,8 @@ def refuse_missing_file(import_path: str) -> None:
 
 
 def source_text(import_path: str) -> str:
-    """Returns the source code of `module:function` or `file.py:function`, read without importing
-    it; empty if there is no such file."""
+    """Returns the text of the file that `module:function` or `file.py:function` names, read without
+    importing it; empty if there is none, and for a package."""
     source = import_path.rpartition(":")[0]
     name = source if source.endswith(".py") else f"{source.replace('.', '/')}.py"
     candidates = (Path(folder, name) for folder in (*sys.path, _working_directory()))

@@ -330,7 +330,7 @@ KNOWN = (
     ),
     Known(
         "the interval of all problems solved has no width", "grpo_replay/evaluation/statistics.py",
-        "with_both = [with_both_answers(benchmark_N) for benchmark_N in values_N]",
+        "with_both = [with_unsolved_and_solved(benchmark_N) for benchmark_N in values_N]",
         "with_both = list(values_N)",
         "tests/evaluation/test_statistics.py::"
         "test_none_of_thirty_problems_solved_leaves_a_tenth_possible",

@@ -104,7 +104,11 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
             print(notice, file=sys.stderr)
     ranks = environment.world_size
     label = "evaluating" if ranks == 1 else f"evaluating (rank 0 of {ranks})"
-    with StopToken().on_signals(), _progress(label) as on_progress, warnings_on_stderr():
+    with (
+        StopToken().on_signals(),
+        _progress(label, environment.rank == 0) as on_progress,
+        warnings_on_stderr(),
+    ):
         report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
     if report is not None:
         report.write(output)
@@ -139,14 +143,15 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[OnProgress]:
-    """Shows the progress of rank 0: a bar on a terminal, else about `PLAIN_LINES` lines. Yields the
-    function to call with the numbers of graded, all and correct completions."""
+def _progress(label: str, is_main: bool) -> Iterator[OnProgress]:
+    """Shows an evaluation's progress on stderr: a bar on a terminal, else about `PLAIN_LINES`
+    lines. Yields the function to call with the numbers of graded, all and correct completions of
+    rank 0. Every rank enters; only rank 0 (`is_main`) shows and calls."""
     console, shown = open_console(stderr=True), 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(
         TextColumn(label), *columns, TextColumn("{task.description}"),
-        console=console, disable=not console.is_terminal,
+        console=console, disable=not (is_main and console.is_terminal),
     )  # fmt: skip
     task = bar.add_task("", total=None)
 

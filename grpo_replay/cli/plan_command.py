@@ -62,7 +62,7 @@ def print_plan(plan: Plan, console: Console, in_host: bool) -> None:
     """Print the verdict, the table of designs, the assumptions and the settings. `in_host` prints
     the settings for a run of another trainer."""
     inputs, designs = plan.inputs, plan.designs
-    console.print(plan.verdict(), style="bold", soft_wrap=True)
+    console.print(plan.verdict_text(), style="bold", soft_wrap=True)
     console.print(f"Measured on our tasks: {MEASURED} Here μ is {inputs.mu:.3g}.")
     rows = [
         (name, *(cell.format(design).replace("inf", "∞") for design in designs.values()))

@@ -116,7 +116,9 @@ class Intake:
         return self._settle(self.arrivals.select(step), record)
 
     def close_step(self, step: int) -> tuple[Rollout, ...]:
-        """End a live step's arrivals: journal the end, and return the rollouts of its groups."""
+        """End a live step's arrivals: journal the end, and return the rollouts of its groups and,
+        with `kept` False, of groups too old for it. Both leave the queue. Raises LedgerError if the
+        counts are not the collector's."""
         assert self._journal is not None
         report, ledger = self.newest_report, self.arrivals.ledger
         held = Amount(report.held_rollouts, report.held_tokens)

@@ -48,7 +48,7 @@ class Link:
     def __init__(self, settings: CollectorSettings) -> None:
         """Opens the sockets, and starts the collector's process."""
         self.report = Report(sent=time.monotonic())
-        self._has_report = False
+        self._has_message = False
         # Mode 700. The path of a Unix socket has at most 107 bytes, and TMPDIR may be long.
         self._held = HeldFolder("grpo-replay-link-", SOCKET_PARENT)
         self._folder = self._held.path
@@ -108,7 +108,7 @@ class Link:
         while self._deliveries.poll(int(1000 * waited)):
             waited = 0.0
             delivery = decode_delivery(self._deliveries.recv(zmq.NOBLOCK))
-            self._has_report = True
+            self._has_message = True
             if isinstance(delivery.body, Failure):
                 raise as_error(delivery.body, self._log)
             self.report = delivery.report
@@ -116,13 +116,14 @@ class Link:
         self._refuse_gone()
 
     def _refuse_gone(self) -> None:
-        """Raises CollectorGone if the process ended with no message left to read, or has been
-        silent for too long (longer while it loads prompts and tokenizer)."""
+        """Raises CollectorGone if the process ended and all it sent is read, or if its newest
+        message is older than SILENCE_SECONDS (START_SECONDS before the first one, while it loads
+        prompts and tokenizer). Called when `receive` has read what arrived."""
         code = self._process.poll()
         if code is not None and not self._deliveries.poll(0):
             raise CollectorGone(f"it exited with code {code}; {log_tail(self._log)}")
         silent = time.monotonic() - self.report.sent
-        limit = SILENCE_SECONDS if self._has_report else START_SECONDS
+        limit = SILENCE_SECONDS if self._has_message else START_SECONDS
         if silent > limit:
             raise CollectorGone(
                 f"it has reported nothing for {silent:.0f} s; {log_tail(self._log)}"

@@ -101,8 +101,8 @@ def param_groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def layout_of(recipe: Recipe, ranks: int, stage: int) -> FileLayout:
-    """Return the settings that decide how DeepSpeed splits a state into files, and what is in it. A
-    state is loaded by DeepSpeed itself only if these are equal."""
+    """Return the settings that decide how DeepSpeed splits a state into files, and what is in it.
+    If those of a saved state differ, `load_other_layout` reads it, else DeepSpeed."""
     return {
         "ranks": ranks,
         "zero_stage": stage,

@@ -308,7 +308,8 @@ class RankStatistics(NamedTuple):
 def rank_statistics(
     microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]
 ) -> RankStatistics:
-    """Join the row statistics [R, K] of one rank's micro-batches."""
+    """Join one rank's micro-batches: `tables` has the row statistics [R, K] of each. No
+    micro-batches give empty arrays."""
     return RankStatistics(
         sum(microbatch.tokens for microbatch in microbatches),
         sum(microbatch.input_ids_SL.size for microbatch in microbatches),

@@ -313,13 +313,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             weight_gradient_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         if needs_bias:
             bias_gradient_V = torch.zeros_like(bias_V, dtype=torch.float32)
-        multiplier_VH = _multiplier(weight_VH, ctx.settings)
+        product_weight_VH = _product_weight(weight_VH, ctx.settings)
         columns = (hidden_CH, target_ids_C, log_normalizers_C, gradients_C)
         for hidden, target, log_normalizer, gradient in zip(
             *(column.split(ctx.chunk_tokens) for column in columns), strict=True
         ):
             gradient_cV, bias_gradient = ctx.chunks.gradient(
-                hidden, multiplier_VH, bias_V, target, log_normalizer, gradient,
+                hidden, product_weight_VH, bias_V, target, log_normalizer, gradient,
                 ctx.settings, ctx.temperature,
             )  # fmt: skip
             if bias_gradient_V is not None:
@@ -347,9 +347,9 @@ def _in_chunks(
     chunks: "Chunks",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes log-probs, entropies and log-normalisers, fp32 [C], `chunk_tokens` at a time."""
-    multiplier_VH = _multiplier(weight_VH, settings)
+    product_weight_VH = _product_weight(weight_VH, settings)
     results = [
-        chunks.logprobs(hidden, multiplier_VH, bias_V, target, settings, temperature)
+        chunks.logprobs(hidden, product_weight_VH, bias_V, target, settings, temperature)
         for hidden, target in zip(
             hidden_CH.split(chunk_tokens), target_ids_C.split(chunk_tokens), strict=True
         )
@@ -358,7 +358,7 @@ def _in_chunks(
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_normalizers)
 
 
-def _multiplier(weight_VH: torch.Tensor, settings: LogitSettings) -> torch.Tensor:
+def _product_weight(weight_VH: torch.Tensor, settings: LogitSettings) -> torch.Tensor:
     """The weight, or its fp32 copy if `fp32_product` would otherwise copy it for every chunk."""
     return weight_VH if weight_VH.is_cuda or not settings.in_fp32 else weight_VH.float()
 

@@ -100,8 +100,8 @@ def _name_in_model(name: str) -> str:
 
 
 def adapted_policy(recipe: Recipe, checkpoint: Path) -> PreTrainedModel:
-    """Load the recipe's model with the adapters of a checkpoint, on the CPU. Raises ModelError if
-    it is not the model that the run began with."""
+    """Load the recipe's model with the adapters of a checkpoint, not merged, on the CPU. Raises
+    ModelError if the base model is not the one that the run began with."""
     policy = load_policy(recipe.model, recipe.run.seed, recipe.sampling.fp32_head)
     refuse_other_base(recipe.model, read_state(checkpoint).base, base_digest(policy))
     LoraAdapters.attach(policy, recipe.model.lora, recipe.run.seed)

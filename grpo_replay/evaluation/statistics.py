@@ -109,12 +109,13 @@ def standard_error(values_N: np.ndarray) -> float | None:
     return float(np.std(values_N, ddof=1) / np.sqrt(len(values_N)))
 
 
-def with_both_answers(values_N: np.ndarray, least: float = 0.0) -> np.ndarray:
-    """Add two problems to the values, one never and one always solved; returns [..., N + 2]. For
-    differences, with `least` -1, they are one lost and one gained.
+def with_unsolved_and_solved(values_N: np.ndarray, least: float = 0.0) -> np.ndarray:
+    """Add two problems to the values, one never and one always solved; returns [..., N + 2]. An
+    accuracy's interval has the variance and the center of these. For differences, with `least` -1,
+    they are one lost and one gained, and only the variance is used, if all differences are equal.
 
-    A variance estimated from these is never 0. If all problems agree, every problem counts as about
-    one observation, however many samples it has.
+    The variance is never 0: if all problems agree, it is about that of one sample per problem,
+    however many samples each has.
     """
     ends = [np.full((*values_N.shape[:-1], 1), end) for end in (least, 1.0)]
     return np.concatenate([values_N, *ends], axis=-1)
@@ -156,8 +157,8 @@ def t_interval(mean: float, estimate: Component, bound: float = 1.0) -> Interval
 
 def share_interval(share: float, center: float, variance: float, freedom: float) -> Interval:
     """Returns the interval of an accuracy `share`, within 0 and 1. It is centred at `center`, the
-    mean of `with_both_answers`, and extended to include `share`. Adding successes and failures
-    follows Agresti and Coull (1998)."""
+    mean of `with_unsolved_and_solved`, and extended to include `share`. Adding successes and
+    failures follows Agresti and Coull (1998)."""
     low, high = t_interval(center, Component(variance, freedom))
     return min(share, max(0.0, low)), max(share, high)
 
@@ -167,7 +168,7 @@ def accuracy_interval(values_N: Sequence[np.ndarray]) -> Interval | None:
     are the sample. `values_N` has an array [N] for each benchmark. None if one has one problem."""
     if any(len(benchmark_N) < 2 for benchmark_N in values_N):
         return None
-    with_both = [with_both_answers(benchmark_N) for benchmark_N in values_N]
+    with_both = [with_unsolved_and_solved(benchmark_N) for benchmark_N in values_N]
     estimate = Component.of_mean([Component.over_problems(values) for values in with_both])
     share = _mean(values.mean() for values in values_N)
     center = _mean(values.mean() for values in with_both)
@@ -178,14 +179,18 @@ def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0)
     """Compute the t interval, over problems, of the mean difference over benchmarks, each an array
     [N]; None if a benchmark has a single problem. `bound` is the largest possible difference (inf
     for lengths). If a benchmark's differences of accuracies are all equal, its variance is that of
-    `with_both_answers`: a further problem might differ."""
+    `with_unsolved_and_solved`: a further problem might differ."""
     if any(len(benchmark_N) < 2 for benchmark_N in differences_N):
         return None
     mean = float(np.mean([benchmark_N.mean() for benchmark_N in differences_N]))
     parts = []
     for benchmark_N in differences_N:
         are_equal_accuracies = math.isfinite(bound) and np.ptp(benchmark_N) < EQUAL
-        values = with_both_answers(benchmark_N, least=-1.0) if are_equal_accuracies else benchmark_N
+        values = (
+            with_unsolved_and_solved(benchmark_N, least=-1.0)
+            if are_equal_accuracies
+            else benchmark_N
+        )
         parts.append(Component.over_problems(values))
     return t_interval(mean, Component.of_mean(parts), bound)
 

@@ -144,11 +144,12 @@ class ReplayMixin(AcceleratedReplay):
         return [self._row_of(*sample_at, scores_F) for sample_at, scores_F in pairs]
 
     def _replayed(self, rows: Sequence[Row], batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Take the step of the buffer, and return the micro-batches that this process trains on."""
+        """Take the step of the buffer with this process's `rows`, and return the micro-batches that
+        it trains on, as many as its own `batches`. Sets `_shares` and `_tokens`. Collective."""
         trained, filler = self._replay_step(rows)
         order = update_by_update(len(batches), self.args.gradient_accumulation_steps, self._step)
-        ordered = spread([rollout.birth_step for rollout in trained])
-        self._shares = shares_of(ordered, self.accelerator.num_processes, order)
+        row_order = spread([rollout.birth_step for rollout in trained])
+        self._shares = shares_of(row_order, self.accelerator.num_processes, order)
         self._tokens = float(max(1, sum(rollout.trained_tokens for rollout in trained)))
         return [
             self._micro_batch(share, [trained[i] if i >= 0 else filler for i in share], batches[0])

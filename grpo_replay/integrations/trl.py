@@ -75,7 +75,7 @@ class ReplayMixin(AcceleratedReplay):
             )
 
     def __init__(self, *args: Any, replay: ReplayConfig | None = None, **kwargs: Any) -> None:
-        """TRL's own, then the buffer, unless the settings do not replay."""
+        """TRL's own; then, if the settings replay, the buffer. Raises UsageError."""
         super().__init__(*args, **kwargs)
         self.replay = ReplayConfig() if replay is None else checked_settings(replay)
         if not self.replay.replays:

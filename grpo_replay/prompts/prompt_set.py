@@ -429,8 +429,9 @@ def _chat_texts(
     chats: Sequence[list[ChatMessage]],
     are_messages: bool,
 ) -> list[str]:
-    """Renders chats with the tokenizer's template, which prints the section's date if it prints
-    one. `are_messages`: the data set has chats, for the error's advice. Raises RecipeError."""
+    """Renders chats as texts with the tokenizer's template; one that prints today's date prints
+    `section.date` instead. `are_messages`: the data set has chats (for the error's advice only).
+    Raises RecipeError."""
     if not tokenizer.chat_template:
         other = "model.tokenizer to that of an instruction-tuned model of the same family"
         remedy = other if are_messages else f"prompts.template plain, or {other}"

@@ -96,7 +96,7 @@ class ModelSection(Section):
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        """Values that replace values of the model's configuration."""
+        """The mapping of `random_init`: values that replace those of the model's configuration."""
         return self.random_init if isinstance(self.random_init, dict) else {}
 
 

@@ -178,7 +178,7 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 def plain_problems(error: ValidationError, values: Any) -> list[Any]:
     """Return the problems that pydantic reports, with keys as they are written in `values`:
     pydantic adds the names of the types that a value may have. If a value may be text or a list,
-    problems inside the list replace the one that it is not text."""
+    the problem that it is not text is left out where there are problems inside the list."""
     problems: list[Any] = [
         {**problem, "loc": _key_in(values, problem["loc"])} for problem in error.errors()
     ]
@@ -216,15 +216,16 @@ def _explain(
             sources = " with ".join(dict.fromkeys(source for layer, source in origins if layer))
             lines.append(f"{sources or 'recipe'}: contradiction: {message}")
         elif problem["type"] == "extra_forbidden":
-            lines.append(f"{source}: unknown key {shown(key)}{_allowed_keys(loc)}")
+            lines.append(f"{source}: unknown key {shown(key)}{_hint_and_allowed_keys(loc)}")
         else:
             lines.append(f"{source}: {key}: {message}, found {shown(problem['input'])}")
     return "\n".join(lines)
 
 
-def _allowed_keys(loc: Sequence[int | str]) -> str:
-    """Returns the end of a message about an unknown key: the keys that may be meant, also of other
-    sections, and those allowed."""
+def _hint_and_allowed_keys(loc: Sequence[int | str]) -> str:
+    """Returns the end of a message about an unknown key: a hint, and the keys that its section has.
+    The hint names the sections of the recipe that have a key of exactly this name, else the closest
+    key of its own section."""
     *parents, name = loc
     fields = getattr(_annotation_of(parents) if parents else Recipe, "model_fields", {})
     hint = did_you_mean(str(name), fields)

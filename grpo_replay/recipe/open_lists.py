@@ -126,7 +126,8 @@ class SamplerFacts:
     """Facts about the sampler at `import_path`, known without loading it.
 
     `packages`: their versions can change completions. `on_servers`: vLLM servers sample
-    (`sampling.servers`), on their own devices and while the trainer works. `fills_memory`: it
+    (`sampling.servers`), on their own devices and while the trainer works; `run.mode: async` needs
+    a `VllmServerSampler`. `fills_memory`: it
     reserves a fraction of the device of every rank, not only what a batch needs.
     `reads_vllm_settings`: `sampling.vllm` sets its precision and maximum length. `takes_adapters`:
     an update may contain only LoRA's adapters. `masks_tokens`: completions may have a

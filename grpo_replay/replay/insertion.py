@@ -153,7 +153,7 @@ def number_problem(rollout: Rollout) -> str:
     for name, array_T in (("behaviour", logprobs_T), ("sampler", rollout.sampler_logprobs)):
         if array_T.shape != tokens_T.shape:
             return f"{array_T.shape} {name} log-probs for {tokens_T.shape} completion tokens"
-    if problem := _stored_problem(rollout):
+    if problem := _storage_problem(rollout):
         return problem
     valid_T = np.isfinite(logprobs_T) & (logprobs_T <= LARGEST_LOGPROB)
     mask_T = rollout.completion_mask
@@ -175,14 +175,19 @@ def number_problem(rollout: Rollout) -> str:
     return next(filter(None, map(extra_problem, rollout.extras, rollout.extras.values())), "")
 
 
-def _stored_problem(rollout: Rollout) -> str:
-    """Describe a value that a snapshot cannot hold: a number that is None or not exact in float32,
-    or tokens or log-probs of another dtype; "" if there is none."""
+def _storage_problem(rollout: Rollout) -> str:
+    """Describe the first value that a snapshot cannot hold exactly: a number that is None, not
+    finite or not exact in float32, or tokens or log-probs of another dtype than the stored one; ""
+    if there is none."""
     for name in ("reward", "advantage", "group_reward_mean", "group_reward_std"):
         value = getattr(rollout, name)
         is_float32 = value is not None and c_float(value).value == value
         if not is_float32 or not math.isfinite(value):
-            advice = "leave out groups of fewer than two rewards" if value is None else "round it"
+            advice = "round it"
+            if value is None:
+                advice = "leave out groups of fewer than two rewards"
+            elif not math.isfinite(value):
+                advice = "leave the rollout out"
             return (
                 f"its {name} is {value}: expected a finite number that is exact in float32, the "
                 f"stored precision; {advice}"

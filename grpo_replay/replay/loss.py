@@ -203,10 +203,11 @@ def row_statistics(
     row_of_C: torch.Tensor,
     rows: int,
 ) -> torch.Tensor:
-    """Compute `ROW_STATISTICS` of `rows` rows from detached values, float64
-    [R, len(ROW_STATISTICS)]. `row_of_C` (int64 [C]) has the row of every token."""
+    """Compute the table of `ROW_STATISTICS`, float64 [R, K], R = `rows`, without gradients.
+    `row_of_C` (int64 [C], 0 to R - 1) is the row of every token. A row without tokens has zeros,
+    and -inf as `log_ratio_max`."""
     log_ratios_C = result.log_ratios_C.double()
-    ratios_C = log_ratios_C.clamp(max=700.0).exp()
+    ratios_C = log_ratios_C.clamp(max=700.0).exp()  # exp(700) is finite in float64
     sums_C = torch.stack(
         [
             weighted_losses_C.detach().double(),
@@ -217,7 +218,7 @@ def row_statistics(
             ratios_C - 1.0 - log_ratios_C,
             ratios_C,
             (2 * log_ratios_C).clamp(max=700.0).exp(),
-            torch.zeros_like(log_ratios_C),
+            torch.zeros_like(log_ratios_C),  # log_ratio_max, set below
             entropies_C.detach().double(),
             reference_kl_C.detach().double(),
         ],

@@ -121,8 +121,9 @@ def _lists(gold: str, answer: str) -> bool | None:
 
 
 def _relations(gold: str, answer: str) -> bool | None:
-    """Compare chains of equations and inequalities, also reversed (a < b, b > a), or the value that
-    one of them gives with a plain value; two equations also up to a factor. None for two values."""
+    """Compare chains of equations and inequalities, also reversed (a < b, b > a), two equations
+    also up to a factor. If one side is a plain value, or both chains have the same left side and
+    give a value, only the values are compared. None for two plain values."""
     gold_chain, chain = split(gold, _RELATIONS), split(answer, _RELATIONS)
     if len(gold_chain) == len(chain) == 1:
         return None

@@ -82,9 +82,11 @@ def _factorial(number: str) -> str | None:
 
 
 def _power(base: str, exponent: str) -> str | None:
-    """Computes a power, as text: `_BEYOND` above about 30 bits, None if it is too expensive."""
+    """Computes a power as text: `_BEYOND` if it has over 30 bits, None if it is too expensive."""
     base, exponent = base.lstrip("0"), exponent.lstrip("0")
-    if base in ("", "1") or not exponent:
+    if not exponent:
+        return "1"
+    if base in ("", "1"):
         return base or "0"
     base_bits = math.log2(int(base[:15])) + 3.33 * max(len(base) - 15, 0)
     if len(exponent) > 8 or int(exponent) * base_bits > MOST_BITS:
@@ -119,14 +121,14 @@ class _SwallowedErrors(logging.Handler):
 
 
 class SymbolicGrader:
-    """math-verify with caches of parsed LaTeX (shared by the process) and of compared pairs.
+    """math-verify with caches of parsed LaTeX (shared by the process), golds and compared pairs.
 
     With `boxed`, `boxed_answer(completion)` is graded, and a completion without a box is
     unparsable; otherwise the whole completion is graded.
     """
 
     def __init__(self, boxed: bool = False) -> None:
-        """Redirects math-verify's log, for it only logs timeouts, and enlarges its cache."""
+        """Reads math-verify's log, which alone tells of a time-out, and enlarges its cache."""
         self._boxed = boxed
         self._swallowed = _SwallowedErrors()
         logger = logging.getLogger("math_verify")

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 class VerifierPool:
     """`workers` processes, each of which grades with all `functions`.
 
-    Its threads call `on_answers(task, answers)` per task, `on_failure(error)` if none starts.
+    Its threads call `on_answers(task, answers)` per task, `on_failure(error)` if a start fails.
     """
 
     def __init__(
@@ -106,8 +106,9 @@ class VerifierPool:
             thread.join()
 
     def _drive(self, index: int) -> None:
-        """Thread of worker `index`: starts a process, again after each that must be replaced. An
-        error of a start ends it, and the pool."""
+        """Thread of worker `index`: starts a process, and a new one whenever it must be replaced,
+        until the pool closes. An error ends the thread: `on_failure` gets it, `wait_ready`
+        returns."""
         try:
             while (process := self._start(index)) is not None:
                 try:

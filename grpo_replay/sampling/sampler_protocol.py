@@ -198,9 +198,10 @@ def open_sampler(
     comm: "Comm",
     log_folder: Path | None = None,
 ) -> Sampler:
-    """Open the recipe's sampler, with the weights in `model_path`. Collective."""
-    backend = sampler_class(recipe.sampling)
-    return backend.open(SamplerOpening.from_recipe(recipe, model_path, comm, log_folder))
+    """Open the recipe's sampler (`NoSampler` if the run repeats a journal) with the weights of
+    `model_path`, a folder or hub id, in place of `model.path`. Collective."""
+    sampler_type = sampler_class(recipe.sampling)
+    return sampler_type.open(SamplerOpening.from_recipe(recipe, model_path, comm, log_folder))
 
 
 class NoSampler:

@@ -175,10 +175,11 @@ class VllmLocalSampler:
             self._abandon(engine, running)
 
     def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
-        """Makes a checked completion of vLLM's output, with its policy versions."""
+        """Makes a completion of vLLM's output, with the policy versions of its first and last
+        token. Raises SamplerError if it is aborted, has no tokens or lacks log-probs."""
         tokens = list(sampled.token_ids)
         entries = sampled.logprobs or []
-        # Labels set by `set_weight_version`. A completion without tokens has none.
+        # Labels set by `set_weight_version`; none without tokens, which `build_completion` refuses.
         versions = [int(span.version) for span in sampled.weight_versions or ()]
         return build_completion(
             request,

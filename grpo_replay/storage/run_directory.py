@@ -302,7 +302,8 @@ class RunDirectory:
     def open_log(self, attempt: int, rank: int = 0) -> Path:
         """Send this process's logging to the rank's log file of the attempt, and return its path.
 
-        Closes those of earlier runs in this process. It stays open after the run, for later errors.
+        Closes the log files of earlier runs in this process. The new one stays open after the run,
+        for later errors.
         """
         path = self.log_path(attempt, rank)
         with named_if_unwritable(path):

@@ -216,7 +216,8 @@ class MainSource(FollowerSource):
         ]
 
     def _server_sampler(self) -> VllmServerSampler:
-        """Returns the sampler. Recipes of asynchronous runs with another sampler are refused."""
+        """Returns the sampler. Recipes of asynchronous runs with a sampler that is not on servers
+        are refused, and the facts of a sampler on servers require this class."""
         return cast(VllmServerSampler, self.parts.sampler)
 
     def _to_step_rollouts(self, taken: Sequence[Rollout], use: "ServerUse") -> StepRollouts:
@@ -257,8 +258,9 @@ class MainSource(FollowerSource):
         )
 
     def _wait(self, step: int) -> bool:
-        """Waits on rank 0 until the step can begin: for its groups, or with `buffer_only` until
-        buffer and queue can fill a batch. False if a stop was requested or no server is left."""
+        """Waits on rank 0 until the step can begin: until enough groups that are young enough have
+        arrived, or with `buffer_only` until buffer and queue can fill a batch. False if a stop was
+        requested, or no server is left, which requests one."""
         arrivals, stored = self.intake.arrivals, len(self.parts.buffer.drawable(step))
         groups, version = arrivals.groups_per_step, self.state.policy_version
 
@@ -271,7 +273,7 @@ class MainSource(FollowerSource):
         try:
             ready = self.intake.wait(is_ready, self.parts.stop, version)
             if ready:
-                self.intake.poll(version)
+                self.intake.poll(version)  # what has arrived meanwhile
             return ready
         except ServersLost as error:
             self.parts.stop.end(error)

@@ -170,6 +170,11 @@ def test_other_lengths_types_and_numbers_that_cannot_be_saved_are_refused(name, 
         ReplayBuffer(config_of("fifo"), G).step([replace(make_rollout(1), **{name: value})])
 
 
+def test_a_reward_that_is_no_number_is_not_to_be_rounded():
+    with pytest.raises(ValueError, match="reward is nan: .*leave the rollout out"):
+        ReplayBuffer(config_of("fifo"), G).step([replace(make_rollout(1), reward=np.nan)])
+
+
 @pytest.mark.parametrize(
     "extras, refused",
     [

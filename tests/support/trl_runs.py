@@ -1,5 +1,6 @@
 """Short runs of TRL on the tiny model. As a script, one rank of two: trl_runs.py FOLDER PRESET."""
 
+import gc
 import hashlib
 import json
 import sys
@@ -105,3 +106,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # the trainer, which holds the group's threads

@@ -129,7 +129,8 @@ def find_machines(
 
 def with_known_model(model: ModelSection) -> ModelSection:
     """Replaces a Qwen id of `PUBLISHED` by the configuration of the same sizes in this package, so
-    that a dry run downloads nothing. Another section is returned as it is (the same object)."""
+    that a dry run downloads nothing; a chat model of Qwen3 also gets its number of positions.
+    Another section is returned as it is (the same object)."""
     name = model.path.lower()
     shipped = PUBLISHED.get(name)
     if shipped is None:

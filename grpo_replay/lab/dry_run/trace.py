@@ -48,7 +48,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Called by torch for every operation: runs it and counts the storages of its outputs."""
+        """Called by torch for every operation: runs it and counts its outputs' new
+        storages."""
         run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
         result = run(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

@@ -95,8 +95,8 @@ def assumed_survival(model_path: str, drops_groups: bool) -> tuple[float, str]:
 
 
 def assumed_cost_ratio(model_path: str) -> tuple[float, str]:
-    """Returns μ of a model, and its source: paper B, which measured two models; between their sizes
-    μ is interpolated over the logarithm of the size."""
+    """Returns μ of a model, and its source: paper B, which measured two models. Between their sizes
+    μ is interpolated over the logarithm of the size; an unknown model has μ of the larger."""
     if model_path in _TINY:
         return _tiny_value("mu", model_path)
     name = _known_name(model_path, BILLION_PARAMETERS)

@@ -44,7 +44,7 @@ class Plan:
         recipe = {} if self.recipe is None else {"this recipe": self.recipe}
         return {"best FIFO": self.fifo, **recipe}
 
-    def verdict(self) -> str:
+    def verdict_text(self) -> str:
         """Returns what the theory predicts for the recipe's buffer, else for the FIFO buffer."""
         name = "the best FIFO buffer" if self.recipe is None else "this recipe"
         design = self.recipe or self.fifo
@@ -76,7 +76,7 @@ class Plan:
         assumptions["growth_parameters"] = asdict(self.inputs.growth)
         designs = {name.replace(" ", "_"): asdict(design) for name, design in self.designs.items()}
         document = {
-            "verdict": self.verdict(),
+            "verdict": self.verdict_text(),
             "designs": designs,
             "settings": self.settings,
             "assumptions": assumptions,

@@ -28,7 +28,7 @@ from grpo_replay.evaluation.statistics import (
     Interval,
     share_interval,
     t_interval,
-    with_both_answers,
+    with_unsolved_and_solved,
 )
 
 FEWEST_SEEDS = 3
@@ -53,19 +53,19 @@ def two_level_accuracy_interval(values_SN: Sequence[np.ndarray]) -> Interval | N
         return None
     widened = values_SN
     if _have_problems(values_SN):
-        widened = [with_both_answers(benchmark_SN) for benchmark_SN in values_SN]
+        widened = [with_unsolved_and_solved(benchmark_SN) for benchmark_SN in values_SN]
     estimate = _variance(widened)
     return share_interval(_mean(values_SN), _mean(widened), estimate.variance, estimate.freedom)
 
 
 def two_level_difference_interval(values_SN: Sequence[np.ndarray]) -> Interval | None:
     """Compute the 95 % interval of the mean of differences between accuracies; None for fewer than
-    `FEWEST_SEEDS`. If they do not vary, the variance is that of `with_both_answers`."""
+    `FEWEST_SEEDS`. If they do not vary, the variance is that of `with_unsolved_and_solved`."""
     if len(values_SN[0]) < FEWEST_SEEDS:
         return None
     estimate = _variance(values_SN)
     if estimate.variance < EQUAL**2 and _have_problems(values_SN):
-        widened = [with_both_answers(benchmark_SN, least=-1.0) for benchmark_SN in values_SN]
+        widened = [with_unsolved_and_solved(benchmark_SN, least=-1.0) for benchmark_SN in values_SN]
         estimate = _variance(widened)
     return t_interval(_mean(values_SN), estimate)
 

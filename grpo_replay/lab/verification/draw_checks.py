@@ -90,7 +90,9 @@ class DrawChecks:
         self.counts = Check("draw counts", "as many units as ratio and composition ask for")
         self.units = Check("drawn units", "whole queries, none twice in a draw without replacement")
         self.ages = Check("ages", "step - birth_step, within the limits")
-        self.probabilities = Check("probabilities", "P = p^alpha / sum p^alpha recomputed")
+        self.probabilities = Check(
+            "probabilities", "P in proportion to p^alpha and exp(-age / tau) recomputed"
+        )
 
     def check(
         self,
