@@ -171,7 +171,7 @@ def test_other_lengths_types_and_numbers_that_cannot_be_saved_are_refused(name, 
 
 
 def test_a_reward_that_is_no_number_is_not_to_be_rounded():
-    with pytest.raises(ValueError, match="reward is nan: .*leave the rollout out"):
+    with pytest.raises(ValueError, match=r"reward is nan: .*leave the rollout out"):
         ReplayBuffer(config_of("fifo"), G).step([replace(make_rollout(1), reward=np.nan)])
 
 
