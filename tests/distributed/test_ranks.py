@@ -360,7 +360,12 @@ def test_a_process_that_no_launcher_started_leaves_its_group_too(monkeypatch):
     assert (left, stop.value.code) == ([True], 3)
 
 
-def test_a_process_with_vllm_ends_with_its_own_exit_code_whatever_its_threads_do():
+@pytest.mark.parametrize(
+    "module, ranks", [("vllm", "1"), ("grpo_replay.distributed.rendezvous", "2")]
+)
+def test_a_rank_and_a_process_with_vllm_end_with_their_exit_code_whatever_their_threads_do(
+    module, ranks
+):
     program = """
 import atexit, os, sys, types
 from grpo_replay.distributed.failures import exit_as_rank
@@ -369,9 +374,14 @@ class Engine:
     def __del__(self):
         os.abort()
 
-engine, sys.modules["vllm"] = Engine(), types.ModuleType("vllm")
+module = types.ModuleType(sys.argv[1])
+module.leave_run = lambda: None
+engine, sys.modules[sys.argv[1]] = Engine(), module
 atexit.register(print, "files are closed")
 exit_as_rank(lambda: print("trained"))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": ranks, **MASTER}
+    done = subprocess.run(
+        [sys.executable, "-c", program, module], capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stdout.split("\n")) == (0, ["trained", "files are closed", ""])
