@@ -65,7 +65,7 @@ def with_results(page: str) -> str:
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates, "paper-a": main_table,
              "ablations": ablations, "tiny-robustness": tiny_robustness,
              "tiny-switches": switches, "smollm2": real_model, "smollm2-bold": bold_rate,
-             "tiny-long-async": beside_a_server,
+             "tiny-long-async": beside_a_server, "tiny-rare": rare_successes,
              "break-even": break_evens, "pays-above": pays_above}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
@@ -210,6 +210,20 @@ def beside_a_server() -> str:
         rows.append([f"`{arm}`", f"{rate:.0e}", final_of(sweep, arm), *ahead,
                      *(f"{each:,.0f}" for each in spent)])  # fmt: skip
     return table(heads, rows)
+
+
+def rare_successes() -> str:
+    """The arms of `tiny-rare`, from the one that learns most on the way to the one that learns least."""
+    found = results()["tiny-rare"]
+    baseline = found["baseline"]
+    heads = ["arm", "rate", "mean accuracy on the way", f"− `{baseline}`", "rare, at the end",
+             "hard", "trained on"]  # fmt: skip
+    arms = sorted(found["arms"].items(), key=lambda each: -each[1]["area"])
+    return table(heads, (
+        [f"`{arm}`", f"{row['rate']:.0e}", f"{row['area']:.1f}", compared(found, arm),
+         f"{row['rare']:.1f}", f"{row['hard']:.1f}", f"{row['trained']:,}"]
+        for arm, row in arms
+    ))  # fmt: skip
 
 
 def final_of(sweep: str, arm: str) -> str:
