@@ -255,7 +255,7 @@ def compare(runs: Sequence[Course]) -> str:
     parts = [_tuning(runs)]
     baseline = best_without_buffer(runs)
     if pairs := pairs_of(runs, OURS, baseline):
-        parts += [_primary(pairs, baseline), _described(runs, baseline)]
+        parts += [_primary(pairs, baseline), _described(runs, baseline), _beside_grpo(runs)]
     return "\n".join(parts)
 
 
@@ -304,6 +304,20 @@ def _described(runs: Sequence[Course], baseline: str) -> str:
             _ahead(runs, OURS, arm), *final, *spent, str(len(own)),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _beside_grpo(runs: Sequence[Course]) -> str:
+    """The comparison with plain GRPO, which the protocol does not have."""
+    mus = (1, 2, 5, 15)
+    heads = ["arm − `grpo`", "area", "final", *(f"equal compute, μ = {mu}" for mu in mus)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm in dict.fromkeys(run.arm for run in runs if run.stage == "compare"):
+        if arm != "grpo" and (pairs := pairs_of(runs, arm, "grpo")):
+            found = [differences(pairs, areas), differences(pairs, finals),
+                     *(at_equal_compute(pairs, mu) for mu in mus)]  # fmt: skip
+            cells = [str(estimate(each)).split(" | ")[0] for each in found]
+            lines.append(f"| `{arm}` | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
