@@ -251,13 +251,13 @@ def test_compute_is_counted_in_rollouts_trained_on():
 
 def test_the_advice_quotes_the_measured_results():
     results = yaml.safe_load((Path(__file__).parents[2] / "docs/results.yaml").read_text())
-    found = results["tiny-long"]
-    difference = found["difference"]["ours"]
-    quoted = (
-        f"at {found['mu']} `ours` was {difference['mean']:+.1f} "
-        f"[{difference['low']:+.1f}, {difference['high']:+.1f}]"
-    )
-    assert quoted in advice(5.0)
+
+    def quoted(each):
+        return f"{each['mean']:+.1f} [{each['low']:+.1f}, {each['high']:+.1f}]"
+
+    found, rare = results["tiny-long"], results["tiny-rare"]["equal_compute_5"]["successes"]
+    assert f"at {found['mu']} `ours` was {quoted(found['difference']['ours'])}" in advice(5.0)
+    assert f"replay.positive_fraction=1 was {quoted(rare)} ahead at equal compute" in advice(5.0)
     assert "leave it off" in advice(0.7) and "leave it open" in advice(2.0)
     assert advice(None) is None
 
