@@ -1,9 +1,10 @@
-"""Draw docs/images/does-replay-pay.svg, break-even.svg, tiny-buffers.svg, smollm2.svg and
-tiny-long-async.svg from docs/results.yaml and docs/records/.
+"""Draw docs/images/does-replay-pay.svg, break-even.svg, tiny-rare.svg, tiny-buffers.svg,
+smollm2.svg and tiny-long-async.svg from docs/results.yaml and docs/records/.
 
     python docs/draw_results.py
 """
 
+import csv
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,63 @@ def draw_break_even() -> None:
     save_figure(figure, "break-even")
 
 
+def draw_rare_successes() -> None:
+    """docs/images/tiny-rare.svg: accuracy over generated rollouts, and its difference to `grpo` at
+    equal compute over μ; means over seeds, with 95 % of their standard error."""
+    figure, (over_rollouts, over_mu) = new_figure("tiny-rare", (8, 3.4), ncols=2)
+    mus = np.geomspace(0.3, 20, 40)
+    baseline = rare_courses("grpo")
+    for arm, colour in {"grpo": "0.35", "epochs-2": "C1", "ours": "C0", "successes": "C2"}.items():
+        generated_SE, _, accuracy_SE = courses_S = rare_courses(arm)
+        over_rollouts.plot(
+            generated_SE[0] / 1000, accuracy_SE.mean(axis=0), color=colour, label=arm
+        )
+        if arm == "grpo":
+            continue
+        ahead_MS = np.array([at_equal_compute(courses_S, baseline, mu) for mu in mus])
+        mean_M = ahead_MS.mean(axis=1)
+        error_M = 1.96 * ahead_MS.std(axis=1, ddof=1) / np.sqrt(ahead_MS.shape[1])
+        over_mu.plot(mus, mean_M, color=colour)
+        over_mu.fill_between(mus, mean_M - error_M, mean_M + error_M, color=colour, alpha=0.15)
+    over_rollouts.set(xlabel="thousand generated rollouts", ylabel="held-out accuracy, %")
+    over_rollouts.legend(frameon=False)
+    over_mu.axhline(0, color="0.35", linewidth=1)
+    over_mu.axvline(results()["tiny-rare"]["mu"], color="0.35", linestyle=":")
+    over_mu.set(xscale="log", xlabel="μ", ylabel="points ahead of grpo at equal compute")
+    over_mu.set_xticks(ticks := [0.5, 1, 2, 5, 10, 20], [f"{tick:g}" for tick in ticks])
+    save_figure(figure, "tiny-rare")
+
+
+def rare_courses(arm: str) -> np.ndarray:
+    """float64 [3, S, E] from records/tiny-rare.csv: rollouts generated and trained on, accuracy in
+    %."""
+    with (DOCS / "records" / "tiny-rare.csv").open(encoding="utf-8") as file:
+        rows = [
+            row for row in csv.DictReader(file) if (row["stage"], row["arm"]) == ("compare", arm)
+        ]
+    seeds = len({row["seed"] for row in rows})
+    generated, trained, rare, hard = (
+        np.array([float(row[name]) for row in rows]).reshape(seeds, -1)
+        for name in ("generated", "trained", "rare", "hard")
+    )
+    return np.stack([generated, trained, 50 * (rare + hard)])
+
+
+def at_equal_compute(arm: np.ndarray, baseline: np.ndarray, mu: float) -> list[float]:
+    """Compute the difference of accuracies at every seed, when both runs have spent T + μG of the
+    cheaper one; both arrays are as from `rare_courses`."""
+    differences = []
+    for one, other in zip(arm.swapaxes(0, 1), baseline.swapaxes(0, 1), strict=True):
+        spent_2E = [mu * generated_E + trained_E for generated_E, trained_E, _ in (one, other)]
+        spent = min(spent_E[-1] for spent_E in spent_2E)
+        at = [
+            np.interp(spent, spent_E, run[2])
+            for spent_E, run in zip(spent_2E, (one, other), strict=True)
+        ]
+        differences.append(at[0] - at[1])
+    return differences
+
+
 def draw_courses(
     record: str, names: dict[str, str], cost: str, scale: float, legend: str, **labels: Any
 ) -> None:
@@ -93,6 +151,7 @@ def save_figure(figure: Any, name: str) -> None:
 if __name__ == "__main__":
     draw_does_replay_pay()
     draw_break_even()
+    draw_rare_successes()
     draw_courses(
         "tiny-buffers", BUFFERS, "compute", 1000, "stored rollouts, N", ylim=(35, 100),
         xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts",

@@ -12,7 +12,9 @@ import argparse
 import csv
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -33,12 +35,13 @@ from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.costs import (
     GENERATED,
     OWN_BEST,
+    SECONDS,
     TRAINED,
     break_even,
     first_crossing,
 )
 from grpo_replay.lab.report.finished_run import Outcome
-from grpo_replay.lab.report.measure import GAIN_SHARES
+from grpo_replay.lab.report.measure import GAIN_SHARES, accuracies_at, differences
 from grpo_replay.lab.report.report_files import pays_at
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
@@ -65,7 +68,8 @@ def with_results(page: str) -> str:
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates, "paper-a": main_table,
              "ablations": ablations, "tiny-robustness": tiny_robustness,
              "tiny-switches": switches, "smollm2": real_model, "smollm2-bold": bold_rate,
-             "tiny-long-async": beside_a_server, "tiny-rare": rare_successes,
+             "tiny-rare": rare_successes, "rare-rates": rare_rates,
+             **{sweep: partial(beside_a_server, sweep) for sweep in BESIDE_A_SERVER},
              "break-even": break_evens, "pays-above": pays_above}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
@@ -80,31 +84,36 @@ def difference(each: dict[str, Any]) -> str:
     return f"{interval(each)}, {each['ahead']}/{each['seeds']}"
 
 
-EVIDENCE = {
-    "tiny-long-async": ("tiny, long answers, beside a server", "to_afterwards", "equal seconds"),
-    "tiny-long": ("tiny, long answers", None, ""),
-    "smollm2-async": ("SmolLM2-135M, step sums, one H200", "equal_compute", "equal compute"),
-    "tiny-main": ("tiny", None, ""),
-    "smollm2-steps": ("SmolLM2-135M, step sums", "equal_seconds", "equal seconds"),
-    "smollm2": ("SmolLM2-135M, additions", "equal_seconds", "equal seconds"),
-}
-"""Comparisons of `ours` with a tuned `grpo`, from the highest μ to the lowest: the task, and the
+EVIDENCE = [
+    ("tiny-long-async", "ours", "tiny, long answers, beside a server", "to_afterwards",
+     "equal seconds"),
+    ("tiny-long", "ours", "tiny, long answers", None, ""),
+    ("smollm2-async", "ours", "SmolLM2-135M, step sums, one H200", "equal_compute",
+     "equal compute"),
+    ("tiny-main", "ours", "tiny", None, ""),
+    ("tiny-rare", "ours", "tiny, rare successes", "equal_compute_1", "equal compute, were μ 1"),
+    ("tiny-rare", "successes", "the same, only successes stored", "equal_compute_1",
+     "equal compute, were μ 1"),
+    ("smollm2-steps", "ours", "SmolLM2-135M, step sums", "equal_seconds", "equal seconds"),
+    ("smollm2", "ours", "SmolLM2-135M, additions", "equal_seconds", "equal seconds"),
+]  # fmt: skip
+"""Comparisons with a tuned `grpo`, from the highest μ to the lowest: sweep, arm, the task, and the
 comparison by compute or clock."""
 
 
 def does_replay_pay() -> str:
     heads = ["task", "μ", "at equal rollouts", "by compute or clock", "seeds"]
     rows = []
-    for sweep, (task, kind, what) in EVIDENCE.items():
+    for sweep, arm, task, kind, what in EVIDENCE:
         found = results()[sweep]
         cost = "–"
         if kind is not None:
-            cost = f"{interval(found[kind]['ours'])} at {what}"
+            cost = f"{interval(found[kind][arm])} at {what}"
         elif "compute" in found:  # at the measured μ, which is the first
-            ratio = next(iter(found["compute"].values()))["ours"]
+            ratio = next(iter(found["compute"].values()))[arm]
             cost = f"{ratio} × the compute to {found['reach']} %"
-        ours = found["difference"]["ours"]
-        rows.append([task, f"{found['mu']:.2g}", interval(ours), cost, f"{ours['seeds']}"])
+        ahead = found["difference"][arm]
+        rows.append([task, f"{found['mu']:.2g}", interval(ahead), cost, f"{ahead['seeds']}"])
     return table(heads, rows)
 
 
@@ -197,33 +206,60 @@ def real_model() -> str:
     return table(heads, rows)
 
 
-def beside_a_server() -> str:
-    """The arms of `tiny-long-async`; rollouts are means over seeds."""
-    sweep, found = "tiny-long-async", results()["tiny-long-async"]
-    heads = ["arm", "rate", "final, mean and every seed", "− `grpo` at equal seconds",
-             "− `grpo-2e-4`", "seconds", "generated", "trained on"]  # fmt: skip
+SLOW_BASELINES = ("grpo-1", "grpo-2", "grpo-4")
+BESIDE_A_SERVER = {
+    "tiny-long-async": {"− `grpo` at equal seconds": "equal_seconds",
+                        "− `grpo-2e-4`": "to_afterwards"},
+    "tiny-slow": {f"− `{arm}`": f"to_{arm}" for arm in SLOW_BASELINES},
+}  # fmt: skip
+"""Sweeps beside a server, and their comparisons: by column, the name in results.yaml."""
+
+
+def beside_a_server(sweep: str) -> str:
+    """The arms of a sweep; seconds and rollouts are means over seeds."""
+    found, kinds = results()[sweep], BESIDE_A_SERVER[sweep]
+    heads = ["arm", "rate", "final, mean and every seed", *kinds,
+             "seconds", "generated", "trained on"]  # fmt: skip
     rows = []
     for arm, rate in found["rate"].items():
         spent = [courses(sweep, arm, cost)[0][:, -1].mean()
                  for cost in ("seconds", "generated", "trained")]  # fmt: skip
-        ahead = [compared(found, arm, kind) for kind in ("equal_seconds", "to_afterwards")]
+        ahead = [compared(found, arm, kind) for kind in kinds.values()]
         rows.append([f"`{arm}`", f"{rate:.0e}", final_of(sweep, arm), *ahead,
                      *(f"{each:,.0f}" for each in spent)])  # fmt: skip
     return table(heads, rows)
 
 
 def rare_successes() -> str:
-    """The arms of `tiny-rare`, from the one that learns most on the way to the one that learns least."""
+    """The arms of `tiny-rare`, the one that learned most first."""
     found = results()["tiny-rare"]
-    baseline = found["baseline"]
-    heads = ["arm", "rate", "mean accuracy on the way", f"− `{baseline}`", "rare, at the end",
-             "hard", "trained on"]  # fmt: skip
-    arms = sorted(found["arms"].items(), key=lambda each: -each[1]["area"])
+    heads = ["arm", "rate", "on the way", f"− `{found['baseline']}`",
+             "− `grpo` at equal compute, were μ 5", "`rare`, at the end", "`hard`",
+             "trained on"]  # fmt: skip
     return table(heads, (
-        [f"`{arm}`", f"{row['rate']:.0e}", f"{row['area']:.1f}", compared(found, arm),
-         f"{row['rare']:.1f}", f"{row['hard']:.1f}", f"{row['trained']:,}"]
-        for arm, row in arms
+        [f"`{arm}`", f"{row['rate']:.0e}", f"{row['area']}", compared(found, arm, "on_the_way"),
+         compared(found, arm, "equal_compute_5"), f"{row['rare']}", f"{row['hard']}",
+         f"{row['trained']:,}"]
+        for arm, row in found["arms"].items()
     ))  # fmt: skip
+
+
+def rare_rates() -> str:
+    """Final accuracy of `tiny-rare` on the tuning seeds, in %; the chosen rates are bold."""
+    with (DOCS / "records" / "tiny-rare.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["stage"] == "tune"]
+    last = {(row["arm"], float(row["rate"]), row["seed"]): row for row in rows}  # rows are by step
+    finals: dict[tuple[str, float], list[float]] = {}
+    for (arm, rate, _), row in last.items():
+        finals.setdefault((arm, rate), []).append(50 * (float(row["rare"]) + float(row["hard"])))
+    rates = sorted({rate for _, rate in finals})
+    lines = []
+    for arm in dict.fromkeys(arm for arm, _ in finals):
+        cells = {rate: f"{fmean(finals[arm, rate]):.1f}" for rate in rates if (arm, rate) in finals}
+        best = max(cells, key=lambda rate: float(cells[rate]))
+        cells[best] = f"**{cells[best]}**"
+        lines.append([f"`{arm}`", *(cells.get(rate, "") for rate in rates)])
+    return table(["arm", *(f"{rate:g}" for rate in rates)], lines)
 
 
 def final_of(sweep: str, arm: str) -> str:
@@ -256,6 +292,27 @@ def write_record(sweep: Path) -> None:
             ]  # fmt: skip
     with (DOCS / "records" / f"{sweep.name}.csv").open("w", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def equal_seconds(sweep: Path, baseline: str) -> dict[str, dict[str, Any]]:
+    """The difference of every arm to the baseline, in points, when both runs of a seed have taken
+    the seconds of the faster one; as in results.yaml."""
+    arms = {arm.name: arm.runs for arm in collect([str(sweep)]).arms}
+    compared = {}
+    for name, runs in arms.items():
+        pairs = [(runs[seed], arms[baseline][seed]) for seed in sorted(runs) if name != baseline]
+        gains = []
+        for pair in pairs:
+            spent = min(SECONDS.total(run)[-1] for run in pair)
+            own, other = (accuracies_at(run, SECONDS, spent, "avg_at_k") for run in pair)
+            gains.append(own.plus(other, -1))
+        if pairs:
+            found = differences(pairs, gains)["mean"]
+            low, high = found["interval"]
+            points = {name: round(100 * value, 1) for name, value in
+                      {"mean": found["mean"], "low": low, "high": high}.items()}  # fmt: skip
+            compared[name] = points | {"ahead": found["seeds_better"], "seeds": len(pairs)}
+    return compared
 
 
 THREE = ("grpo", "ours", "fifo")
@@ -507,5 +564,8 @@ if __name__ == "__main__":
     parser.add_argument("--record", type=Path, metavar="SWEEP", help="a finished sweep")
     if sweep := parser.parse_args().record:
         write_record(sweep)
+        if sweep.name == "tiny-slow":  # its part of results.yaml
+            found = {f"to_{arm}": equal_seconds(sweep, arm) for arm in SLOW_BASELINES}
+            print(yaml.safe_dump(found, sort_keys=False, width=200))
     for path in PAGES:
         path.write_text(with_results(path.read_text()))

@@ -49,6 +49,7 @@ def _metric_axis(key: str, label: str, metric: str) -> Axis:
 
 TRAINED = _metric_axis("trained", "rollouts trained on", "cost/trained_rollouts")
 GENERATED = _metric_axis("generated", "rollouts generated", "cost/generated_rollouts")
+SECONDS = _metric_axis("seconds", "training time, s", "step_time")
 
 
 def usable_axes(runs: Sequence[FinishedRun], given_mu: Sequence[float]) -> list[Axis]:
@@ -65,7 +66,7 @@ def usable_axes(runs: Sequence[FinishedRun], given_mu: Sequence[float]) -> list[
     if machine_mu := [ratio.mu for ratio in machines if ratio]:
         mu, label = median(machine_mu), "compute at γ of (W, T), rollouts"
         axes.append(Axis("compute_machines", label, lambda run: _charged(run, mu)))
-    axes.append(_metric_axis("seconds", "training time, s", "step_time"))
+    axes.append(SECONDS)
     return [axis for axis in axes if all(np.isfinite(axis.total(run)[-1]) for run in runs)]
 
 
