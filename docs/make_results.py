@@ -69,6 +69,7 @@ def with_results(page: str) -> str:
              "ablations": ablations, "tiny-robustness": tiny_robustness,
              "tiny-switches": switches, "smollm2": real_model, "smollm2-bold": bold_rate,
              "tiny-rare": rare_successes, "rare-rates": rare_rates,
+             "rare-outcomes": rare_outcomes,
              **{sweep: partial(beside_a_server, sweep) for sweep in BESIDE_A_SERVER},
              "break-even": break_evens, "pays-above": pays_above}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
@@ -241,6 +242,15 @@ def rare_successes() -> str:
          compared(found, arm, "equal_compute_5"), f"{row['rare']}", f"{row['hard']}",
          f"{row['trained']:,}"]
         for arm, row in found["arms"].items()
+    ))  # fmt: skip
+
+
+def rare_outcomes() -> str:
+    found = results()["tiny-rare"]
+    heads = [f"outcome, `ours` − `{found['baseline']}`", "points", "p", "p by Holm"]
+    return table(heads, (
+        [name, difference(row), f"{row['p']:.4f}", f"{row['holm']:.4f}" if "holm" in row else ""]
+        for name, row in found["outcomes"].items()
     ))  # fmt: skip
 
 
