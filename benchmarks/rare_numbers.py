@@ -310,11 +310,17 @@ def _described(runs: Sequence[Course], baseline: str) -> str:
 def _beside_grpo(runs: Sequence[Course]) -> str:
     """The comparison with plain GRPO, which the protocol does not have."""
     mus = (1, 2, 5, 15)
-    heads = ["arm − `grpo`", "area", "final", *(f"equal compute, μ = {mu}" for mu in mus)]
+    heads = [
+        "arm − `grpo`",
+        "area",
+        "final",
+        "pass@32",
+        *(f"equal compute, μ = {mu}" for mu in mus),
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm in dict.fromkeys(run.arm for run in runs if run.stage == "compare"):
         if arm != "grpo" and (pairs := pairs_of(runs, arm, "grpo")):
-            found = [differences(pairs, areas), differences(pairs, finals),
+            found = [*(differences(pairs, outcome) for outcome in (areas, finals, passes)),
                      *(at_equal_compute(pairs, mu) for mu in mus)]  # fmt: skip
             cells = [str(estimate(each)).split(" | ")[0] for each in found]
             lines.append(f"| `{arm}` | {' | '.join(cells)} |")
