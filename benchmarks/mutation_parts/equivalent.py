@@ -16,6 +16,17 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "all rewards are equal to the first exactly if they are equal to the second",
     ),
     (
+        "grpo_replay/training/rollout_source.py",
+        "if TYPE_CHECKING:", "if (not TYPE_CHECKING):",
+        "the names are only read in annotations, and importing them makes no circle",
+    ),
+    (
+        "grpo_replay/training/opening.py",
+        "self._early_records = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)",
+        "self._early_records = MemoryHandler((10001), flushLevel=logging.CRITICAL + 1)",
+        "more log lines than a start writes",
+    ),
+    (
         "grpo_replay/collection/collector_process.py",
         "socket.setsockopt(zmq.LINGER, 2000)", "socket.setsockopt(zmq.LINGER, (2001))",
         "a time limit, in milliseconds",

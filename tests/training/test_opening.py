@@ -17,7 +17,7 @@ from grpo_replay.errors import DatasetError, ModelError, OutputDirectoryError, R
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import opening
+from grpo_replay.training import disk_room, opening
 from grpo_replay.training.opening import Hardware, RunOpener, missing_packages
 from grpo_replay.training.resuming import open_follower_logs
 from grpo_replay.training.run import run_training
@@ -47,15 +47,18 @@ def test_a_run_says_what_it_leaves_out(tmp_path, processes, monkeypatch):
         logging.getLogger("grpo_replay.engine").warning("said by a check")
 
     monkeypatch.setattr(opening, "check_room", check_room)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: 50_000_000)  # one checkpoint, not 100
     recipe = small_recipe(
-        run={"steps": 1}, replay={"preset": "grpo"}, prompts={"max_prompt_length": 6}
-    )
+        run={"steps": 1}, replay={"preset": "grpo"}, prompts={"max_prompt_length": 6},
+        checkpoint={"keep": 99},
+    )  # fmt: skip
     listener = Listener()
     run_training(recipe, tmp_path / "run", False, listener)
     assert "said by a check" in (tmp_path / "run/log/attempt_001.log").read_text()
     assert len(rooms) == 1 and 3 <= rooms[0] <= 6
     (left_out,) = [each for each in listener.at_start if "left out" in each]
     assert "prompts.max_prompt_length 6" in left_out
+    assert any("100 more checkpoints" in each for each in listener.at_start)
 
 
 def test_a_start_opens_the_workers_of_the_recipe_and_a_plan_one(tmp_path, monkeypatch):
