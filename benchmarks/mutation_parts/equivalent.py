@@ -16,6 +16,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "all rewards are equal to the first exactly if they are equal to the second",
     ),
     (
+        "grpo_replay/training/asynchronous.py",
+        "self._unchecked_steps = UNCHECKED_STEPS - 1",
+        "self._unchecked_steps = (UNCHECKED_STEPS + 1)",
+        "the first step is checked from UNCHECKED_STEPS - 1 on, and then counts from 0",
+    ),
+    (
         "grpo_replay/training/rollout_source.py",
         "if TYPE_CHECKING:", "if (not TYPE_CHECKING):",
         "the names are only read in annotations, and importing them makes no circle",

@@ -220,13 +220,20 @@ def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(
     assert parts.sampler.pushed == [*pushed, 3], "and after every step but the last"
 
 
-class ReadyMain(Comm):
-    """The second of two ranks; the first says that nothing is recorded, that it has waited, that it
-    waited without an error, and that there is something to take."""
+def test_a_rank_without_an_intake_has_no_rollouts_of_a_recorded_step():
+    parts = parts_of(async_recipe(URLS), comm=ReadyMain(recorded=True))
+    taken = FollowerSource(parts, RunState(policy_version=2)).take(3)
+    assert (taken.generated, taken.measured) == ((), ())
+    assert parts.sampler.pushed == []
 
-    def __init__(self) -> None:
+
+class ReadyMain(Comm):
+    """The second of two ranks; the first says whether the step is recorded, that it has waited,
+    that it waited without an error, and that there is something to take."""
+
+    def __init__(self, recorded: bool = False) -> None:
         super().__init__(rank=1, world_size=2)
-        self._said = cycle([False, True, None, True])
+        self._said = cycle([recorded, True, None, True])
 
     def broadcast(self, value):
         return next(self._said)
@@ -270,6 +277,20 @@ def test_what_a_step_takes_by_hand():
     assert (taken.prompts, taken.groups, taken.generation_seconds) == (1, 1, 3.0)
     assert (len(taken.measured), len(taken.generated)) == (1, 2)
     assert taken.nominal_rollouts == PROMPTS * GROUP
+
+
+def test_a_first_step_without_rollouts_of_the_newest_weights_samples_short_ones(monkeypatch):
+    monkeypatch.setattr(asynchronous, "PROBED_TOKENS", 3)
+    source, intake = main_source(async_recipe(URLS))
+    asked = []
+    monkeypatch.setattr(
+        source.parts.sampler, "generate", lambda requests: asked.extend(requests) or [], False
+    )
+    intake.close_step = lambda step: (make_rollout(8, birth_step=1), make_rollout(9, birth_step=1))
+    source.take(3)
+    assert [request.max_tokens for request in asked] == [3, 3]
+    source.take(4)
+    assert len(asked) == 2, "and not again before UNCHECKED_STEPS steps"
 
 
 def test_counters_of_a_step_by_hand():

@@ -31,6 +31,13 @@ def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes):
     assert expected < found < expected + 0.6 * parameters  # the tokenizer and DeepSpeed's scripts
 
 
+def test_with_adapters_only_those_are_trained_and_the_whole_model_is_merged():
+    """Of ten bf16 adapters below ZeRO-3: twice the parameters, two moments, a master each."""
+    adapters = 10 * (2 * 2 + 8 + 4)
+    assert checkpoint_size(1000, 2, 1, adapters=10) == CheckpointSize(adapters, merged=4 * 1000)
+    assert checkpoint_size(10, 2, 1) == CheckpointSize(adapters, merged=0)
+
+
 def test_the_start_says_that_not_all_will_fit_and_refuses_if_none_does(tmp_path, monkeypatch):
     section = CheckpointSection(keep=3)
 
