@@ -53,7 +53,8 @@ def test_a_shipped_sweep_loads_with_enough_seeds_for_an_interval(name):
     path = shipped_sweeps()[name]
     file = read_sweep_file(path)
     cells = expand(file, path, Path("out"))
-    assert file.name == name and len(file.seeds) >= (4 if "smollm2" in name else 5)
+    takes_minutes = "smollm2" in name or name == "tiny-slow"
+    assert file.name == name and len(file.seeds) >= (4 if takes_minutes else 5)
     # Comparison cells of a tuned arm have no values yet: they are the same as nothing else.
     assert len({cell.resolved_recipe().model_dump_json() for cell in cells}) == len(cells)
     text = path.read_text()
