@@ -4,7 +4,6 @@ smollm2.svg and tiny-long-async.svg from docs/results.yaml and docs/records/.
     python docs/draw_results.py
 """
 
-import csv
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from make_results import (
     arm_name,
     compared_arms,
     courses,
+    rare_runs,
     results,
     shown_level,
     spent_to,
@@ -66,17 +66,20 @@ def draw_rare_successes() -> None:
     equal compute over μ; means over seeds, with 95 % of their standard error."""
     figure, (over_rollouts, over_mu) = new_figure("tiny-rare", (8, 3.4), ncols=2)
     mus = np.geomspace(0.3, 20, 40)
-    baseline = rare_courses("grpo")
+    numbers, runs = rare_runs()
     for arm, colour in {"grpo": "0.35", "epochs-2": "C1", "ours": "C0", "successes": "C2"}.items():
-        generated_SE, _, accuracy_SE = courses_S = rare_courses(arm)
-        over_rollouts.plot(
-            generated_SE[0] / 1000, accuracy_SE.mean(axis=0), color=colour, label=arm
-        )
+        own = [run for run in runs if (run.stage, run.arm) == ("compare", arm)]
+        mean_E = 100 * np.mean([run.mean_E for run in own], axis=0)
+        over_rollouts.plot(own[0].generated_E / 1000, mean_E, color=colour, label=arm)
         if arm == "grpo":
             continue
-        ahead_MS = np.array([at_equal_compute(courses_S, baseline, mu) for mu in mus])
+        pairs = numbers.pairs_of(runs, arm, "grpo")
+        ahead_MS = 100 * np.array([
+            np.mean([each.mean(axis=1) for each in numbers.at_equal_compute(pairs, mu)], axis=0)
+            for mu in mus
+        ])  # fmt: skip
         mean_M = ahead_MS.mean(axis=1)
-        error_M = 1.96 * ahead_MS.std(axis=1, ddof=1) / np.sqrt(ahead_MS.shape[1])
+        error_M = 1.96 * ahead_MS.std(axis=1, ddof=1) / np.sqrt(len(pairs))
         over_mu.plot(mus, mean_M, color=colour)
         over_mu.fill_between(mus, mean_M - error_M, mean_M + error_M, color=colour, alpha=0.15)
     over_rollouts.set(xlabel="thousand generated rollouts", ylabel="held-out accuracy, %")
@@ -86,36 +89,6 @@ def draw_rare_successes() -> None:
     over_mu.set(xscale="log", xlabel="μ", ylabel="points ahead of grpo at equal compute")
     over_mu.set_xticks(ticks := [0.5, 1, 2, 5, 10, 20], [f"{tick:g}" for tick in ticks])
     save_figure(figure, "tiny-rare")
-
-
-def rare_courses(arm: str) -> np.ndarray:
-    """float64 [3, S, E] from records/tiny-rare.csv: rollouts generated and trained on, accuracy in
-    %."""
-    with (DOCS / "records" / "tiny-rare.csv").open(encoding="utf-8") as file:
-        rows = [
-            row for row in csv.DictReader(file) if (row["stage"], row["arm"]) == ("compare", arm)
-        ]
-    seeds = len({row["seed"] for row in rows})
-    generated, trained, rare, hard = (
-        np.array([float(row[name]) for row in rows]).reshape(seeds, -1)
-        for name in ("generated", "trained", "rare", "hard")
-    )
-    return np.stack([generated, trained, 50 * (rare + hard)])
-
-
-def at_equal_compute(arm: np.ndarray, baseline: np.ndarray, mu: float) -> list[float]:
-    """Compute the difference of accuracies at every seed, when both runs have spent T + μG of the
-    cheaper one; both arrays are as from `rare_courses`."""
-    differences = []
-    for one, other in zip(arm.swapaxes(0, 1), baseline.swapaxes(0, 1), strict=True):
-        spent_2E = [mu * generated_E + trained_E for generated_E, trained_E, _ in (one, other)]
-        spent = min(spent_E[-1] for spent_E in spent_2E)
-        at = [
-            np.interp(spent, spent_E, run[2])
-            for spent_E, run in zip(spent_2E, (one, other), strict=True)
-        ]
-        differences.append(at[0] - at[1])
-    return differences
 
 
 def draw_courses(

@@ -11,6 +11,7 @@ what this writes.
 import argparse
 import csv
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from grpo_replay.lab.report.costs import (
     first_crossing,
 )
 from grpo_replay.lab.report.finished_run import Outcome
-from grpo_replay.lab.report.measure import GAIN_SHARES, accuracies_at, differences
+from grpo_replay.lab.report.measure import GAIN_SHARES, equal_cost
 from grpo_replay.lab.report.report_files import pays_at
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
@@ -254,19 +255,25 @@ def rare_outcomes() -> str:
     ))  # fmt: skip
 
 
+def rare_runs() -> tuple[Any, list[Any]]:
+    """The module benchmarks/rare_numbers.py, and its runs of records/tiny-rare.csv."""
+    sys.path.append(str(DOCS.parent / "benchmarks"))
+    import rare_numbers
+    import rare_study
+
+    return rare_numbers, rare_study.courses(rare_study.RECORD)
+
+
 def rare_rates() -> str:
     """Final accuracy of `tiny-rare` on the tuning seeds, in %; the chosen rates are bold."""
-    with (DOCS / "records" / "tiny-rare.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["stage"] == "tune"]
-    last = {(row["arm"], float(row["rate"]), row["seed"]): row for row in rows}  # rows are by step
-    finals: dict[tuple[str, float], list[float]] = {}
-    for (arm, rate, _), row in last.items():
-        finals.setdefault((arm, rate), []).append(50 * (float(row["rare"]) + float(row["hard"])))
-    rates = sorted({rate for _, rate in finals})
+    numbers, runs = rare_runs()
+    tuned = numbers.rates(runs)
+    rates = sorted({rate for by_rate in tuned.values() for rate in by_rate})
     lines = []
-    for arm in dict.fromkeys(arm for arm, _ in finals):
-        cells = {rate: f"{fmean(finals[arm, rate]):.1f}" for rate in rates if (arm, rate) in finals}
-        best = max(cells, key=lambda rate: float(cells[rate]))
+    for arm, by_rate in sorted(tuned.items()):
+        cells = {rate: f"{100 * fmean(run.mean_E[-1] for run in members):.1f}"
+                 for rate, members in by_rate.items()}  # fmt: skip
+        best = numbers.chosen_rate(by_rate)
         cells[best] = f"**{cells[best]}**"
         lines.append([f"`{arm}`", *(cells.get(rate, "") for rate in rates)])
     return table(["arm", *(f"{rate:g}" for rate in rates)], lines)
@@ -308,21 +315,14 @@ def equal_seconds(sweep: Path, baseline: str) -> dict[str, dict[str, Any]]:
     """The difference of every arm to the baseline, in points, when both runs of a seed have taken
     the seconds of the faster one; as in results.yaml."""
     arms = {arm.name: arm.runs for arm in collect([str(sweep)]).arms}
-    compared = {}
-    for name, runs in arms.items():
-        pairs = [(runs[seed], arms[baseline][seed]) for seed in sorted(runs) if name != baseline]
-        gains = []
-        for pair in pairs:
-            spent = min(SECONDS.total(run)[-1] for run in pair)
-            own, other = (accuracies_at(run, SECONDS, spent, "avg_at_k") for run in pair)
-            gains.append(own.plus(other, -1))
-        if pairs:
-            found = differences(pairs, gains)["mean"]
-            low, high = found["interval"]
-            points = {name: round(100 * value, 1) for name, value in
-                      {"mean": found["mean"], "low": low, "high": high}.items()}  # fmt: skip
-            compared[name] = points | {"ahead": found["seeds_better"], "seeds": len(pairs)}
-    return compared
+    points = {}
+    for name in (arm for arm in arms if arm != baseline):
+        pairs = [(run, arms[baseline][seed]) for seed, run in sorted(arms[name].items())]
+        found = equal_cost(pairs, SECONDS, "avg_at_k")["difference"]["mean"]
+        mean, low, high = (round(100 * each, 1) for each in (found["mean"], *found["interval"]))
+        points[name] = {"mean": mean, "low": low, "high": high,
+                        "ahead": found["seeds_better"], "seeds": len(pairs)}  # fmt: skip
+    return points
 
 
 THREE = ("grpo", "ours", "fifo")

@@ -307,14 +307,15 @@ def _equal_costs(pairs: Pairs, costs: Sequence[Axis], outcome: Outcome) -> dict[
         if all(run.base and len(run.evaluations) >= FEWEST_EVALUATIONS for run in pair)
     ]
     return {
-        axis.key: _equal_cost(usable, axis, outcome.metric)
+        axis.key: equal_cost(usable, axis, outcome.metric)
         for axis in costs
         if usable and axis.key != "steps"
     }
 
 
-def _equal_cost(pairs: Pairs, axis: Axis, metric: str) -> Document:
-    """Compares pairs at equal cost on one axis: what was spent, and the difference."""
+def equal_cost(pairs: Pairs, axis: Axis, metric: str) -> Document:
+    """Compares pairs at equal cost on one axis: what was spent, and the difference by benchmark and
+    `mean`, as `differences` has it."""
     spent, gains = [], []
     for pair in pairs:
         cost = min(float(axis.total(run)[max(run.evaluations)]) for run in pair)
